@@ -1,0 +1,52 @@
+"""Data parallel training of one LightningModule on all devices of a machine, from one process.
+
+Importing the package registers the strategy ``"dpx"`` and one alias per reducer (``"dpx_naive"``, ...).
+"""
+
+import sys
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dpx.errors import (
+    ConfigurationError,
+    DPXError,
+    GatherError,
+    ReplicationError,
+    SliceError,
+    UnsupportedError,
+)
+from lightning_dpx.group import ReplicaGroup
+from lightning_dpx.reducers import GradientReducer, register_reducer
+from lightning_dpx.trainer import DPXPrecision, DPXStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigurationError",
+    "DPXError",
+    "DPXPrecision",
+    "DPXStrategy",
+    "GatherError",
+    "GradientReducer",
+    "ReplicaGroup",
+    "ReplicationError",
+    "SliceError",
+    "UnsupportedError",
+    "register_reducer",
+]
+
+DPXStrategy.register_strategies(StrategyRegistry)
+
+
+def _refuse_other_namespace(*_: object, **__: object) -> object:
+    raise ConfigurationError(
+        'strategy="dpx" belongs to the package `lightning`, but this Trainer comes from `pytorch_lightning`; '
+        "write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`."
+    )
+
+
+if "pytorch_lightning" in sys.modules:
+    from pytorch_lightning.strategies import StrategyRegistry as _OtherRegistry
+
+    if "dpx" not in _OtherRegistry:
+        _OtherRegistry.register("dpx", _refuse_other_namespace, description="import lightning, not pytorch_lightning")

@@ -1,0 +1,48 @@
+"""What differs between device types. No other file asks a device for its type."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def canonical_device(device: torch.device | str) -> torch.device:
+    """The physical device behind ``device``: an index for every accelerator, none for the host.
+
+    ``cpu:0`` and ``cpu:3`` are the same memory, so both become ``cpu``.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None:
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether ``device`` is the CPU, which has one memory and one random generator for all its replicas."""
+    return device.type == "cpu"
+
+
+def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """The physical devices among ``devices``, each once, in order of first appearance."""
+    return list(dict.fromkeys(canonical_device(device) for device in devices))
+
+
+def device_context(device: torch.device) -> AbstractContextManager[object]:
+    """Makes ``device`` current for the calling thread; nothing to do on the host."""
+    if is_host(device):
+        return nullcontext()
+    context: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return context
+
+
+def num_usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_random_state() -> torch.Tensor:
+    """A snapshot of the process-wide CPU generator, to notice that somebody drew from it."""
+    return torch.get_rng_state()

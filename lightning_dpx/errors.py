@@ -1,0 +1,36 @@
+"""Everything that lightning_dpx raises on its own account.
+
+DPXError
+├── ConfigurationError (ValueError)      an argument has a value that is not allowed
+├── UnsupportedError (NotImplementedError)  a feature that cannot be had in this combination
+├── SliceError (ValueError)              a batch that cannot be cut into slices
+├── ReplicationError (TypeError)         a module that cannot be copied faithfully
+└── GatherError (ValueError)             replica results that cannot be merged into one
+
+Errors raised by user code inside a replica are never wrapped: the original object is raised again, with a note that
+names the replica, its device and the stage.
+"""
+
+
+class DPXError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ConfigurationError(DPXError, ValueError):
+    """An argument has a value that is not allowed; the message lists what is."""
+
+
+class UnsupportedError(DPXError, NotImplementedError):
+    """The requested combination of features is refused instead of run wrongly."""
+
+
+class SliceError(DPXError, ValueError):
+    """The batch cannot be cut along its batch dim."""
+
+
+class ReplicationError(DPXError, TypeError):
+    """The module holds something that cannot be copied, or whose copy would still point at the original."""
+
+
+class GatherError(DPXError, ValueError):
+    """The results of the replicas have different structures."""

@@ -1,0 +1,22 @@
+"""First sibling: K persistent replicas of one module, the slices that they get and the workers that run them."""
+
+from lightning_dpx.replicas.context import current_rank
+from lightning_dpx.replicas.gathering import gather, weighted_mean
+from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
+from lightning_dpx.replicas.slicing import BatchDim, slice_batch
+from lightning_dpx.replicas.state import BufferMode
+
+__all__ = [
+    "BatchDim",
+    "BufferMode",
+    "Execution",
+    "Replica",
+    "ReplicaSet",
+    "Share",
+    "check_choice",
+    "current_rank",
+    "gather",
+    "slice_batch",
+    "weighted_mean",
+]

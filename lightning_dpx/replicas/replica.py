@@ -1,0 +1,126 @@
+"""Replicas: persistent copies of one module, made once.
+
+The copy is a deepcopy whose memo maps every parameter and buffer to its copy on the target device, so tied weights,
+parameter lists, flattened RNN weights and parametrisations keep their structure. Replicas on one physical device share
+the storage of their parameters (no copy, no broadcast); each has its own gradients and its own buffers.
+"""
+
+import copy
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.errors import ReplicationError
+
+SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One copy of the module, with the device that it lives on.
+
+    A CPU tensor does not know which replica it belongs to, so the replica carries its own index.
+    """
+
+    index: int
+    device: torch.device
+    module: nn.Module
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters in the module's order, tied ones once."""
+        return list(self.module.parameters())
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device], keep: Iterable[object] = ()) -> tuple[Replica, ...]:
+    """K replicas; the first is ``module`` itself, which must already live on ``devices[0]``.
+
+    Args:
+        module: The module to copy.
+        devices: K devices, repeated ones allowed.
+        keep: Objects that all replicas share by reference (datasets and loaders always are).
+
+    Raises:
+        ReplicationError: something cannot be copied, or its copy would still point at the original; the message
+            names the path of the attribute.
+    """
+    _refuse_unfaithful(module)
+    root = canonical_device(devices[0])
+    replicas = [Replica(0, root, module)]
+    for index, device in enumerate(devices[1:], start=1):
+        target = canonical_device(device)
+        replicas.append(Replica(index, target, _copy(module, target, target == root, keep)))
+    return tuple(replicas)
+
+
+def _copy(module: nn.Module, device: torch.device, share: bool, keep: Iterable[object]) -> nn.Module:
+    memo: dict[int, Any] = {id(kept): kept for kept in keep}
+    for child in module.modules():
+        memo.update({id(value): value for value in vars(child).values() if isinstance(value, SHARED_TYPES)})
+    for parameter in module.parameters():
+        data = parameter.detach() if share else parameter.detach().to(device, copy=True)
+        memo[id(parameter)] = _like(parameter, data)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to(device, copy=True)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        path = _uncopyable_path(module, memo)
+        raise ReplicationError(
+            f"The module cannot be copied to {device}: attribute {path!r} fails with {type(error).__name__}: {error}. "
+            "Remove the attribute before fit, or create it lazily inside the step."
+        ) from error
+
+
+def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    twin = copy.copy(parameter) if type(parameter) is not nn.Parameter else nn.Parameter(data, parameter.requires_grad)
+    twin.data, twin.grad = data, None
+    return twin
+
+
+def _uncopyable_path(module: nn.Module, memo: dict[int, Any]) -> str:
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:  # noqa: BLE001  the probe asks which attribute fails, not why
+                return f"{name}.{key}" if name else key
+    return type(module).__name__
+
+
+def _refuse_unfaithful(module: nn.Module) -> None:
+    originals = {id(child) for child in module.modules()}
+    for name, child in module.named_modules():
+        prefix = f"{name}." if name else ""
+        for key, parameter in child.named_parameters(recurse=False):
+            if isinstance(parameter, UninitializedParameter):
+                raise ReplicationError(
+                    f"Parameter {prefix}{key} is lazy and has no value yet; run one forward before training."
+                )
+        for key, value in vars(child).items():
+            for holder in value.values() if key.endswith("_hooks") and isinstance(value, dict) else (value,):
+                if isinstance(holder, types.FunctionType) and _captures(holder, originals):
+                    raise ReplicationError(
+                        f"{prefix}{key} holds the function {holder.__qualname__!r}, whose closure captures this very "
+                        "module; in a copy it would still act on the original. Use a bound method instead."
+                    )
+
+
+def _captures(function: types.FunctionType, originals: set[int]) -> bool:
+    return any(id(_content(cell)) in originals for cell in function.__closure__ or ())
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a cell that is still empty captures nothing
+        return None

@@ -1,0 +1,179 @@
+"""The replicas of one module together with what drives them: slices, workers and state."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from lightning_dpx.devices import canonical_device, distinct_devices, host_random_state, is_host, num_usable_cpus
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.replicas.context import as_rank
+from lightning_dpx.replicas.replica import Replica, replicate
+from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
+from lightning_dpx.replicas.state import BufferMode, StateSync
+from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
+
+Execution = Literal["auto", "inline", "threads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One active replica's part of a batch."""
+
+    replica: Replica
+    num_rows: int
+    batch: Any
+
+
+class ReplicaSet:
+    """K persistent replicas of ``module`` and the workers that run them.
+
+    Args:
+        module: The user's module, already on the first device; it is replica 0.
+        devices: K devices.
+        workload: ``"even"`` or K positive shares.
+        batch_dim: See :func:`lightning_dpx.replicas.slicing.slice_batch`.
+        execution: ``"inline"`` runs the replicas one after the other in the calling thread, ``"threads"`` each in a
+            thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one.
+        buffers: What replica 0's buffers become after a step.
+        merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one.
+        keep: Objects that the replicas share by reference.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+        ReplicationError: the module cannot be copied faithfully.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        workload: str | Sequence[float] = "even",
+        batch_dim: BatchDim = 0,
+        execution: Execution = "auto",
+        buffers: BufferMode = "broadcast",
+        merge: bool = False,
+        keep: Iterable[object] = (),
+    ) -> None:
+        check_choice("execution", execution, get_args(Execution))
+        check_choice("buffers", buffers, get_args(BufferMode))
+        if not devices:
+            raise ConfigurationError("devices is empty; give at least one device.")
+        self.devices = tuple(canonical_device(device) for device in devices)
+        self.workload = parse_workload(workload, len(devices))
+        self.replicas = replicate(module, self.devices, keep)
+        self.state = StateSync(self.replicas, buffers)
+        self.batch_dim = batch_dim
+        self._merge = merge and execution == "auto"
+        self._executor = make_executor(execution, self.devices)
+        self._usual_rows: dict[bool, int] = {}
+        self._guards_randomness = isinstance(self._executor, ThreadedExecutor) and (
+            sum(is_host(device) for device in self.devices) > 1
+        )
+
+    @property
+    def root(self) -> Replica:
+        """Replica 0: the user's own module."""
+        return self.replicas[0]
+
+    @property
+    def always_merged(self) -> bool:
+        """Whether one replica does all the work, because all live on one device and are merged."""
+        return self._merge and len(distinct_devices(self.devices)) == 1
+
+    def sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Rows per replica of a batch of ``num_rows``; the largest batch so far in this mode is the usual one."""
+        mode = self.root.module.training
+        self._usual_rows[mode] = max(num_rows, self._usual_rows.get(mode, 0))
+        sizes = split_sizes(num_rows, self.workload, self._usual_rows[mode])
+        return merge_neighbours(sizes, self.devices) if self._merge else sizes
+
+    def shares(self, batch: Any) -> list[Share]:
+        """The parts of ``batch``, one per active replica, in sample order.
+
+        Raises:
+            SliceError: the batch cannot be cut.
+        """
+        sizes = self.sizes(batch_size(batch, self.batch_dim))
+        if sum(size > 0 for size in sizes) == 1:
+            active = next(index for index, size in enumerate(sizes) if size)
+            return [Share(self.replicas[active], sizes[active], batch)]
+        parts = slice_batch(batch, sizes, self.batch_dim)
+        return [
+            Share(replica, size, part) for replica, size, part in zip(self.replicas, sizes, parts, strict=True) if size
+        ]
+
+    def run(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Any]:
+        """``call(share)`` for every share, each in its replica's context and lane; values in share order.
+
+        Raises:
+            BaseException: the first replica's error, the original object with a note.
+        """
+        before = host_random_state() if self._guards_randomness else None
+        tasks = [
+            Task(share.replica.index, share.replica.device, stage, _as_rank_call(rank, len(shares), call, share))
+            for rank, share in enumerate(shares)
+        ]
+        values = self._executor.run(tasks)
+        if before is not None and not torch.equal(before, host_random_state()):
+            self._guards_randomness = False
+            warnings.warn(
+                f"execution='threads': the {stage} drew random numbers in several threads of one CPU generator, so "
+                "this run is not reproducible; use execution='inline' or 'auto' for models with dropout.",
+                stacklevel=2,
+            )
+        return values
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._executor.close()
+
+
+def _as_rank_call(rank: int, world_size: int, call: Callable[[Share], Any], share: Share) -> Callable[[], Any]:
+    def ranked() -> Any:
+        with as_rank(rank, world_size):
+            return call(share)
+
+    return ranked
+
+
+def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:
+    """Neighbouring replicas on one physical device hand their rows to the first of them.
+
+    Running one slice of n rows there costs less than several small ones, and equals one device more closely. Only
+    neighbours are merged, so the samples stay in order.
+    """
+    merged = list(sizes)
+    first = 0
+    for index in range(1, len(merged)):
+        if devices[index] == devices[first]:
+            merged[first], merged[index] = merged[first] + merged[index], 0
+        else:
+            first = index
+    return tuple(merged)
+
+
+def make_executor(execution: Execution, devices: Sequence[torch.device]) -> Executor:
+    """Threads where they can help: one lane per physical device, or one per replica where asked for."""
+    physical = distinct_devices(devices)
+    if execution == "inline" or len(devices) == 1 or (execution == "auto" and len(physical) == 1):
+        return InlineExecutor()
+    if execution == "auto":
+        return ThreadedExecutor([physical.index(device) for device in devices])
+    on_host = sum(is_host(device) for device in devices)
+    threads = max(1, num_usable_cpus() // on_host) if on_host else None
+    return ThreadedExecutor(range(len(devices)), threads)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuses a value that is not among ``allowed``.
+
+    Raises:
+        ConfigurationError: names the argument, the value and what is allowed.
+    """
+    if value not in allowed:
+        raise ConfigurationError(f"{name}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}.")

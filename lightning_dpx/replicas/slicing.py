@@ -1,0 +1,202 @@
+"""First stage: a batch becomes one slice per replica, cut along its batch dim by workload.
+
+Legend: B rows in the batch, K replicas, n_i rows of replica i (n_1 + ... + n_K = B). The rules are those of MXNet's
+DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give it whole to everybody").
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree
+
+from lightning_dpx.errors import ConfigurationError, SliceError
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None))
+BatchDim = int | Mapping[str, int]
+
+
+def parse_workload(workload: str | Sequence[float], num_replicas: int) -> tuple[float, ...]:
+    """One positive share per replica.
+
+    Raises:
+        ConfigurationError: an unknown word, a wrong length, or an entry that is not a positive finite number.
+    """
+    if isinstance(workload, str):
+        if workload != "even":
+            raise ConfigurationError(
+                f"workload={workload!r} is not allowed; give 'even' or one positive number per device, "
+                f"for example workload={[1] * num_replicas}."
+            )
+        return (1.0,) * num_replicas
+    shares = tuple(workload)
+    if len(shares) != num_replicas:
+        raise ConfigurationError(
+            f"workload has {len(shares)} entries {list(shares)} for {num_replicas} devices; give one per device."
+        )
+    for index, share in enumerate(shares):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share <= 0:
+            raise ConfigurationError(
+                f"workload[{index}]={share!r} is not allowed; every entry must be a positive finite number."
+            )
+    return tuple(float(share) for share in shares)
+
+
+def split_sizes(num_rows: int, workload: Sequence[float], usual_rows: int = 0) -> tuple[int, ...]:
+    """Rows per replica, by largest remainder, with sum exactly ``num_rows``.
+
+    A batch shorter than usual goes to fewer replicas: the first ones, as many as get at least half of their usual
+    slice and not a single row where more are usual (batch norm fails on one sample).
+
+    Args:
+        num_rows: B, the rows of this batch.
+        workload: K positive shares.
+        usual_rows: Rows of a full batch; batches at least as long are full themselves.
+    """
+    usual_rows = max(usual_rows, num_rows)
+    usual = [usual_rows * share / sum(workload) for share in workload]
+    least = [max(rows / 2, min(2, math.floor(rows))) for rows in usual]
+    for active in range(len(workload), 1, -1):
+        sizes = _largest_remainder(num_rows, workload[:active])
+        if all(size >= max(need, 1) for size, need in zip(sizes, least, strict=False)):
+            return (*sizes, *(0,) * (len(workload) - active))
+    return (num_rows, *(0,) * (len(workload) - 1))
+
+
+def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
+    quotas = [total * share / sum(shares) for share in shares]
+    sizes = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(shares)), key=lambda i: sizes[i] - quotas[i])
+    for index in by_remainder[: total - sum(sizes)]:
+        sizes[index] += 1
+    return sizes
+
+
+def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
+    """B: the common size of all inputs along their batch dims.
+
+    Raises:
+        SliceError: two inputs disagree (both are named), there are no rows, a dim is out of range, or nothing in
+            the batch has a batch dim.
+    """
+    found: tuple[str, int] | None = None
+    for path, size in _sized_inputs(batch, batch_dim):
+        if found is None:
+            found = path, size
+        elif found[1] != size:
+            raise SliceError(
+                f"The batch has two batch sizes: {found[0]} has {found[1]} rows and {path} has {size}. All inputs must "
+                f"agree; an input without a batch dim is given whole to every replica by batch_dim={{{path!r}: -1}}."
+            )
+    if found is None:
+        raise SliceError(
+            f"Nothing in the batch ({type(batch).__name__}) has a batch dim: give tensors, lists of plain items, or "
+            "containers of them (register your own class with torch.utils._pytree.register_pytree_node)."
+        )
+    if found[1] == 0:
+        raise SliceError(f"The batch has no rows: {found[0]} has size 0 along its batch dim.")
+    return found[1]
+
+
+def slice_batch(batch: Any, sizes: Sequence[int], batch_dim: BatchDim = 0) -> list[Any]:
+    """K slices of ``batch``, each of the batch's own type; a replica with no rows gets ``None``.
+
+    Args:
+        batch: Nested tuples, lists, dicts, namedtuples, dataclasses and registered pytree nodes. Tensors are cut
+            (views, no copy), and so are lists and tuples of B plain items; everything else is handed to each replica.
+        sizes: K numbers of rows.
+        batch_dim: One dim for all inputs, or ``{path: dim}`` with paths such as ``"0"`` or ``"image.mask"``.
+    """
+    total, start, slices = sum(sizes), 0, []
+    for size in sizes:
+        slices.append(_cut(batch, "", start, size, total, batch_dim) if size else None)
+        start += size
+    return slices
+
+
+def _dim_of(path: str, batch_dim: BatchDim) -> int:
+    return batch_dim if isinstance(batch_dim, int) else batch_dim.get(path, 0)
+
+
+def children_of(node: Any) -> list[tuple[str, Any]] | None:
+    """Named children of a container, or ``None`` for a leaf."""
+    if isinstance(node, PackedSequence):
+        raise SliceError(
+            "A PackedSequence cannot be cut by rows; give the padded tensor and the lengths, and pack inside the step."
+        )
+    if isinstance(node, Mapping):
+        return [(str(key), value) for key, value in node.items()]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, list | tuple):
+        return [(str(index), value) for index, value in enumerate(node)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    if type(node) in _pytree.SUPPORTED_NODES:
+        children, _ = _pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
+        return [(str(index), value) for index, value in enumerate(children)]
+    return None
+
+
+def _is_plain_list(node: Any) -> bool:
+    return type(node) in (list, tuple) and bool(node) and all(isinstance(item, PLAIN) for item in node)
+
+
+def _sized_inputs(node: Any, batch_dim: BatchDim, path: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(node, torch.Tensor):
+        dim = _dim_of(path, batch_dim)
+        if dim == -1 or node.ndim == 0:
+            return
+        if not 0 <= dim < node.ndim:
+            raise SliceError(
+                f"batch_dim={dim} is out of range for {path or 'the batch'} of shape {tuple(node.shape)}; "
+                f"allowed: 0 to {node.ndim - 1}, or -1 for an input without a batch dim."
+            )
+        yield path or "the batch", node.shape[dim]
+    elif not _is_plain_list(node):
+        for name, child in children_of(node) or ():
+            yield from _sized_inputs(child, batch_dim, f"{path}.{name}" if path else name)
+    elif not path:
+        yield "the batch", len(node)
+
+
+def _cut(node: Any, path: str, start: int, size: int, total: int, batch_dim: BatchDim) -> Any:
+    if isinstance(node, torch.Tensor):
+        dim = _dim_of(path, batch_dim)
+        return node if dim == -1 or node.ndim == 0 else node.narrow(dim, start, size)
+    if _is_plain_list(node) and len(node) == total and _dim_of(path, batch_dim) != -1:
+        return node[start : start + size]
+    children = children_of(node)
+    if children is None:
+        return node
+    parts = [_cut(child, f"{path}.{name}" if path else name, start, size, total, batch_dim) for name, child in children]
+    return rebuild(node, parts)
+
+
+def rebuild(node: Any, parts: Sequence[Any]) -> Any:
+    """A container of ``node``'s type with other children, in ``node``'s order."""
+    if isinstance(node, dict):
+        fresh = dict(zip(node, parts, strict=True))
+        return fresh if type(node) is dict else _like_mapping(node, fresh)
+    if isinstance(node, Mapping):
+        return type(node)(dict(zip(node, parts, strict=True)))  # type: ignore[call-arg]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*parts)
+    if isinstance(node, list | tuple):
+        return type(node)(parts)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        return dataclasses.replace(node, **dict(zip(names, parts, strict=True)))
+    handler = _pytree.SUPPORTED_NODES[type(node)]
+    _, context = handler.flatten_fn(node)
+    return handler.unflatten_fn(list(parts), context)
+
+
+def _like_mapping(node: dict[Any, Any], fresh: dict[Any, Any]) -> Any:
+    """Keeps subclasses of dict, whose constructors may take anything, by refilling a shallow copy."""
+    clone = node.copy()
+    clone.update(fresh)
+    return clone

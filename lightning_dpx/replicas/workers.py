@@ -1,0 +1,208 @@
+"""Where replicas run: in the calling thread, or in persistent daemon threads with the caller's context.
+
+Grad mode, inference mode, autocast, saved-tensor hooks and context variables are thread-local, so a worker re-enters
+those of its caller for every task. A task that fails never leaves the others behind: all are awaited, then the first
+error (lowest replica) is raised as the original object, with a note that says where it happened.
+"""
+
+import contextvars
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices import device_context
+
+AUTOCAST_TYPES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One call for one replica."""
+
+    replica: int
+    device: torch.device
+    stage: str
+    call: Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a task returned or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Executor(ABC):
+    """Runs one task per active replica and returns their values in task order."""
+
+    def run(self, tasks: Sequence[Task]) -> list[Any]:
+        """The values of ``tasks``; all have ended when this returns or raises.
+
+        Raises:
+            BaseException: the error of the first failed task, the same object, with notes.
+        """
+        outcomes = self._outcomes(tasks)
+        failed = [(task, outcome.error) for task, outcome in zip(tasks, outcomes, strict=True) if outcome.error]
+        if not failed:
+            return [outcome.value for outcome in outcomes]
+        first, error = failed[0]
+        error.add_note(f"In replica {first.replica} on {first.device}, during {first.stage}.")
+        for task, other in failed[1:]:
+            error.add_note(f"Replica {task.replica} on {task.device} failed too: {type(other).__name__}: {other}")
+        raise error
+
+    @abstractmethod
+    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """Runs all tasks and catches whatever they raise."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the workers; the executor cannot run again."""
+
+
+class InlineExecutor(Executor):
+    """One task after the other in the calling thread: one random generator, one order, no waiting."""
+
+    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for task in tasks:
+            outcomes.append(_attempt(task))
+            if outcomes[-1].error is not None:
+                break
+        return outcomes + [Outcome()] * (len(tasks) - len(outcomes))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ThreadedExecutor(Executor):
+    """One persistent daemon thread per lane; tasks of one lane run in order.
+
+    Args:
+        lane_of: The lane (thread) of every replica: the physical device, or the replica itself where concurrency on
+            one device was asked for.
+        intra_op_threads: CPU threads of torch for each lane's own operators; ``None`` leaves torch's choice.
+    """
+
+    def __init__(self, lane_of: Sequence[int], intra_op_threads: int | None = None) -> None:
+        self._lane_of = tuple(lane_of)
+        self._inboxes: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._threads_per_lane = intra_op_threads
+
+    def start(self) -> None:
+        """Starts the threads; the first run does it by itself.
+
+        A thread's choice of intra-op threads also becomes the default of every later thread, so the caller's own
+        number is set again once all lanes have chosen.
+        """
+        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        callers_threads = torch.get_num_threads()
+        for lane in range(max(self._lane_of) + 1):
+            inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_serve, args=(inbox, ready, self._threads_per_lane), name=f"dpx-lane-{lane}", daemon=True
+            )
+            thread.start()
+            self._inboxes.append(inbox)
+            self._threads.append(thread)
+        for _ in self._threads:
+            ready.get()
+        torch.set_num_threads(callers_threads)
+
+    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+        if not self._threads:
+            self.start()
+        context, outcomes = CallerContext.capture(), [Outcome() for _ in tasks]
+        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def job(index: int, task: Task, variables: contextvars.Context) -> Callable[[], None]:
+            def perform() -> None:
+                try:
+                    outcomes[index] = variables.run(_attempt_in, context, task)
+                finally:
+                    finished.put(index)
+
+            return perform
+
+        for index, task in enumerate(tasks):
+            self._inboxes[self._lane_of[task.replica]].put(job(index, task, contextvars.copy_context()))
+        for _ in tasks:
+            finished.get()
+        return outcomes
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._inboxes, self._threads = [], []
+
+
+def _serve(
+    inbox: "queue.SimpleQueue[Callable[[], None] | None]",
+    ready: "queue.SimpleQueue[None]",
+    intra_op_threads: int | None,
+) -> None:
+    if intra_op_threads is not None:
+        torch.set_num_threads(intra_op_threads)
+    ready.put(None)
+    while (job := inbox.get()) is not None:
+        job()
+
+
+def _attempt(task: Task) -> Outcome:
+    try:
+        with device_context(task.device):
+            return Outcome(value=task.call())
+    except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt must reach the caller too
+        return Outcome(error=error)
+
+
+def _attempt_in(context: "CallerContext", task: Task) -> Outcome:
+    with context.entered():
+        return _attempt(task)
+
+
+@dataclass(frozen=True, slots=True)
+class CallerContext:
+    """The thread-local state of torch in the calling thread."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    saved_tensor_hooks: Any
+
+    @classmethod
+    def capture(cls) -> "CallerContext":
+        """The state as it is now, in this thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_TYPES
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The same state in the current thread, for a while."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+            yield

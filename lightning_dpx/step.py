@@ -1,0 +1,107 @@
+"""The data flow of one training step, on one page.
+
+    batch --shares--> slices --run--> losses --merge--> one leaf loss --(Lightning: scale, backward)--> its gradient
+          --run--> each replica's own backward --reduce--> gradients on the owner --(optimizer)--> new parameters
+          --synchronize--> replicas
+
+The merged loss is a leaf without history: autograd keeps one thread per device, and a backward of the replicas nested
+in the backward of the loss would wait for the very thread that it occupies. Two plain phases cannot deadlock.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_dpx.reducers import GradientReducer, make_reducer
+from lightning_dpx.replicas import ReplicaSet, Share, check_choice, gather, weighted_mean
+
+LossReduction = Literal["mean", "sum"]
+
+
+class TrainingStep:
+    """Forward, backward and reduction over the replicas, for one batch at a time.
+
+    Args:
+        replicas: The replicas and their workers.
+        reducer: A registered name, ``"auto"`` or a reducer.
+        loss_reduction: How the user's loss treats its batch: ``"mean"`` weights the replicas' losses by their rows,
+            ``"sum"`` adds them.
+    """
+
+    def __init__(
+        self, replicas: ReplicaSet, reducer: str | GradientReducer = "auto", loss_reduction: LossReduction = "mean"
+    ) -> None:
+        check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+        self._replicas, self._loss_reduction = replicas, loss_reduction
+        self._reducer = make_reducer(reducer, replicas.devices)
+        self._pending: list[tuple[Share, torch.Tensor, float]] = []
+        self._leaf: torch.Tensor | None = None
+
+    def forward(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
+        """Runs ``call`` on every share and merges what the replicas return.
+
+        Returns:
+            What one device would return: a scalar leaf loss, a mapping with ``"loss"`` and merged extras, or ``None``
+            if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
+        """
+        self._replicas.state.synchronize()
+        outputs = self._replicas.run("training_step", shares, call)
+        self._replicas.state.collect_buffers([share.replica for share in shares])
+        kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
+        if not kept:
+            self._pending, self._leaf = [], None
+            return None
+        for _, output in kept:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if not isinstance(loss, torch.Tensor):
+                return output  # Lightning has its own words for a step that returns something else
+        return self._merge([share for share, _ in kept], [output for _, output in kept])
+
+    def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
+        losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
+        rows, device = [share.num_rows for share in shares], self._replicas.root.device
+        weights = [1.0] * len(rows) if self._loss_reduction == "sum" else [size / sum(rows) for size in rows]
+        values = [loss.detach() for loss in losses]
+        merged = weighted_mean(values, weights, device)
+        if self._loss_reduction == "sum":
+            merged = merged * len(weights)
+        self._leaf = merged.clone().requires_grad_(any(loss.requires_grad for loss in losses))
+        self._pending = list(zip(shares, losses, weights, strict=True))
+        if not isinstance(outputs[0], Mapping):
+            return self._leaf
+        extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+        return {"loss": self._leaf, **gather(extras, rows, device)}
+
+    def backward(self) -> None:
+        """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward."""
+        if self._leaf is None or self._leaf.grad is None:
+            return
+        gradient, pending = self._leaf.grad, self._pending
+        self._leaf, self._pending = None, []
+        by_replica = {share.replica.index: (loss, weight) for share, loss, weight in pending}
+
+        def run_backward(share: Share) -> None:
+            loss, weight = by_replica[share.replica.index]
+            torch.autograd.backward(loss, (gradient * weight).to(loss.device).reshape(loss.shape))
+
+        self._replicas.run("backward", [share for share, _, _ in pending], run_backward)
+
+    def reduce(self) -> None:
+        """Sums the gradients of all replicas into replica 0's and drops the others."""
+        owned = self._replicas.root.parameters
+        columns = [owned, *(replica.parameters for replica in self._replicas.replicas[1:])]
+        if all(parameter.grad is None for column in columns[1:] for parameter in column):
+            return
+        grads = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns])
+        for column in columns[1:]:
+            for parameter in column:
+                parameter.grad = None
+        for parameter, grad in zip(owned, grads, strict=True):
+            parameter.grad = grad
+
+    def discard(self) -> None:
+        """After an error: forgets the forward and the gradients of the other replicas."""
+        self._pending, self._leaf = [], None
+        for replica in self._replicas.replicas[1:]:
+            replica.module.zero_grad(set_to_none=True)

@@ -1,0 +1,351 @@
+"""``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from torch import Tensor
+from torch.nn import Module
+from torchmetrics import Metric
+
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.reducers import REDUCERS, GradientReducer
+from lightning_dpx.replicas import BufferMode, Execution, ReplicaSet, Share, check_choice, current_rank, gather
+from lightning_dpx.step import LossReduction, TrainingStep
+from lightning_dpx.trainer.logging import StepLog, replay
+from lightning_dpx.trainer.precision import DPXPrecision
+
+Workload = Literal["even"] | list[float]
+
+
+class DPXStrategy(ParallelStrategy):
+    """Trains one LightningModule on all devices of a machine from one process.
+
+    The result is that of one device: replicas only share the work. With one device everything runs as in Lightning's
+    single-device strategy.
+
+    Args:
+        reducer: How gradients are summed: "auto", "naive", or a GradientReducer.
+        workload: "even", or one positive number per device.
+        batch_dim: The batch dim of all inputs, or {input path: dim}; -1 gives an input whole to every replica.
+        execution: "inline" runs replicas one after the other, "threads" each in its own thread. "auto" uses one
+            thread per physical device; replicas on one device (CPU) take their slices as one.
+        buffers: After a step, the module's buffers are those of the first replica ("broadcast") or the mean ("mean").
+        loss_reduction: Whether the training loss is a "mean" or a "sum" over its batch.
+        accelerator: Lightning's accelerator.
+        parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
+        cluster_environment: Lightning's cluster environment.
+        checkpoint_io: Lightning's checkpoint reader and writer.
+        precision_plugin: Lightning's precision plugin; usually given by Trainer(precision=...).
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+    """
+
+    strategy_name = "dpx"
+
+    def __init__(
+        self,
+        reducer: str | GradientReducer = "auto",
+        workload: Workload = "even",
+        batch_dim: int | dict[str, int] = 0,
+        execution: Execution = "auto",
+        buffers: BufferMode = "broadcast",
+        loss_reduction: LossReduction = "mean",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        check_choice("execution", execution, get_args(Execution))
+        check_choice("buffers", buffers, get_args(BufferMode))
+        check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+        check_reducer(reducer)
+        self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
+        self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
+        self._replicas: ReplicaSet | None = None
+        self._step: TrainingStep | None = None
+        self._accumulating = False
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    # ---- what Lightning asks about the process ----
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the user's module and the optimizer live: the first device."""
+        if not self.parallel_devices:
+            raise ConfigurationError("DPXStrategy has no devices; give Trainer(devices=...) at least one.")
+        return self.parallel_devices[0]
+
+    @property
+    def is_distributed(self) -> bool:
+        """False: there is one process, so Lightning needs no distributed sampler."""
+        return False
+
+    @property
+    def global_rank(self) -> int:
+        """The replica inside a step, the process outside."""
+        rank = current_rank()
+        return super().global_rank if rank is None else rank.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The replica inside a step, the process outside."""
+        rank = current_rank()
+        return super().local_rank if rank is None else rank.rank
+
+    @property
+    def world_size(self) -> int:
+        """The replicas that take part in the step, or the number of processes outside."""
+        rank = current_rank()
+        return super().world_size if rank is None else rank.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Counts processes: replicas share one loader."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Always a DPXPrecision round the plugin that was chosen."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, DPXPrecision):
+            precision_plugin = DPXPrecision(precision_plugin, self._backward_of_replicas)
+        self._precision_plugin = precision_plugin
+
+    # ---- set-up and tear-down ----
+
+    def setup_environment(self) -> None:
+        """Refuses what one process cannot drive yet, then sets up the root device."""
+        if super().world_size > 1:
+            raise UnsupportedError(
+                f"DPXStrategy drives one process, but {super().world_size} were started; use num_nodes=1 and start the "
+                "script without a launcher."
+            )
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """Moves the user's module to the first device."""
+        assert self.model is not None, "connect() sets the model first"
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: Module) -> Module:
+        """Makes the replicas, after the module reached its device and before the optimizers exist."""
+        module, devices = self.lightning_module, self.parallel_devices or []
+        assert module is not None, "connect() sets the module first"
+        keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
+        replicas = ReplicaSet(
+            module,
+            devices,
+            workload=self._workload,
+            batch_dim=self._batch_dim,
+            execution=self._execution,
+            buffers=self._buffers,
+            merge=True,
+            keep=[item for item in keep if item is not None],
+        )
+        for replica in replicas.replicas[1:]:
+            copied: Any = replica.module
+            copied._trainer = module._trainer  # LightningModule drops it from its copies
+        if len(devices) > 1:
+            self._refuse(module, replicas)
+            self._replicas = replicas
+            self._step = TrainingStep(replicas, self._reducer, self._loss_reduction)
+        return model
+
+    def _refuse(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
+        if self._layer_sync is not None:
+            raise UnsupportedError("sync_batchnorm=True is not supported with several replicas yet; leave it out.")
+        if replicas.always_merged:
+            return
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                "Manual optimization is not supported with several replicas yet; use devices=1, or execution='auto' "
+                "on one physical device."
+            )
+        metrics = [name for name, child in module.named_modules() if isinstance(child, Metric)]
+        if metrics:
+            raise UnsupportedError(
+                f"Metric objects ({', '.join(metrics)}) are not merged over replicas yet; use functional metrics, or "
+                "execution='auto' on one physical device."
+            )
+
+    def teardown(self) -> None:
+        """Ends the workers and gives up the replicas."""
+        if self._replicas is not None:
+            self._replicas.close()
+        self._replicas, self._step = None, None
+        Strategy.teardown(self)
+
+    # ---- the step ----
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
+        if self._replicas is not None and device is None:
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged result of the replicas' training steps; its loss is a leaf."""
+        if self._step is None:
+            return super().training_step(*args, **kwargs)
+        shares = self._shares("training_step", args)
+        if len(shares) == 1:
+            return super().training_step(self._transfer(shares[0], 0), *args[1:], **kwargs)
+        try:
+            with self._logs(shares) as call:
+                return self._step.forward(shares, call("training_step", args[1:], kwargs))
+        except BaseException:
+            self._step.discard()
+            raise
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged result of the replicas' validation steps, in sample order."""
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged result of the replicas' test steps, in sample order."""
+        return self._evaluate("test_step", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged predictions, in sample order."""
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+
+    def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._replicas is None:
+            return alone(*args, **kwargs)
+        shares = self._shares(name, args)
+        dataloader_idx = args[2] if len(args) > 2 else 0
+        if len(shares) == 1:
+            return alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs)
+        self._replicas.state.synchronize()
+        with self._logs(shares) as call:
+            outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
+            return gather(outputs, [share.num_rows for share in shares], self.root_device)
+
+    def _shares(self, name: str, args: tuple[Any, ...]) -> list[Share]:
+        assert self._replicas is not None, "only called with replicas"
+        if isinstance(args[0], Iterator):
+            raise UnsupportedError(
+                f"{name}(self, dataloader_iter) is not supported with several replicas: take a batch."
+            )
+        return self._replicas.shares(args[0])
+
+    def _transfer(self, share: Share, dataloader_idx: int) -> Any:
+        """Moves a slice to its replica through the user's batch hooks."""
+        module: Any = share.replica.module
+        source = module.trainer._data_connector._datahook_selector
+        batch = share.batch
+        for hook, extra in (("transfer_batch_to_device", (share.replica.device,)), ("on_after_batch_transfer", ())):
+            owner = source.get_instance(hook)
+            target = module if isinstance(owner, pl.LightningModule) else owner
+            batch = getattr(target, hook)(batch, *extra, dataloader_idx)
+        return batch
+
+    @contextmanager
+    def _logs(self, shares: Sequence[Share]) -> Iterator[Callable[..., Callable[[Share], Any]]]:
+        """Yields a maker of per-replica calls; what they log is logged once, merged, when the block ends well."""
+        logs = {share.replica.index: StepLog(share) for share in shares}
+        context = {"training_step": self.precision_plugin.train_step_context}.get
+
+        def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Callable[[Share], Any]:
+            entered = context(name, self.precision_plugin.val_step_context)
+
+            def call(share: Share) -> Any:
+                module: Any = share.replica.module
+                with logs[share.replica.index].recording(module), entered():
+                    return getattr(module, name)(self._transfer(share, idx), *args, **kwargs)
+
+            return call
+
+        yield make
+        assert self.lightning_module is not None, "connect() sets the module first"
+        replay(list(logs.values()), self.lightning_module, self.root_device)
+
+    def _backward_of_replicas(self) -> None:
+        if self._step is None:
+            return
+        try:
+            self._step.backward()
+        except BaseException:
+            self._step.discard()
+            raise
+        if not self._accumulating:
+            self._step.reduce()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients stay on the replicas while they accumulate."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    # ---- moments after which parameters may have been written without a trace ----
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps on the owners; the replicas follow before their next forward."""
+        result = super().optimizer_step(*args, **kwargs)
+        self._mark_changed()
+        return result
+
+    def _mark_changed(self) -> None:
+        if self._replicas is not None:
+            self._replicas.state.mark_changed()
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _mark_changed
+    on_validation_end = _mark_changed
+
+    # ---- several processes: not here ----
+
+    def barrier(self, name: str | None = None) -> None:
+        """One process has nobody to wait for."""
+        self._refuse_in_step("barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object itself."""
+        self._refuse_in_step("broadcast")
+        return obj
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The tensor itself: values of a step are merged over the replicas already."""
+        self._refuse_in_step("reduce")
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensor itself."""
+        self._refuse_in_step("all_gather")
+        return tensor
+
+    def _refuse_in_step(self, what: str) -> None:
+        rank = current_rank()
+        if rank is not None and rank.world_size > 1:
+            raise UnsupportedError(f"{what}() between replicas inside a step is not supported yet.")
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Adds "dpx" and one alias per registered reducer; doing it twice changes nothing."""
+        for name, options in {"dpx": {}, **{f"dpx_{reducer}": {"reducer": reducer} for reducer in REDUCERS}}.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=f"one process, replicas; {options}", **options)
+
+
+def check_reducer(reducer: str | GradientReducer) -> None:
+    """Refuses an unknown name at construction, before any device is touched.
+
+    Raises:
+        ConfigurationError: lists the available names.
+    """
+    if isinstance(reducer, str) and reducer != "auto":
+        REDUCERS[reducer]

@@ -1,0 +1,104 @@
+"""Shared models, data and checks. Every test must leave the process as it found it."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    threads, intra_op = set(threading.enumerate()), torch.get_num_threads()
+    yield
+    left = [t.name for t in threading.enumerate() if t not in threads and t.name.startswith("dpx")]
+    assert not left, f"worker threads left running: {left}"
+    assert torch.get_num_threads() == intra_op
+
+
+class Classifier(LightningModule):
+    """Rows (B, 8) to logits (B, 3)."""
+
+    def __init__(self, optimizer: str = "sgd", norm: bool = False) -> None:
+        super().__init__()
+        middle = [nn.BatchNorm1d(16)] if norm else []
+        self.net = nn.Sequential(nn.Linear(8, 16), *middle, nn.Tanh(), nn.Linear(16, 3))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, labels = batch
+        loss = F.cross_entropy(self.net(rows), labels)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"rows": float(len(rows)), "largest": rows.max()}, reduce_fx="max", on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": self.net(rows).detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "adam":
+            # eps large enough that rounding in a tiny gradient is not blown up to a step of full size
+            return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-4)
+        if self.optimizer == "lbfgs":
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_loader(num_rows: int = 53, batch_size: int = 16) -> DataLoader[Any]:
+    """53 rows in batches of 16: the last batch holds 5."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(num_rows, 8, generator=generator)
+    return DataLoader(TensorDataset(rows, torch.randint(3, (num_rows,), generator=generator)), batch_size)
+
+
+def make_trainer(**options: Any) -> Trainer:
+    """A quiet CPU trainer for two epochs."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_model_summary": False, **quiet}
+    return Trainer(**{**defaults, **options})
+
+
+def run(model: LightningModule, loader: DataLoader[Any] | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    """Everything a user can see of a run: weights, buffers, logged values and predictions, by name."""
+    loader, trainer = loader or make_loader(), make_trainer(**options)
+    trainer.fit(model, loader, loader)
+    seen = {**model.state_dict(), **{f"logged/{k}": torch.as_tensor(v) for k, v in trainer.callback_metrics.items()}}
+    seen["predictions"] = torch.cat(trainer.predict(model, loader))
+    return {name: value.detach().clone() for name, value in seen.items()}
+
+
+def seeded(**options: Any) -> Classifier:
+    """The same initial weights every time."""
+    torch.manual_seed(0)
+    return Classifier(**options)
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], *, bitwise: bool = False) -> None:
+    """Same names and values, to 1e-5 relative or bit by bit."""
+    assert ours.keys() == theirs.keys()
+    tolerance = {"rtol": 0, "atol": 0} if bitwise else {"rtol": 1e-5, "atol": 1e-6}
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(params=["inline", "threads"])
+def execution(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+__all__ = ["Classifier", "assert_equal", "dpx", "make_loader", "make_trainer", "run", "seeded"]

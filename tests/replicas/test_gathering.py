@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+import lightning_dpx as dpx
+from lightning_dpx.replicas.gathering import gather
+
+CPU = torch.device("cpu")
+
+
+def test_rows_are_joined_and_scalars_weighted() -> None:
+    parts = [{"y": torch.ones(3, 2), "loss": torch.tensor(1.0), "names": ["a", "b", "c"], "n": 3}]
+    parts.append({"y": torch.zeros(1, 2), "loss": torch.tensor(5.0), "names": ["d"], "n": 1})
+    merged = gather(parts, [3, 1], CPU)
+    assert merged["y"].shape == (4, 2)
+    assert merged["loss"].item() == 2.0
+    assert merged["names"] == ["a", "b", "c", "d"]
+    assert merged["n"] == 4
+
+
+def test_none_contributes_nothing() -> None:
+    assert gather([None, torch.ones(2)], [3, 2], CPU).tolist() == [1, 1]
+    assert gather([None, None], [1, 1], CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([{"a": 1}, {"b": 1}], "different keys"),
+        ([(1, 2), [1, 2]], "different types"),
+        ([(torch.ones(1), 1, 1), (torch.ones(1), 1)], "different lengths"),
+        (["x", "y"], "different values"),
+        ([torch.ones(5), torch.ones(6)], "shapes"),
+    ],
+)
+def test_results_that_cannot_be_merged(parts, message) -> None:
+    with pytest.raises(dpx.GatherError, match=message):
+        gather(parts, [2, 2], CPU)

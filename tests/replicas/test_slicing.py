@@ -1,0 +1,89 @@
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+import lightning_dpx as dpx
+from lightning_dpx.replicas.slicing import batch_size, parse_workload, slice_batch, split_sizes
+
+Pair = namedtuple("Pair", "image label")
+
+
+@dataclasses.dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("rows", "workload", "usual", "sizes"),
+    [
+        (8, [1, 1, 1, 1], 0, (2, 2, 2, 2)),
+        (10, [1, 1, 1, 1], 0, (3, 3, 2, 2)),
+        (16, [3, 1], 0, (12, 4)),
+        (2, [1, 1, 1, 1], 0, (1, 1, 0, 0)),
+        (3, [1, 1, 1, 1], 8, (3, 0, 0, 0)),
+        (5, [1, 1, 1, 1], 8, (3, 2, 0, 0)),
+        (10, [1, 1, 1, 1], 32, (5, 5, 0, 0)),
+        (1, [1, 1], 1, (1, 0)),
+    ],
+)
+def test_sizes_follow_the_workload_and_short_batches_go_to_fewer_replicas(rows, workload, usual, sizes) -> None:
+    assert split_sizes(rows, workload, usual) == sizes
+
+
+def test_sizes_always_sum_to_the_batch() -> None:
+    for rows in range(1, 70):
+        for workload in ([1], [1, 1, 1], [7, 1], [0.1, 0.2, 0.7], [1e9, 1.0]):
+            for usual in (0, 16, 64):
+                assert sum(split_sizes(rows, workload, usual)) == rows
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        ([1, 2], "2 entries"), ([1, 0, 1], r"workload\[1\]=0"), ([1, -1, 1], r"workload\[1\]=-1"),
+        ([1, 1, float("nan")], r"workload\[2\]=nan"), ([1, 1, float("inf")], "inf"), (["a", 1, 1], "'a'"),
+        ("fair", "'even'"), ([True, 1, 1], "True"),
+    ],
+)  # fmt: skip
+def test_bad_workloads_are_refused_by_name(workload, message) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        parse_workload(workload, 3)
+
+
+def test_every_container_keeps_its_type() -> None:
+    rows = torch.arange(5)
+    batch = {"pair": Pair(rows, rows + 1), "names": list("abcde"), "sample": Sample(rows, "x"), "scale": 3, "k": [rows]}
+    first, second = slice_batch(batch, [3, 2])
+    assert isinstance(first["pair"], Pair)
+    assert isinstance(first["sample"], Sample)
+    assert first["names"] == ["a", "b", "c"]
+    assert second["names"] == ["d", "e"]
+    assert second["pair"].label.tolist() == [4, 5]
+    assert (first["scale"], second["sample"].name) == (3, "x")
+
+
+def test_batch_dim_per_input() -> None:
+    batch = (torch.arange(12).view(3, 4), torch.arange(4), torch.arange(7))
+    dims = {"0": 1, "2": -1}
+    assert batch_size(batch, dims) == 4
+    parts = slice_batch(batch, [3, 1], dims)
+    assert [tuple(t.shape) for t in parts[1]] == [(3, 1), (1,), (7,)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "dim", "message"),
+    [
+        ((torch.ones(4), torch.ones(3)), 0, "0 has 4 rows and 1 has 3"),
+        ({"x": torch.ones(0, 2)}, 0, "no rows: x"),
+        (torch.ones(3), 1, "out of range"),
+        (3, 0, "Nothing in the batch"),
+        ([pack_sequence([torch.ones(2)])], 0, "PackedSequence"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch, dim, message) -> None:
+    with pytest.raises(dpx.SliceError, match=message):
+        batch_size(batch, dim)

@@ -1,0 +1,87 @@
+"""Any setting gives the result of one device: weights, logged values, validation and predictions."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+import lightning_dpx as dpx
+from tests.conftest import assert_equal, make_loader, run, seeded
+
+
+def strip_rows(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the one value that tells how many rows a replica saw."""
+    return {name: value for name, value in seen.items() if name != "logged/rows"}
+
+
+def check_parity(
+    strategy: dpx.DPXStrategy, devices: int, *, optimizer: str = "sgd", batch: int = 16, **options
+) -> None:
+    loader = make_loader(batch_size=batch)
+    one = run(seeded(optimizer=optimizer), loader, **options)
+    ours = run(seeded(optimizer=optimizer), loader, strategy=strategy, devices=devices, **options)
+    assert_equal(strip_rows(ours), strip_rows(one))
+    assert ours["logged/rows"] < one["logged/rows"], "the replicas must have seen slices, not the whole batch"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("workload", ["even", "uneven"])
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_replicas_train_to_the_weights_of_one_device(devices, workload, optimizer, execution) -> None:
+    shares = "even" if workload == "even" else [3.0, 1.0, 2.0, 1.5][:devices]
+    check_parity(dpx.DPXStrategy(workload=shares, execution=execution), devices, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("batch", [7, 13, 50])
+def test_batches_that_do_not_divide_and_short_last_ones(batch, execution) -> None:
+    check_parity(dpx.DPXStrategy(execution=execution), 4, batch=batch)  # 53 rows: 4, 1 and 3 are left over
+
+
+def test_gradient_accumulation_and_clipping(execution) -> None:
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+    check_parity(dpx.DPXStrategy(execution=execution), 3, **options)
+
+
+def test_clipping_by_value(execution) -> None:
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    check_parity(dpx.DPXStrategy(execution=execution), 2, **options)
+
+
+def test_lbfgs_runs_its_closure_on_all_replicas(execution) -> None:
+    # Its curvature estimates amplify rounding beyond any fp32 tolerance, so equality is asked for in fp64.
+    options = {"optimizer": "lbfgs", "precision": "64-true"}
+    check_parity(dpx.DPXStrategy(execution=execution), 2, **options)
+
+
+def test_stochastic_weight_averaging() -> None:
+    one = run(seeded(), callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)], max_epochs=3)
+    swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    ours = run(seeded(), callbacks=[swa], max_epochs=3, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert_equal(strip_rows(ours), strip_rows(one))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_one_device_is_bit_equal(optimizer) -> None:
+    assert_equal(run(seeded(optimizer=optimizer), strategy="dpx"), run(seeded(optimizer=optimizer)), bitwise=True)
+
+
+def test_auto_merges_replicas_of_one_device_bit_for_bit() -> None:
+    assert_equal(run(seeded(norm=True), strategy="dpx", devices=4), run(seeded(norm=True)), bitwise=True)
+
+
+@pytest.mark.parametrize("leftover", [1, 2, 3])
+def test_batch_norm_survives_a_short_last_batch(leftover, execution) -> None:
+    loader = make_loader(num_rows=32 + max(leftover, 2), batch_size=16)  # one row fails on one device too
+    seen = run(seeded(norm=True), loader, strategy=dpx.DPXStrategy(execution=execution), devices=4)
+    assert all(torch.isfinite(value).all() for value in seen.values())
+
+
+def test_two_runs_are_bit_equal(execution) -> None:
+    strategies = [dpx.DPXStrategy(execution=execution) for _ in range(2)]
+    first, second = (run(seeded(), strategy=strategy, devices=4) for strategy in strategies)
+    assert_equal(first, second, bitwise=True)
+
+
+def test_bf16_mixed_is_close_to_one_device(execution) -> None:
+    one = run(seeded(), precision="bf16-mixed")
+    ours = run(seeded(), precision="bf16-mixed", strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    torch.testing.assert_close(ours["predictions"], one["predictions"], rtol=0, atol=0.05)
