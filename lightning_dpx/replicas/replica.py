@@ -7,7 +7,7 @@ the storage of their parameters (no copy, no broadcast); each has its own gradie
 
 import copy
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,14 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], keep: Iterable
         ReplicationError: something cannot be copied, or its copy would still point at the original; the message
             names the path of the attribute.
     """
-    _refuse_unfaithful(module)
+    _refuse_lazy(module)
     root = canonical_device(devices[0])
     replicas = [Replica(0, root, module)]
     for index, device in enumerate(devices[1:], start=1):
         target = canonical_device(device)
-        replicas.append(Replica(index, target, _copy(module, target, target == root, keep)))
+        twin = _copy(module, target, target == root, keep)
+        _refuse_unfaithful(module, twin)
+        replicas.append(Replica(index, target, twin))
     return tuple(replicas)
 
 
@@ -97,22 +99,30 @@ def _uncopyable_path(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-def _refuse_unfaithful(module: nn.Module) -> None:
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ReplicationError(f"Parameter {name} is lazy and has no value yet; run one forward before training.")
+
+
+def _refuse_unfaithful(module: nn.Module, twin: nn.Module) -> None:
+    """A deepcopy hands functions over as they are: one whose closure holds the original would still act on it."""
     originals = {id(child) for child in module.modules()}
-    for name, child in module.named_modules():
-        prefix = f"{name}." if name else ""
-        for key, parameter in child.named_parameters(recurse=False):
-            if isinstance(parameter, UninitializedParameter):
+    for (name, child), copied in zip(module.named_modules(), twin.modules(), strict=True):
+        kept = {id(function) for _, function in _functions(copied)}
+        for key, function in _functions(child):
+            if id(function) in kept and _captures(function, originals):
                 raise ReplicationError(
-                    f"Parameter {prefix}{key} is lazy and has no value yet; run one forward before training."
+                    f"{f'{name}.' if name else ''}{key} holds the function {function.__qualname__!r}, whose closure "
+                    "captures this very module; in a copy it would still act on the original. Use a bound method."
                 )
-        for key, value in vars(child).items():
-            for holder in value.values() if key.endswith("_hooks") and isinstance(value, dict) else (value,):
-                if isinstance(holder, types.FunctionType) and _captures(holder, originals):
-                    raise ReplicationError(
-                        f"{prefix}{key} holds the function {holder.__qualname__!r}, whose closure captures this very "
-                        "module; in a copy it would still act on the original. Use a bound method instead."
-                    )
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+    for key, value in vars(module).items():
+        for held in value.values() if key.endswith("_hooks") and isinstance(value, dict) else (value,):
+            if isinstance(held, types.FunctionType):
+                yield key, held
 
 
 def _captures(function: types.FunctionType, originals: set[int]) -> bool:

@@ -14,7 +14,9 @@ def make_grads(num_replicas: int) -> list[list[torch.Tensor | None]]:
     generator = torch.Generator().manual_seed(num_replicas)
     rows: list[list[torch.Tensor | None]] = []
     for k in range(num_replicas):
-        sparse = torch.sparse_coo_tensor([[k % 3]], torch.randn(1, 2, generator=generator), (3, 2))
+        sparse = torch.sparse_coo_tensor(
+            [[k % 3]], torch.randn(1, 2, generator=generator), (3, 2), check_invariants=True
+        )
         used = torch.randn(5, generator=generator) if k else None
         rows.append([torch.randn(4, 3, generator=generator), used, None, sparse])
     return rows
@@ -43,7 +45,9 @@ def test_average_divides_by_the_number_of_replicas(name) -> None:
 def test_lists_that_do_not_fit_and_unknown_names_are_refused() -> None:
     with pytest.raises(dpx.ConfigurationError, match="2 lists of equal length"):
         make_reducer("naive", [CPU] * 2).reduce([[torch.ones(1)], []])
-    with pytest.raises(dpx.ConfigurationError, match=r"Unknown reducer 'naiv'; available: .*naive.*Did you mean 'naive'"):
+    with pytest.raises(
+        dpx.ConfigurationError, match=r"Unknown reducer 'naiv'; available: .*naive.*Did you mean 'naive'"
+    ):
         make_reducer("naiv", [CPU])
 
 

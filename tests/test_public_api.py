@@ -1,0 +1,27 @@
+import lightning_dpx as dpx
+
+
+def test_the_public_names_are_frozen_and_sorted() -> None:
+    expected = [
+        "ConfigurationError",
+        "DPXError",
+        "DPXPrecision",
+        "DPXStrategy",
+        "GatherError",
+        "GradientReducer",
+        "ReplicaGroup",
+        "ReplicationError",
+        "SliceError",
+        "UnsupportedError",
+        "register_reducer",
+    ]
+    assert dpx.__all__ == expected == sorted(expected)
+    assert all(name in vars(dpx) for name in expected)
+
+
+def test_every_error_is_ours_and_a_built_in() -> None:
+    for kind in (dpx.ConfigurationError, dpx.SliceError, dpx.GatherError):
+        assert issubclass(kind, dpx.DPXError)
+        assert issubclass(kind, ValueError)
+    assert issubclass(dpx.UnsupportedError, NotImplementedError)
+    assert issubclass(dpx.ReplicationError, TypeError)
