@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_dpx.reducers import GradientReducer, make_reducer
-from lightning_dpx.replicas import ReplicaSet, Share, check_choice, gather, weighted_mean
+from lightning_dpx.replicas import Replica, ReplicaSet, Share, check_choice, gather, weighted_mean
 
 LossReduction = Literal["mean", "sum"]
 
@@ -37,6 +37,7 @@ class TrainingStep:
         self._reducer = make_reducer(reducer, replicas.devices)
         self._pending: list[tuple[Share, torch.Tensor, float]] = []
         self._leaf: torch.Tensor | None = None
+        self._active: list[Replica] = []
 
     def forward(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share and merges what the replicas return.
@@ -47,10 +48,11 @@ class TrainingStep:
         """
         self._replicas.state.synchronize()
         outputs = self._replicas.run("training_step", shares, call)
-        self._replicas.state.collect_buffers([share.replica for share in shares])
+        self._active = [share.replica for share in shares]
         kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
         if not kept:
             self._pending, self._leaf = [], None
+            self._collect_buffers()
             return None
         for _, output in kept:
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -86,6 +88,11 @@ class TrainingStep:
             torch.autograd.backward(loss, (gradient * weight).to(loss.device).reshape(loss.shape))
 
         self._replicas.run("backward", [share for share, _, _ in pending], run_backward)
+        self._collect_buffers()
+
+    def _collect_buffers(self) -> None:
+        """Only after backward: batch norm keeps its running statistics for it, and they must not change before."""
+        self._replicas.state.collect_buffers(self._active)
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into replica 0's and drops the others."""

@@ -29,6 +29,8 @@ def test_the_name_and_one_alias_per_reducer_are_registered_once() -> None:
     assert isinstance(make_trainer(strategy="dpx_naive", devices=2).strategy, dpx.DPXStrategy)
 
 
+# Lightning calls what jsonargparse has deprecated.
+@pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_class_path_in_a_cli_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fit"])
     config = tmp_path / "config.yaml"
@@ -221,6 +223,7 @@ def test_batch_hooks_run_on_the_whole_batch_before_and_on_slices_after() -> None
     torch.testing.assert_close(ours[1], one[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
 def test_checkpoint_files_are_those_of_one_device(tmp_path) -> None:
     saver = ModelCheckpoint(tmp_path, filename="dpx", save_weights_only=False)
     first = {"max_epochs": 1, "enable_checkpointing": True, "callbacks": [saver]}
@@ -230,7 +233,7 @@ def test_checkpoint_files_are_those_of_one_device(tmp_path) -> None:
     results = []
     for options in ({}, inline(2), {"strategy": "dpx", "devices": 4}):
         model = seeded(optimizer="adam")
-        resumed = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path / "again")]}
+        resumed = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, filename="again")]}
         make_trainer(max_epochs=2, **resumed, **options).fit(
             model, make_loader(), make_loader(), ckpt_path=tmp_path / "dpx.ckpt"
         )
