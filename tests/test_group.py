@@ -66,8 +66,8 @@ def test_bad_arguments_are_refused() -> None:
         dpx.ReplicaGroup(module, [])
     with pytest.raises(dpx.ConfigurationError, match="grad_req='sum'"):
         dpx.ReplicaGroup(module, ["cpu"], grad_req="sum")
-    with pytest.raises(dpx.ConfigurationError, match="'bais'; the parameters are: weight, bias"):
-        dpx.ReplicaGroup(module, ["cpu"], fixed_params=["bais"])
+    with pytest.raises(dpx.ConfigurationError, match="'offset'; the parameters are: weight, bias"):
+        dpx.ReplicaGroup(module, ["cpu"], fixed_params=["offset"])
     group = dpx.ReplicaGroup(module, ["cpu"], grad_req="null")
     with pytest.raises(dpx.ConfigurationError, match="needs a forward"):
         group.backward()
