@@ -5,7 +5,8 @@ DPXError
 ├── UnsupportedError (NotImplementedError)  a feature that cannot be had in this combination
 ├── SliceError (ValueError)              a batch that cannot be cut into slices
 ├── ReplicationError (TypeError)         a module that cannot be copied faithfully
-└── GatherError (ValueError)             replica results that cannot be merged into one
+├── GatherError (ValueError)             replica results that cannot be merged into one
+└── BenchError (RuntimeError)            a job of a bench that did not finish
 
 Errors raised by user code inside a replica are never wrapped: the original object is raised again, with a note that
 names the replica, its device and the stage.
@@ -34,3 +35,7 @@ class ReplicationError(DPXError, TypeError):
 
 class GatherError(DPXError, ValueError):
     """The results of the replicas have different structures."""
+
+
+class BenchError(DPXError, RuntimeError):
+    """A job of a bench ended before it reported."""

@@ -38,6 +38,7 @@ class TrainingStep:
         self._pending: list[tuple[Share, torch.Tensor, float]] = []
         self._leaf: torch.Tensor | None = None
         self._active: list[Replica] = []
+        self._unreduced = False
 
     def forward(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share and merges what the replicas return.
@@ -87,6 +88,7 @@ class TrainingStep:
             loss, weight = by_replica[share.replica.index]
             torch.autograd.backward(loss, (gradient * weight).to(loss.device).reshape(loss.shape))
 
+        self._unreduced = True
         self._replicas.run("backward", [share for share, _, _ in pending], run_backward)
         self._collect_buffers()
 
@@ -96,10 +98,11 @@ class TrainingStep:
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into replica 0's and drops the others."""
+        if not self._unreduced:
+            return
+        self._unreduced = False
         owned = self._replicas.root.parameters
         columns = [owned, *(replica.parameters for replica in self._replicas.replicas[1:])]
-        if all(parameter.grad is None for column in columns[1:] for parameter in column):
-            return
         grads = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns])
         for column in columns[1:]:
             for parameter in column:
@@ -109,6 +112,6 @@ class TrainingStep:
 
     def discard(self) -> None:
         """After an error: forgets the forward and the gradients of the other replicas."""
-        self._pending, self._leaf = [], None
+        self._pending, self._leaf, self._unreduced = [], None, False
         for replica in self._replicas.replicas[1:]:
             replica.module.zero_grad(set_to_none=True)

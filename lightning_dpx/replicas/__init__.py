@@ -6,6 +6,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
 from lightning_dpx.replicas.slicing import BatchDim, slice_batch
 from lightning_dpx.replicas.state import BufferMode
+from lightning_dpx.replicas.trial import Trial, first_loss
 
 __all__ = [
     "BatchDim",
@@ -14,8 +15,10 @@ __all__ = [
     "Replica",
     "ReplicaSet",
     "Share",
+    "Trial",
     "check_choice",
     "current_rank",
+    "first_loss",
     "gather",
     "slice_batch",
     "weighted_mean",

@@ -39,7 +39,8 @@ class ReplicaSet:
         execution: ``"inline"`` runs the replicas one after the other in the calling thread, ``"threads"`` each in a
             thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one.
         buffers: What replica 0's buffers become after a step.
-        merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one.
+        merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one,
+            until :meth:`choose` says otherwise.
         keep: Objects that the replicas share by reference.
 
     Raises:
@@ -70,10 +71,10 @@ class ReplicaSet:
         self.batch_dim = batch_dim
         self._merge = merge and execution == "auto"
         self._executor = make_executor(execution, self.devices)
+        self._sizes: dict[tuple[int, int, bool], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
-        self._guards_randomness = isinstance(self._executor, ThreadedExecutor) and (
-            sum(is_host(device) for device in self.devices) > 1
-        )
+        self._trains_in_threads, self._warned = False, False
+        self._callers_threads: int | None = None
 
     @property
     def root(self) -> Replica:
@@ -83,14 +84,30 @@ class ReplicaSet:
     @property
     def always_merged(self) -> bool:
         """Whether one replica does all the work, because all live on one device and are merged."""
-        return self._merge and len(distinct_devices(self.devices)) == 1
+        return self._merge and len(distinct_devices(self.devices)) == 1 and not self._trains_in_threads
+
+    @property
+    def may_choose_threads(self) -> bool:
+        """Whether threads are possible where nothing was asked for: on a host with a core for every replica."""
+        return self.always_merged and is_host(self.devices[0]) and 1 < len(self.devices) <= num_usable_cpus()
+
+    def choose(self, *, threads: bool) -> None:
+        """From now on training steps run every replica in a thread of its own, or stay merged."""
+        if threads != self._trains_in_threads:
+            self._executor.close()
+            self._executor = make_executor("threads" if threads else "inline", self.devices)
+        self._trains_in_threads = threads
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
         """Rows per replica of a batch of ``num_rows``; the largest batch so far in this mode is the usual one."""
-        mode = self.root.module.training
-        self._usual_rows[mode] = max(num_rows, self._usual_rows.get(mode, 0))
-        sizes = split_sizes(num_rows, self.workload, self._usual_rows[mode])
-        return merge_neighbours(sizes, self.devices) if self._merge else sizes
+        training = self.root.module.training
+        usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
+        merge = self._merge and not (training and self._trains_in_threads)
+        key = num_rows, usual, merge
+        if key not in self._sizes:
+            sizes = split_sizes(num_rows, self.workload, usual)
+            self._sizes[key] = merge_neighbours(sizes, self.devices) if merge else sizes
+        return self._sizes[key]
 
     def shares(self, batch: Any) -> list[Share]:
         """The parts of ``batch``, one per active replica, in sample order.
@@ -113,23 +130,50 @@ class ReplicaSet:
         Raises:
             BaseException: the first replica's error, the original object with a note.
         """
-        before = host_random_state() if self._guards_randomness else None
+        before = host_random_state() if self._shares_a_generator else None
         tasks = [
             Task(share.replica.index, share.replica.device, stage, _as_rank_call(rank, len(shares), call, share))
             for rank, share in enumerate(shares)
         ]
         values = self._executor.run(tasks)
         if before is not None and not torch.equal(before, host_random_state()):
-            self._guards_randomness = False
-            warnings.warn(
-                f"execution='threads': the {stage} drew random numbers in several threads of one CPU generator, so "
-                "this run is not reproducible; use execution='inline' or 'auto' for models with dropout.",
-                stacklevel=2,
-            )
+            self._on_random_numbers(stage)
         return values
+
+    @property
+    def _shares_a_generator(self) -> bool:
+        several_on_host = sum(is_host(device) for device in self.devices) > 1
+        return several_on_host and not self._warned and isinstance(self._executor, ThreadedExecutor)
+
+    def _on_random_numbers(self, stage: str) -> None:
+        self._warned, chosen = True, self._trains_in_threads
+        self._trains_in_threads = False
+        remedy = (
+            "from here on they take their slices as one"
+            if chosen
+            else "use execution='inline' or 'auto' for models with dropout"
+        )
+        warnings.warn(
+            f"The {stage} drew random numbers in several threads of one CPU generator, so this run is not "
+            f"reproducible; {remedy}.",
+            stacklevel=3,
+        )
+
+    def claim_cores(self) -> None:
+        """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""
+        if self._callers_threads is None and isinstance(self._executor, ThreadedExecutor) and self._executor.on_host:
+            self._callers_threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def release_cores(self) -> None:
+        """Outside training the caller has its threads back."""
+        if self._callers_threads is not None:
+            torch.set_num_threads(self._callers_threads)
+            self._callers_threads = None
 
     def close(self) -> None:
         """Ends the workers."""
+        self.release_cores()
         self._executor.close()
 
 

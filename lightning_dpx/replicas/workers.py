@@ -97,6 +97,11 @@ class ThreadedExecutor(Executor):
         self._threads: list[threading.Thread] = []
         self._threads_per_lane = intra_op_threads
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the lanes share out the cores of the host."""
+        return self._threads_per_lane is not None
+
     def start(self) -> None:
         """Starts the threads; the first run does it by itself.
 
@@ -152,6 +157,7 @@ def _serve(
     intra_op_threads: int | None,
 ) -> None:
     if intra_op_threads is not None:
+        torch.get_num_threads()  # initialises this thread; left to the first operator, that would undo the next line
         torch.set_num_threads(intra_op_threads)
     ready.put(None)
     while (job := inbox.get()) is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -10,13 +11,25 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 from torchmetrics import Metric
 
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.reducers import REDUCERS, GradientReducer
-from lightning_dpx.replicas import BufferMode, Execution, ReplicaSet, Share, check_choice, current_rank, gather
+from lightning_dpx.replicas import (
+    BufferMode,
+    Execution,
+    ReplicaSet,
+    Share,
+    Trial,
+    check_choice,
+    current_rank,
+    first_loss,
+    gather,
+)
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.precision import DPXPrecision
@@ -72,7 +85,8 @@ class DPXStrategy(ParallelStrategy):
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
         self._replicas: ReplicaSet | None = None
         self._step: TrainingStep | None = None
-        self._accumulating = False
+        self._accumulating, self._undecided = False, False
+        self._announced: set[str] = set()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     # ---- what Lightning asks about the process ----
@@ -164,27 +178,35 @@ class DPXStrategy(ParallelStrategy):
         return model
 
     def _refuse(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
+        """What several replicas cannot do yet is refused where they run for real, and keeps them merged elsewhere."""
         if self._layer_sync is not None:
             raise UnsupportedError("sync_batchnorm=True is not supported with several replicas yet; leave it out.")
-        if replicas.always_merged:
-            return
-        if not module.automatic_optimization:
-            raise UnsupportedError(
-                "Manual optimization is not supported with several replicas yet; use devices=1, or execution='auto' "
-                "on one physical device."
-            )
         metrics = [name for name, child in module.named_modules() if isinstance(child, Metric)]
-        if metrics:
-            raise UnsupportedError(
-                f"Metric objects ({', '.join(metrics)}) are not merged over replicas yet; use functional metrics, or "
-                "execution='auto' on one physical device."
-            )
+        compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
+        if metrics or not module.automatic_optimization:
+            what = f"Metric objects ({', '.join(metrics)})" if metrics else "Manual optimization"
+            if not replicas.always_merged:
+                raise UnsupportedError(
+                    f"{what}: not supported with several replicas yet; use devices=1, or execution='auto' on one "
+                    "physical device."
+                )
+            self._announce(f"take their slices as one: {what} cannot be shared out yet")
+        elif compiled:
+            self._announce(f"take their slices as one: {', '.join(compiled)} is compiled")
+        else:
+            self._undecided = replicas.may_choose_threads
+
+    def _announce(self, choice: str) -> None:
+        text = f"dpx: {len(self.parallel_devices or [])} replicas on {self.root_device} {choice}."
+        if text not in self._announced:
+            rank_zero_info(text)
+        self._announced.add(text)
 
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
         if self._replicas is not None:
             self._replicas.close()
-        self._replicas, self._step = None, None
+        self._replicas, self._step, self._undecided = None, None, False
         Strategy.teardown(self)
 
     # ---- the step ----
@@ -199,15 +221,51 @@ class DPXStrategy(ParallelStrategy):
         """The merged result of the replicas' training steps; its loss is a leaf."""
         if self._step is None:
             return super().training_step(*args, **kwargs)
-        shares = self._shares("training_step", args)
+        shares, replicas = self._shares("training_step", args), self._replicas
+        assert replicas is not None, "the step came with them"
         if len(shares) == 1:
-            return super().training_step(self._transfer(shares[0], 0), *args[1:], **kwargs)
+            replicas.release_cores()
+            alone = super().training_step
+            if self._undecided:
+                return self._choosing_step(
+                    lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
+                )
+            return alone(self._transfer(shares[0], 0), *args[1:], **kwargs)
+        replicas.claim_cores()
         try:
             with self._logs(shares) as call:
                 return self._step.forward(shares, call("training_step", args[1:], kwargs))
         except BaseException:
             self._step.discard()
             raise
+
+    def _choosing_step(self, alone: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One device's step, watched, to choose between one merged slice and a thread per replica from then on."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        replicas, step, self._undecided = self._replicas, self._step, False
+
+        def rehearse(share: Share) -> Any:
+            module: Any = share.replica.module
+            with StepLog(share).recording(module), self.precision_plugin.train_step_context():
+                return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
+
+        def loss_of_slices() -> Any:
+            replicas.choose(threads=True)
+            copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
+            shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
+            try:
+                with torch.no_grad():
+                    return first_loss(step.forward(shares, rehearse))
+            finally:
+                step.discard()
+
+        trial = Trial(replicas.root.module, len(replicas.replicas))
+        output = trial.watch(alone)
+        verdict = trial.verdict(first_loss(output), loss_of_slices)
+        replicas.choose(threads=verdict.threads)
+        self._announce(f"{'run in threads' if verdict.threads else 'take their slices as one'}: {verdict.reason}")
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The merged result of the replicas' validation steps, in sample order."""
@@ -304,8 +362,13 @@ class DPXStrategy(ParallelStrategy):
         if self._replicas is not None:
             self._replicas.state.mark_changed()
 
-    on_train_start = on_validation_start = on_test_start = on_predict_start = _mark_changed
-    on_validation_end = _mark_changed
+    def _leave_training(self) -> None:
+        self._mark_changed()
+        if self._replicas is not None:
+            self._replicas.release_cores()
+
+    on_train_start = on_validation_end = _mark_changed
+    on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_training
 
     # ---- several processes: not here ----
 

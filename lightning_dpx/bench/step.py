@@ -1,0 +1,146 @@
+"""``dpx bench step``: one training step of one device, of dpx and of DDP, on the same global batches.
+
+Every job runs in processes of its own and all jobs of a model take turns, one chunk of steps each, so that a noisy
+machine is equally noisy for all of them. DDP gets one process per replica and chooses its threads itself.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_dpx.bench.job import MODES
+from lightning_dpx.bench.models import MODELS
+from lightning_dpx.errors import BenchError
+
+WARM_UP = 2  # steps at the start of a chunk, while caches and thread pools wake up
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one job cost.
+
+    Attributes:
+        step_ms: Median time of a step, in milliseconds.
+        startup_s: From the start of the process to the end of the first step, in seconds.
+        peak_mib: Peak resident memory of all its processes in MiB, pages of shared files counted once.
+    """
+
+    model: str
+    mode: str
+    devices: int
+    step_ms: float
+    startup_s: float
+    peak_mib: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class _Job:
+    """A child that trains on demand."""
+
+    def __init__(self, model: str, mode: str, devices: int, chunks: int) -> None:
+        self.model, self.mode, self.devices = model, mode, devices
+        options = ["--devices", str(devices), "--chunks", str(chunks)]
+        command = [sys.executable, "-m", "lightning_dpx.bench.job", model, mode, *options]
+        self.step_seconds: list[float] = []
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
+        started = time.time()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,  # so that DDP's other processes can be ended with it
+        )
+        self.startup = self._read("first_step") - started
+
+    def _read(self, key: str) -> Any:
+        assert self._process.stdout is not None, "opened as a pipe"
+        for line in self._process.stdout:
+            if line.startswith("{") and key in (values := json.loads(line)):
+                return values[key]
+        self.stop()
+        self._errors.seek(0)
+        text = self._errors.read()[-2000:]
+        raise BenchError(f"The job {self.mode!r} on {self.model!r} ended before it reported {key}:\n{text}")
+
+    def run_chunk(self) -> None:
+        """Trains one chunk while the other jobs wait."""
+        assert self._process.stdin is not None, "opened as a pipe"
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.step_seconds += self._read("step_seconds")[WARM_UP:]
+
+    def result(self) -> Result:
+        """Ends the job."""
+        peak = self._read("peak_bytes") / 2**20
+        self._process.communicate()
+        step = statistics.median(self.step_seconds) * 1e3
+        return Result(self.model, self.mode, self.devices, step, self.startup, peak)
+
+    def stop(self) -> None:
+        """Ends the job at once, if it still runs."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+def compare_steps(
+    models: Sequence[str] = tuple(MODELS),
+    modes: Sequence[str] = tuple(MODES),
+    devices: int = 4,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+    """Measures every mode on every model.
+
+    Args:
+        models: Names from ``MODELS``.
+        modes: Names from ``MODES``.
+        devices: Replicas of dpx and processes of DDP.
+        rounds: Turns of every job.
+        progress: Told what happens next.
+
+    Raises:
+        BenchError: a job failed; holds the end of its error output.
+    """
+    results: list[Result] = []
+    for model in models:
+        jobs: list[_Job] = []
+        try:
+            for mode in modes:
+                progress(f"{model}: starting {mode}")
+                jobs.append(_Job(model, mode, devices, rounds))
+            for turn in range(rounds):
+                progress(f"{model}: round {turn + 1} of {rounds}")
+                for job in jobs[turn % len(jobs) :] + jobs[: turn % len(jobs)]:
+                    job.run_chunk()
+            results += [job.result() for job in jobs]
+        finally:
+            for job in jobs:
+                job.stop()
+    return results
+
+
+def format_table(results: Sequence[Result]) -> str:
+    """One row per job, with its ratio to the first job of the same model."""
+    lines = [f"{'model':6} {'mode':15} {'step ms':>9} {'ratio':>6} {'start-up s':>10} {'peak MiB':>9}"]
+    first: dict[str, Result] = {}
+    for result in results:
+        base = first.setdefault(result.model, result)
+        lines.append(
+            f"{result.model:6} {result.mode:15} {result.step_ms:9.3f} {result.step_ms / base.step_ms:6.2f} "
+            f"{result.startup_s:10.2f} {result.peak_mib:9.0f}"
+        )
+    return "\n".join(lines)

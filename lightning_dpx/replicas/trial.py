@@ -1,0 +1,124 @@
+"""Whether replicas on one CPU had better run in threads, decided from one watched step.
+
+Threads share one interpreter, one memory and one random generator. They gain where operators are long enough to run
+beside each other, they lose where the interpreter or the summing of gradients dominates, and their results equal those
+of one device only if the step draws no random numbers, writes no state, and its loss is a mean over the rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lightning_dpx.devices import host_random_state
+
+MIN_FLOPS_PER_OPERATOR = 2e6  # of one replica's slice: some 30 us of arithmetic, against 5-10 us of interpreter
+MIN_FLOPS_PER_PARAMETER = 1024  # of the whole batch: below, summing K gradients costs more than threads gain
+
+
+class OperatorCensus(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators and their floating-point operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_operators, self.flops = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.num_operators += 1
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += count(*args, **kwargs, out_val=result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The choice, and why."""
+
+    threads: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class Trial:
+    """One step on the whole batch, watched, and the same step on its slices.
+
+    Args:
+        module: Replica 0, which runs the whole batch.
+        num_replicas: K.
+    """
+
+    module: nn.Module
+    num_replicas: int
+    census: OperatorCensus = field(default_factory=OperatorCensus)
+    random: bool = False
+    written: str | None = None
+
+    def watch(self, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns; its operators are counted, and what it writes on the module is noticed."""
+        before, generator = dict(_state(self.module)), host_random_state()
+        with self.census:
+            result = call()
+        self.random = not torch.equal(generator, host_random_state())
+        after = dict(_state(self.module))
+        self.written = next((name for name in after if before.get(name) != after[name]), None)
+        return result
+
+    def verdict(self, whole: Any, on_slices: Callable[[], Any]) -> Verdict:
+        """Judges by what was seen, and lastly by whether the merged loss of the slices is the loss of the batch.
+
+        Args:
+            whole: The loss of the whole batch.
+            on_slices: The merged loss of the slices; only called where nothing else speaks against threads.
+        """
+        census = self.census
+        share = census.flops / max(census.num_operators, 1) / self.num_replicas
+        size = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        intensity = census.flops / max(size, 1)
+        if self.random:
+            return Verdict(False, "the step draws random numbers, and one CPU has one generator")
+        if self.written is not None:
+            return Verdict(False, f"the step writes {self.written}")
+        if share < MIN_FLOPS_PER_OPERATOR:
+            return Verdict(False, f"operators are small ({share / 1e6:.2f} MFLOP each on a slice)")
+        if intensity < MIN_FLOPS_PER_PARAMETER:
+            return Verdict(False, f"there is little to compute per parameter ({intensity:.0f} FLOP)")
+        if not isinstance(whole, torch.Tensor):
+            return Verdict(False, "the step returned no loss")
+        try:
+            merged = on_slices()
+        except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
+            return Verdict(False, f"the step fails on a slice of the batch ({type(error).__name__}: {error})")
+        if not _equal(whole, merged):
+            return Verdict(False, f"the loss is no mean over rows ({whole:.6g}, but {merged:.6g} from slices)")
+        return Verdict(True, f"operators are large ({share / 1e6:.1f} MFLOP each on a slice)")
+
+
+def _equal(whole: torch.Tensor, merged: Any) -> bool:
+    reduced = torch.is_autocast_enabled("cpu") or whole.dtype not in (torch.float32, torch.float64)
+    tolerance = 1e-2 if reduced else 1e-4
+    return isinstance(merged, torch.Tensor) and torch.allclose(merged.to(whole), whole, rtol=tolerance, atol=1e-7)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What a step could write: buffers, and attributes with the length of their containers."""
+    for path, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                size = len(value) if isinstance(value, list | dict | set) else 0
+                yield f"{path}.{key}".lstrip("."), (id(value), size)
+    for path, buffer in module.named_buffers():
+        yield path, (id(buffer), buffer._version)
+
+
+def first_loss(output: Any) -> Any:
+    """The loss of a step's output."""
+    return output.get("loss") if isinstance(output, dict) else output
+
+
+__all__: Sequence[str] = ("OperatorCensus", "Trial", "Verdict", "first_loss")
