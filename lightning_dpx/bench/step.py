@@ -54,7 +54,7 @@ class _Job:
         command = [sys.executable, "-m", "lightning_dpx.bench.job", model, mode, *options]
         self.step_seconds: list[float] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
-        started = time.time()
+        self._started = time.time()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -63,14 +63,18 @@ class _Job:
             text=True,
             start_new_session=True,  # so that DDP's other processes can be ended with it
         )
-        self.startup = self._read("first_step") - started
+        self._startup = 0.0
+
+    def wait_for_first_step(self) -> None:
+        """The other jobs must not compete with the start of this one."""
+        self._startup = self._read("first_step") - self._started
 
     def _read(self, key: str) -> Any:
         assert self._process.stdout is not None, "opened as a pipe"
         for line in self._process.stdout:
             if line.startswith("{") and key in (values := json.loads(line)):
                 return values[key]
-        self.stop()
+        self._end()
         self._errors.seek(0)
         text = self._errors.read()[-2000:]
         raise BenchError(f"The job {self.mode!r} on {self.model!r} ended before it reported {key}:\n{text}")
@@ -85,15 +89,18 @@ class _Job:
     def result(self) -> Result:
         """Ends the job."""
         peak = self._read("peak_bytes") / 2**20
-        self._process.communicate()
         step = statistics.median(self.step_seconds) * 1e3
-        return Result(self.model, self.mode, self.devices, step, self.startup, peak)
+        return Result(self.model, self.mode, self.devices, step, self._startup, peak)
 
-    def stop(self) -> None:
-        """Ends the job at once, if it still runs."""
+    def _end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+
+    def close(self) -> None:
+        """Ends the job, at once if it still runs."""
+        self._end()
+        self._errors.close()
 
 
 def compare_steps(
@@ -122,6 +129,7 @@ def compare_steps(
             for mode in modes:
                 progress(f"{model}: starting {mode}")
                 jobs.append(_Job(model, mode, devices, rounds))
+                jobs[-1].wait_for_first_step()
             for turn in range(rounds):
                 progress(f"{model}: round {turn + 1} of {rounds}")
                 for job in jobs[turn % len(jobs) :] + jobs[: turn % len(jobs)]:
@@ -129,7 +137,7 @@ def compare_steps(
             results += [job.result() for job in jobs]
         finally:
             for job in jobs:
-                job.stop()
+                job.close()
     return results
 
 
