@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -79,14 +80,15 @@ def main() -> None:
 
     start = time.perf_counter()
     model, accuracy = train(args.devices, args.strategy, args)
-    print(
+    say = rank_zero_only(print)  # DDP runs this file once per process
+    say(
         f"test accuracy {accuracy:.2%} in {time.perf_counter() - start:.1f} s ({args.strategy}, {args.devices} devices)"
     )
     if args.strategy == "dpx":
         one, _ = train(1, "auto", args)
         pairs = zip(model.parameters(), one.parameters(), strict=True)
         difference = max((ours.cpu() - theirs.cpu()).abs().max().item() for ours, theirs in pairs)
-        print(f"largest difference of a weight to one device: {difference:.1e}")
+        say(f"largest difference of a weight to one device: {difference:.1e}")
 
 
 if __name__ == "__main__":

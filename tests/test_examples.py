@@ -1,15 +1,32 @@
+"""The programs that the README names do what they say."""
+
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-DIGITS = Path(__file__).parent.parent / "examples" / "digits.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_example(name: str, *options: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), "--quiet", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
 
 
 def test_digits_reaches_97_percent_with_the_weights_of_one_device() -> None:
-    command = [sys.executable, str(DIGITS), "--devices", "4", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
-    accuracy = float(re.search(r"test accuracy ([\d.]+)%", done.stdout)[1])
-    difference = float(re.search(r"to one device: ([\d.e+-]+)", done.stdout)[1])
-    assert accuracy >= 97
-    assert difference <= 1e-5
+    printed = run_example("digits.py", "--devices", "4")
+    assert float(re.search(r"test accuracy ([\d.]+)%", printed)[1]) >= 97
+    assert float(re.search(r"to one device: ([\d.e+-]+)", printed)[1]) <= 1e-5
+
+
+def test_digits_runs_with_the_strategies_that_it_is_compared_with() -> None:
+    for strategy, devices in (("auto", "1"), ("ddp", "2")):
+        printed = run_example("digits.py", "--strategy", strategy, "--devices", devices, "--epochs", "1")
+        assert printed.count(f"({strategy}, {devices} devices)") == 1
+
+
+def test_char_gpt_learns_and_writes() -> None:
+    printed = run_example("char_gpt.py", "--devices", "2", "--steps", "60")
+    before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", printed).groups())
+    assert after < 0.7 * before
+    assert printed.splitlines()[1].startswith("def ")

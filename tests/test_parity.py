@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 import lightning_dpx as dpx
-from tests.conftest import assert_equal, make_loader, run, seeded
+from tests.conftest import Classifier, assert_equal, make_loader, run, seeded
 
 
 def strip_rows(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without the one value that tells how many rows a replica saw."""
     return {name: value for name, value in seen.items() if name != "logged/rows"}
+
+
+def inline() -> dpx.DPXStrategy:
+    """Replicas that really run, one after the other."""
+    return dpx.DPXStrategy(execution="inline")
 
 
 def check_parity(
@@ -85,3 +90,38 @@ def test_bf16_mixed_is_close_to_one_device(execution) -> None:
     one = run(seeded(), precision="bf16-mixed")
     ours = run(seeded(), precision="bf16-mixed", strategy=dpx.DPXStrategy(execution=execution), devices=2)
     torch.testing.assert_close(ours["predictions"], one["predictions"], rtol=0, atol=0.05)
+
+
+def test_averaged_weights_of_a_callback() -> None:
+    one = run(seeded(), callbacks=[EMAWeightAveraging(decay=0.8)])
+    ours = run(seeded(), callbacks=[EMAWeightAveraging(decay=0.8)], strategy=inline(), devices=2)
+    assert_equal(strip_rows(ours), strip_rows(one))
+
+
+class Scheduled(Classifier):
+    """A learning rate that halves every step, and is logged."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_schedulers_step_once_per_batch(execution) -> None:
+    one = run(same_weights(Scheduled(), seeded()))
+    ours = run(same_weights(Scheduled(), seeded()), strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    assert_equal(strip_rows(ours), strip_rows(one))
+
+
+def same_weights(model, other):
+    model.load_state_dict(other.state_dict())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_a_compiled_submodule_trains_its_own_copy_on_every_replica() -> None:
+    model = seeded()
+    model.net = torch.compile(model.net, backend="eager")
+    ours = run(model, strategy=inline(), devices=2)
+    one = run(seeded())
+    assert_equal(strip_rows({name.replace("._orig_mod", ""): value for name, value in ours.items()}), strip_rows(one))
