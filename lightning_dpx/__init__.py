@@ -1,10 +1,12 @@
 """Data parallel training of one LightningModule on all devices of a machine, from one process.
 
-Importing the package registers the strategy ``"dpx"`` and one alias per reducer (``"dpx_naive"``, ...).
+Importing the package registers the strategy ``"dpx"``, one alias per reducer (``"dpx_naive"``, ...) and the
+accelerator ``"sim"``.
 """
 
 import sys
 
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dpx.errors import (
@@ -17,7 +19,8 @@ from lightning_dpx.errors import (
 )
 from lightning_dpx.group import ReplicaGroup
 from lightning_dpx.reducers import GradientReducer, register_reducer
-from lightning_dpx.trainer import DPXPrecision, DPXStrategy
+from lightning_dpx.simulate import simulate
+from lightning_dpx.trainer import DPXPrecision, DPXStrategy, SimAccelerator
 
 __version__ = "0.1.0"
 
@@ -33,9 +36,11 @@ __all__ = [
     "SliceError",
     "UnsupportedError",
     "register_reducer",
+    "simulate",
 ]
 
 DPXStrategy.register_strategies(StrategyRegistry)
+SimAccelerator.register_accelerators(AcceleratorRegistry)
 
 
 def _refuse_other_namespace(*_: object, **__: object) -> object:

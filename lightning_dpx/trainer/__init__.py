@@ -1,6 +1,7 @@
 """The Lightning face: the only part of the package that imports lightning and torchmetrics."""
 
+from lightning_dpx.trainer.accelerator import SimAccelerator
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.strategy import DPXStrategy
 
-__all__ = ["DPXPrecision", "DPXStrategy"]
+__all__ = ["DPXPrecision", "DPXStrategy", "SimAccelerator"]

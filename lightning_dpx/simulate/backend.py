@@ -1,0 +1,271 @@
+"""Builds and loads the sim backend, once per process, and gives PyTorch the module ``torch.sim``."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+
+from lightning_dpx.errors import UnsupportedError
+
+MAX_DEVICES = 16
+SOURCE = Path(__file__).with_name("backend.cpp")
+_loaded = False
+
+
+def load_backend() -> None:
+    """Compiles ``backend.cpp`` (about 20 s the first time, then cached by torch) and registers the device type "sim".
+
+    Raises:
+        UnsupportedError: no compiler or ninja, another backend took the place, or autograd already started.
+    """
+    global _loaded
+    if _loaded:
+        return
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", "sim"):
+        raise UnsupportedError(f"Simulated devices need PyTorch's one place for a foreign backend; {name!r} has it.")
+    if name != "sim":
+        _register()
+    _require_autograd_threads()
+    _loaded = True
+
+
+def _register() -> None:
+    _require_build_tools()
+    from torch.utils.cpp_extension import load  # imports setuptools; only here it is needed
+
+    load("lightning_dpx_sim", [str(SOURCE)], extra_cflags=["-O1"], is_python_module=False)
+    rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", SimModule())  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend(for_storage=True)
+    # Without it Module.to makes new Parameters for a foreign backend, and tied weights come apart.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def is_loaded() -> bool:
+    """Whether the backend is there."""
+    return _loaded
+
+
+def _require_build_tools() -> None:
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        raise UnsupportedError(
+            "Simulated devices need a C++ compiler, and none of c++, g++ and clang++ is on the PATH; install one "
+            "(for example `apt install g++`)."
+        )
+    try:
+        import ninja  # noqa: F401  its presence is the question
+    except ImportError as error:
+        if shutil.which("ninja") is None:
+            raise UnsupportedError(
+                "Simulated devices need ninja to build their backend; pip install 'lightning-dpx[simulate]'."
+            ) from error
+
+
+def _require_autograd_threads() -> None:
+    """Autograd starts its threads at the first backward of a process, for the devices that it knows by then."""
+    probe = torch.ones((), device="sim:0", requires_grad=True)
+    try:
+        torch.autograd.backward(probe * 1)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            "simulate() must come before the first backward of the process, because autograd starts its device "
+            "threads then; call lightning_dpx.simulate() at the top of the program."
+        ) from error
+
+
+class SimEvent:
+    """An event of a device whose work is done when the call returns."""
+
+    def __init__(self, device: object = None, **_: object) -> None:
+        self.device = device
+
+    def record(self, stream: object = None) -> None:
+        """Nothing is pending."""
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing is pending."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def elapsed_time(self, end: "SimEvent") -> float:
+        """No time passes on a device without a clock."""
+        return 0.0
+
+
+class SimStream(SimEvent):
+    """A stream of a device that runs everything at once, in order."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing is pending."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing is pending."""
+
+    def record_event(self, event: SimEvent | None = None) -> SimEvent:
+        """An event that is done."""
+        return event or SimEvent()
+
+
+class SimModule:
+    """``torch.sim``: what ``torch.cuda`` is for CUDA devices."""
+
+    Event, Stream = SimEvent, SimStream
+    OutOfMemoryError = torch.OutOfMemoryError
+
+    def __init__(self) -> None:
+        self._count = 1
+
+    # ---- devices ----
+
+    def is_available(self) -> bool:
+        """Once loaded, always."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """There is nothing to initialise lazily."""
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _lazy_init(self) -> None:
+        """There is nothing to initialise lazily."""
+
+    def device_count(self) -> int:
+        """Simulated devices."""
+        return self._count
+
+    def set_device_count(self, count: int) -> None:
+        """Changes how many there are."""
+        torch.ops.dpx_sim.set_devices(count)
+        self._count = count
+
+    def current_device(self) -> int:
+        """The index of the calling thread's current device."""
+        return int(torch.ops.dpx_sim.get_device())
+
+    def set_device(self, device: Any) -> None:
+        """Makes ``device`` current for the calling thread."""
+        torch.ops.dpx_sim.exchange_device(self._index(device))
+
+    def exchange_device(self, device: int) -> int:
+        """Makes ``device`` current and returns the one before; a negative index changes nothing."""
+        return self.current_device() if device < 0 else int(torch.ops.dpx_sim.exchange_device(device))
+
+    _exchange_device = maybe_exchange_device = _maybe_exchange_device = exchange_device
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """``device`` is current for a while."""
+        before = self.exchange_device(self._index(device))
+        try:
+            yield
+        finally:
+            self.exchange_device(before)
+
+    def get_device_name(self, device: Any = None) -> str:
+        """A name for reports."""
+        return f"simulated device {self._index(device)}"
+
+    def _index(self, device: Any = None) -> int:
+        if device is None:
+            return self.current_device()
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        return self.current_device() if index is None else index
+
+    # ---- streams: work is done when the call returns ----
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing is pending."""
+
+    def current_stream(self, device: Any = None) -> SimStream:
+        """The only one."""
+        return SimStream(device)
+
+    default_stream = current_stream
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        """Changes nothing."""
+        yield
+
+    # ---- memory, in bytes ----
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes of all living storages; views are free."""
+        return int(torch.ops.dpx_sim.memory(self._index(device))[0])
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The largest :meth:`memory_allocated` since the last reset."""
+        return int(torch.ops.dpx_sim.memory(self._index(device))[1])
+
+    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """The peak starts again from what lives now."""
+        torch.ops.dpx_sim.reset_peak(self._index(device))
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Free and total bytes; a device without a capacity says ``2**63 - 1``."""
+        live, _, capacity = torch.ops.dpx_sim.memory(self._index(device))
+        total = capacity or 2**63 - 1
+        return total - live, total
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """The figures under the names of CUDA's allocator."""
+        live, peak, _ = torch.ops.dpx_sim.memory(self._index(device))
+        kinds = ("allocated_bytes", "reserved_bytes", "active_bytes")
+        return {f"{kind}.all.{name}": value for kind in kinds for name, value in (("current", live), ("peak", peak))}
+
+    def empty_cache(self) -> None:
+        """There is no cache."""
+
+    # ---- random numbers: a generator per device ----
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the current device."""
+        torch.ops.dpx_sim.seed(self.current_device(), seed % 2**63)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds every device; ``torch.manual_seed`` calls it."""
+        for device in range(MAX_DEVICES):
+            torch.ops.dpx_sim.seed(device, seed % 2**63)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """The state of the device's generator."""
+        return torch.ops.dpx_sim.random_state(self._index(device))  # type: ignore[no-any-return]
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Restores the device's generator."""
+        torch.ops.dpx_sim.set_random_state(self._index(device), state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """One state per device."""
+        return [self.get_rng_state(device) for device in range(self._count)]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        """Restores what :meth:`get_rng_state_all` returned."""
+        for device, state in enumerate(states):
+            self.set_rng_state(state, device)
+
+    # ---- precision ----
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """For ``torch.autocast("sim")``."""
+        return [torch.float16, torch.bfloat16]
+
+    def is_bf16_supported(self) -> bool:
+        """As on the CPU that does the arithmetic."""
+        return True

@@ -1,0 +1,101 @@
+"""How many devices there are, what they hold, and what was copied between them."""
+
+import sys
+from collections.abc import Sequence
+from ctypes import CFUNCTYPE, c_int, c_void_p, cast, memmove
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from lightning_dpx.devices import parse_bytes
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.simulate.backend import MAX_DEVICES, load_backend
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies from one device to another that one piece of code made.
+
+    Attributes:
+        maker: The function that copied, as ``module.function``: the innermost one of lightning_dpx, otherwise the
+            innermost outside torch; "autograd" where a backward thread copied by itself.
+    """
+
+    source: torch.device
+    target: torch.device
+    num_copies: int
+    num_bytes: int
+    maker: str
+
+
+def simulate(num_devices: int = 8, memory: int | str | Sequence[int | str] | None = None) -> None:
+    """Makes ``sim:0`` to ``sim:{num_devices - 1}``; a later call changes their number and capacities.
+
+    Call it at the top of the program: autograd must not have run yet. The first call on a machine compiles the backend
+    (about 20 s; needs a C++ compiler and the ``simulate`` extra).
+
+    Args:
+        num_devices: 1 to 16.
+        memory: Capacity of each device, in bytes or as ``"8GiB"``, or one per device; ``None`` for no limit.
+
+    Raises:
+        ConfigurationError: a number or size that is not allowed.
+        UnsupportedError: no compiler, or too late.
+    """
+    if not isinstance(num_devices, int) or not 1 <= num_devices <= MAX_DEVICES:
+        raise ConfigurationError(f"num_devices={num_devices!r} is not allowed; give 1 to {MAX_DEVICES}.")
+    each = [memory] * num_devices if memory is None or isinstance(memory, int | str) else list(memory)
+    if len(each) != num_devices:
+        raise ConfigurationError(
+            f"memory has {len(each)} entries for {num_devices} devices; give one size, or one each."
+        )
+    capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
+    load_backend()
+    torch.get_device_module("sim").set_device_count(num_devices)
+    for index in range(MAX_DEVICES):
+        torch.ops.dpx_sim.set_capacity(index, capacities[index] if index < num_devices else 0)
+        torch.ops.dpx_sim.reset_peak(index)
+    torch.ops.dpx_sim.set_observer(cast(_observe, c_void_p).value)
+    clear_traffic()
+
+
+def traffic() -> list[Transfer]:
+    """All copies between different devices since the last :func:`clear_traffic`, grouped by route and maker."""
+    transfers = []
+    for line in torch.ops.dpx_sim.traffic():
+        source, target, count, size, maker = line.split(" ", 4)
+        transfers.append(Transfer(_device(source), _device(target), int(count), int(size), maker))
+    return transfers
+
+
+def clear_traffic() -> None:
+    """Forgets the copies so far."""
+    torch.ops.dpx_sim.clear_traffic()
+
+
+def _device(index: str) -> torch.device:
+    return torch.device("cpu") if index == "-1" else torch.device("sim", int(index))
+
+
+def _qualified(frame: FrameType) -> str:
+    return frame.f_code.co_qualname.split(".<locals>")[0]
+
+
+def _maker() -> str:
+    outside = "autograd"
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("lightning_dpx.") and not module.startswith("lightning_dpx.simulate"):
+            return f"{module.removeprefix('lightning_dpx.')}.{_qualified(frame)}"
+        if outside == "autograd" and not module.startswith("torch"):
+            outside = f"{module}.{_qualified(frame)}"
+        frame = frame.f_back
+    return outside
+
+
+@CFUNCTYPE(None, c_void_p, c_int)  # type: ignore[untyped-decorator]
+def _observe(buffer: int, size: int) -> None:
+    name = _maker().encode()[: size - 1] + b"\0"
+    memmove(buffer, name, len(name))
