@@ -41,6 +41,11 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
     return context
 
 
+def autocast_types() -> tuple[str, ...]:
+    """Device types whose autocast state a thread may carry."""
+    return ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
+
+
 def num_usable_cpus() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -208,3 +208,9 @@ class ReplicaGroup:
     def close(self) -> None:
         """Ends the workers."""
         self._set.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

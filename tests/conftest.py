@@ -13,11 +13,46 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 
+try:
+    dpx.simulate(8)  # before the first backward of the process
+    SIMULATED = ""
+except dpx.UnsupportedError as missing:
+    SIMULATED = str(missing)
+
+_hardware = "cpu"  # what the replicas of the running test live on
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of what only the host does are not run on simulated devices."""
+    kept = []
+    for item in items:
+        hardware = getattr(item, "callspec", None) and item.callspec.params.get("hardware")
+        if not (hardware == "sim" and item.get_closest_marker("host")):
+            kept.append(item)
+    items[:] = kept
+
+
+@pytest.fixture(params=["cpu", "sim"])
+def hardware(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with replicas on the host and on simulated devices; the single device is the host's."""
+    global _hardware
+    if request.param == "sim" and SIMULATED:
+        pytest.skip(SIMULATED)
+    _hardware = request.param
+    yield request.param
+    _hardware = "cpu"
+
+
+def places(num_replicas: int) -> list[str]:
+    """A device for every replica."""
+    return [_hardware if _hardware == "cpu" else f"{_hardware}:{index}" for index in range(num_replicas)]
+
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     threads, intra_op = set(threading.enumerate()), torch.get_num_threads()
     yield
+    assert torch.get_default_dtype() == torch.float32
     left = [t.name for t in threading.enumerate() if t not in threads and t.name.startswith("dpx")]
     assert not left, f"worker threads left running: {left}"
     assert torch.get_num_threads() == intra_op
@@ -67,9 +102,10 @@ def make_loader(num_rows: int = 53, batch_size: int = 16) -> DataLoader[Any]:
 
 
 def make_trainer(**options: Any) -> Trainer:
-    """A quiet CPU trainer for two epochs."""
+    """A quiet trainer for two epochs, on the CPU without a strategy."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_model_summary": False, **quiet}
+    accelerator = _hardware if "strategy" in options else "cpu"
+    defaults = {"accelerator": accelerator, "devices": 1, "max_epochs": 2, "enable_model_summary": False, **quiet}
     return Trainer(**{**defaults, **options})
 
 
@@ -79,7 +115,7 @@ def run(model: LightningModule, loader: DataLoader[Any] | None = None, **options
     trainer.fit(model, loader, loader)
     seen = {**model.state_dict(), **{f"logged/{k}": torch.as_tensor(v) for k, v in trainer.callback_metrics.items()}}
     seen["predictions"] = torch.cat(trainer.predict(model, loader))
-    return {name: value.detach().clone() for name, value in seen.items()}
+    return {name: value.detach().cpu().clone() for name, value in seen.items()}
 
 
 def seeded(**options: Any) -> Classifier:
@@ -101,4 +137,4 @@ def execution(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-__all__ = ["Classifier", "assert_equal", "dpx", "make_loader", "make_trainer", "run", "seeded"]
+__all__ = ["SIMULATED", "Classifier", "assert_equal", "dpx", "make_loader", "make_trainer", "places", "run", "seeded"]

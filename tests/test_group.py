@@ -1,22 +1,32 @@
+import gc
+import threading
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
 
 import lightning_dpx as dpx
+from tests.conftest import places
+
+pytestmark = pytest.mark.usefixtures("hardware")
 
 
 @pytest.fixture
-def group(execution):
+def make_group():
+    """Builds groups that are closed after the test."""
+    with ExitStack() as groups:
+        yield lambda *args, **options: groups.enter_context(dpx.ReplicaGroup(*args, **options))
+
+
+@pytest.fixture
+def group(make_group, execution, hardware):
     torch.manual_seed(0)
-    made = dpx.ReplicaGroup(
-        nn.Linear(3, 2), ["cpu"] * 3, workload=[2, 1, 1], inputs_need_grad=True, execution=execution
-    )
-    yield made
-    made.close()
+    return make_group(nn.Linear(3, 2), places(3), workload=[2, 1, 1], inputs_need_grad=True, execution=execution)
 
 
 def test_outputs_and_gradients_equal_the_plain_module(group) -> None:
-    rows, out_grads = torch.randn(8, 3), torch.randn(8, 2)
+    rows, out_grads = torch.randn(8, 3).to(places(1)[0]), torch.randn(8, 2).to(places(1)[0])
     plain, inputs = group.replicas[0].module, rows.clone().requires_grad_()
     plain(inputs).backward(out_grads)
     expected, expected_inputs = plain.weight.grad.clone(), inputs.grad
@@ -29,28 +39,28 @@ def test_outputs_and_gradients_equal_the_plain_module(group) -> None:
     torch.testing.assert_close(group.input_grads_merged()[0], expected_inputs)
 
 
-def test_write_replaces_and_add_accumulates() -> None:
+def test_write_replaces_and_add_accumulates(make_group) -> None:
     rows = torch.randn(4, 3)
     grads = {}
     for request in ("write", "add"):
         torch.manual_seed(0)
-        group = dpx.ReplicaGroup(nn.Linear(3, 1), ["cpu"] * 2, grad_req=request)
+        group = make_group(nn.Linear(3, 1), places(2), grad_req=request)
         for _ in range(2):
             group.forward(rows)
-            group.backward(torch.ones(4, 1))
+            group.backward(torch.ones(4, 1, device=places(1)[0]))
         grads[request] = group.replicas[0].module.weight.grad
     torch.testing.assert_close(grads["add"], 2 * grads["write"])
 
 
-def test_fixed_params_get_no_gradient() -> None:
-    group = dpx.ReplicaGroup(nn.Linear(3, 1), ["cpu"] * 2, fixed_params=["bias"])
+def test_fixed_params_get_no_gradient(make_group) -> None:
+    group = make_group(nn.Linear(3, 1), places(2), fixed_params=["bias"])
     group.forward(torch.randn(4, 3))
-    group.backward(torch.ones(4, 1))
+    group.backward(torch.ones(4, 1, device=places(1)[0]))
     assert all(replica.module.bias.grad is None for replica in group.replicas)
 
 
-def test_set_params_reaches_every_replica() -> None:
-    group = dpx.ReplicaGroup(nn.Linear(2, 1), ["cpu"] * 2)
+def test_set_params_reaches_every_replica(make_group) -> None:
+    group = make_group(nn.Linear(2, 1), places(2))
     values = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
     group.set_params(values, {})
     group.forward(torch.ones(4, 2), is_train=False)
@@ -60,15 +70,15 @@ def test_set_params_reaches_every_replica() -> None:
         group.set_params({"other": torch.ones(1)}, {})
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_are_refused(make_group) -> None:
     module = nn.Linear(1, 1)
     with pytest.raises(dpx.ConfigurationError, match="devices is empty"):
         dpx.ReplicaGroup(module, [])
     with pytest.raises(dpx.ConfigurationError, match="grad_req='sum'"):
-        dpx.ReplicaGroup(module, ["cpu"], grad_req="sum")
+        dpx.ReplicaGroup(module, places(1), grad_req="sum")
     with pytest.raises(dpx.ConfigurationError, match="'offset'; the parameters are: weight, bias"):
-        dpx.ReplicaGroup(module, ["cpu"], fixed_params=["offset"])
-    group = dpx.ReplicaGroup(module, ["cpu"], grad_req="null")
+        dpx.ReplicaGroup(module, places(1), fixed_params=["offset"])
+    group = make_group(module, places(1), grad_req="null")
     with pytest.raises(dpx.ConfigurationError, match="needs a forward"):
         group.backward()
     group.forward(torch.ones(1, 1))
@@ -76,3 +86,15 @@ def test_bad_arguments_are_refused() -> None:
         group.backward()
     with pytest.raises(dpx.ConfigurationError, match="inputs_need_grad=True"):
         group.input_grads()
+
+
+def test_a_group_that_is_forgotten_ends_its_workers() -> None:
+    group = dpx.ReplicaGroup(nn.Linear(1, 1), places(2), execution="threads")
+    group.forward(torch.ones(4, 1))
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith("dpx-lane")]
+    assert len(workers) == 2
+    del group
+    gc.collect()
+    for worker in workers:
+        worker.join(10)
+    assert not any(worker.is_alive() for worker in workers)

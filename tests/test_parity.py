@@ -7,6 +7,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 import lightning_dpx as dpx
 from tests.conftest import Classifier, assert_equal, make_loader, run, seeded
 
+pytestmark = pytest.mark.usefixtures("hardware")
+
 
 def strip_rows(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without the one value that tells how many rows a replica saw."""
@@ -69,6 +71,7 @@ def test_one_device_is_bit_equal(optimizer) -> None:
     assert_equal(run(seeded(optimizer=optimizer), strategy="dpx"), run(seeded(optimizer=optimizer)), bitwise=True)
 
 
+@pytest.mark.host
 def test_auto_merges_replicas_of_one_device_bit_for_bit() -> None:
     assert_equal(run(seeded(norm=True), strategy="dpx", devices=4), run(seeded(norm=True)), bitwise=True)
 

@@ -8,6 +8,7 @@ error (lowest replica) is raised as the original object, with a note that says w
 import contextvars
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,9 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.devices import device_context
-
-AUTOCAST_TYPES = ("cpu", "cuda")
+from lightning_dpx.devices import autocast_types, device_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,7 @@ class ThreadedExecutor(Executor):
         self._inboxes: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
         self._threads_per_lane = intra_op_threads
+        weakref.finalize(self, _end, self._inboxes)  # whoever forgets to close it leaves no threads behind
 
     @property
     def on_host(self) -> bool:
@@ -144,11 +144,16 @@ class ThreadedExecutor(Executor):
         return outcomes
 
     def close(self) -> None:
-        for inbox in self._inboxes:
-            inbox.put(None)
+        _end(self._inboxes)
         for thread in self._threads:
             thread.join()
-        self._inboxes, self._threads = [], []
+        self._threads = []
+
+
+def _end(inboxes: "list[queue.SimpleQueue[Callable[[], None] | None]]") -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+    inboxes.clear()
 
 
 def _serve(
@@ -194,7 +199,7 @@ class CallerContext:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_TYPES
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_types()
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),

@@ -437,6 +437,16 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_view(self, source.storage(), source.sym_storage_offset(), source.sym_sizes(), source.sym_strides());
 }
 
+// As between the CPU and CUDA: Module.to keeps its Parameter objects, and tied weights stay tied.
+bool dense(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided &&
+      (tensor.device().type() == kSim || tensor.device().type() == c10::DeviceType::CPU);
+}
+
+bool shallow_copies(const at::Tensor& self, const at::Tensor& from) {
+  return dense(self) && dense(from);
+}
+
 // PyTorch takes fused recurrent cells for granted on every accelerator; written with operators that differentiate.
 using Bias = const std::optional<at::Tensor>&;
 
@@ -463,6 +473,7 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", shallow_copies);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_gru_cell", gru_cell);
 }
@@ -477,6 +488,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);
   m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", shallow_copies);
   m.impl("set_.source_Storage_storage_offset", set_view);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Tensor", set_tensor);

@@ -42,8 +42,6 @@ def _register() -> None:
     rename_privateuse1_backend("sim")
     torch._register_device_module("sim", SimModule())  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_storage=True)
-    # Without it Module.to makes new Parameters for a foreign backend, and tied weights come apart.
-    torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 def is_loaded() -> bool:

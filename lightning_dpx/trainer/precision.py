@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins import Precision
+import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -23,6 +24,13 @@ class DPXPrecision(Precision):
         self.wrapped = wrapped
         self.precision = wrapped.precision
         self._after_backward = after_backward
+
+    def place(self, device: torch.device) -> None:
+        """Lightning takes every accelerator that is no CPU for CUDA when it makes autocast and scaler; corrects it."""
+        if isinstance(self.wrapped, MixedPrecision) and self.wrapped.device == "cuda" != device.type:
+            self.wrapped.device = device.type
+            if self.wrapped.scaler is not None:
+                self.wrapped.scaler = torch.amp.GradScaler(device.type)
 
     @property
     def scaler(self) -> Any:

@@ -147,6 +147,8 @@ class DPXStrategy(ParallelStrategy):
                 "script without a launcher."
             )
         super().setup_environment()
+        if isinstance(self.precision_plugin, DPXPrecision):
+            self.precision_plugin.place(self.root_device)
 
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
@@ -233,7 +235,8 @@ class DPXStrategy(ParallelStrategy):
             return alone(self._transfer(shares[0], 0), *args[1:], **kwargs)
         replicas.claim_cores()
         try:
-            with self._logs(shares) as call:
+            # Entered once and carried into the workers: some of these contexts change the whole process.
+            with self._logs(shares) as call, self.precision_plugin.train_step_context():
                 return self._step.forward(shares, call("training_step", args[1:], kwargs))
         except BaseException:
             self._step.discard()
@@ -247,7 +250,7 @@ class DPXStrategy(ParallelStrategy):
 
         def rehearse(share: Share) -> Any:
             module: Any = share.replica.module
-            with StepLog(share).recording(module), self.precision_plugin.train_step_context():
+            with StepLog(share).recording(module):
                 return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
 
         def loss_of_slices() -> Any:
@@ -255,7 +258,7 @@ class DPXStrategy(ParallelStrategy):
             copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
             shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.precision_plugin.train_step_context():
                     return first_loss(step.forward(shares, rehearse))
             finally:
                 step.discard()
@@ -287,7 +290,7 @@ class DPXStrategy(ParallelStrategy):
         if len(shares) == 1:
             return alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs)
         self._replicas.state.synchronize()
-        with self._logs(shares) as call:
+        with self._logs(shares) as call, self.precision_plugin.val_step_context():
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
             return gather(outputs, [share.num_rows for share in shares], self.root_device)
 
@@ -314,14 +317,11 @@ class DPXStrategy(ParallelStrategy):
     def _logs(self, shares: Sequence[Share]) -> Iterator[Callable[..., Callable[[Share], Any]]]:
         """Yields a maker of per-replica calls; what they log is logged once, merged, when the block ends well."""
         logs = {share.replica.index: StepLog(share) for share in shares}
-        context = {"training_step": self.precision_plugin.train_step_context}.get
 
         def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Callable[[Share], Any]:
-            entered = context(name, self.precision_plugin.val_step_context)
-
             def call(share: Share) -> Any:
                 module: Any = share.replica.module
-                with logs[share.replica.index].recording(module), entered():
+                with logs[share.replica.index].recording(module):
                     return getattr(module, name)(self._transfer(share, idx), *args, **kwargs)
 
             return call
