@@ -69,7 +69,7 @@ def parse_bytes(name: str, size: int | str) -> int:
     Raises:
         ConfigurationError: names the argument ``name`` and says what is allowed.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?i?B?)\s*", size) if isinstance(size, str) else None
+    match = re.fullmatch(r"\s*([\d.]+)\s*((?:[KMGT]i?)?B?)\s*", size) if isinstance(size, str) else None
     unit = _UNITS.get(match[2]) if match else None
     try:
         value = int(float(match[1]) * unit) if match and unit else size

@@ -326,6 +326,7 @@ c10::IValue changed(const c10::IValue& value, const Change& change) {
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call{schema};
+  bool seeded = false;
   const size_t num_arguments = schema.arguments().size(), first = stack->size() - num_arguments;
   for (size_t i = first; i < stack->size(); ++i) {
     for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { call.see(tensor); });
@@ -342,12 +343,16 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = c10::Device(c10::DeviceType::CPU);
     } else if (argument.name() == "pin_memory") {
       value = c10::IValue();
-    } else if (argument.name() == "generator" && value.isNone()) {
-      value = generators().at(call.device);
+    } else if (argument.name() == "generator") {
+      seeded = true;
+      if (value.isNone()) value = generators().at(call.device);
     } else {
       value = changed(value, [&](const at::Tensor& tensor) { return call.host(tensor); });
     }
   }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      seeded || !op.hasTag(at::Tag::nondeterministic_seeded), schema.name(),
+      " draws random numbers without a generator argument; simulated devices do not support it.");
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -437,6 +442,14 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_view(self, source.storage(), source.sym_storage_offset(), source.sym_sizes(), source.sym_strides());
 }
 
+// The CPU's own fused dropout would draw from the process-wide generator.
+std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double rate, std::optional<bool> train) {
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool));
+  if (!train.value_or(true)) return {input.clone(), mask.fill_(true)};
+  mask.bernoulli_(1 - rate);
+  return {input.mul(mask).mul_(rate < 1 ? 1 / (1 - rate) : 0.0), mask};
+}
+
 // As between the CPU and CUDA: Module.to keeps its Parameter objects, and tied weights stay tied.
 bool dense(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided &&
@@ -488,6 +501,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);
   m.impl("record_stream", record_stream);
+  m.impl("native_dropout", dropout);
   m.impl("_has_compatible_shallow_copy_type", shallow_copies);
   m.impl("set_.source_Storage_storage_offset", set_view);
   m.impl("set_.source_Storage", set_storage);
@@ -497,7 +511,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // The CPU has a kernel of its own for these; the device-independent ones would compute, and keep, something else.
   for (auto name :
        {"convolution", "convolution_backward", "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
-        "native_group_norm_backward", "native_dropout", "native_dropout_backward", "embedding", "gelu", "silu",
+        "native_group_norm_backward", "native_dropout_backward", "embedding", "gelu", "silu",
         "_fused_sdp_choice", "linalg_vector_norm"}) {
     try {
       m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_host>());

@@ -119,6 +119,7 @@ class SimModule:
 
     Event, Stream = SimEvent, SimStream
     OutOfMemoryError = torch.OutOfMemoryError
+    _initialized = True  # without it activation checkpointing does not restore the generators
 
     def __init__(self) -> None:
         self._count = 1

@@ -84,12 +84,12 @@ def _qualified(frame: FrameType) -> str:
 
 def _maker() -> str:
     outside = "autograd"
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("lightning_dpx.") and not module.startswith("lightning_dpx.simulate"):
             return f"{module.removeprefix('lightning_dpx.')}.{_qualified(frame)}"
-        if outside == "autograd" and not module.startswith("torch"):
+        if outside == "autograd" and not module.startswith(("torch", "lightning_dpx.simulate")):
             outside = f"{module}.{_qualified(frame)}"
         frame = frame.f_back
     return outside

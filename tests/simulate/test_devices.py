@@ -1,0 +1,238 @@
+"""Memory, traffic and the accelerator of simulated devices."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.distributed._tools import MemTracker
+
+import lightning_dpx as dpx
+from lightning_dpx.bench.models import MODELS, BenchModel
+from lightning_dpx.devices import parse_bytes
+from lightning_dpx.simulate import Transfer, clear_traffic, traffic
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded
+from tests.trainer.test_strategy import Dropped, TunableData
+
+pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+
+
+@pytest.fixture
+def sim() -> Iterator[object]:
+    """``torch.sim`` with eight devices without limits, also afterwards."""
+    dpx.simulate(8)
+    yield torch.get_device_module("sim")
+    dpx.simulate(8)
+
+
+def test_storages_are_counted_once_and_views_are_free(sim) -> None:
+    before = sim.memory_allocated(3)
+    sim.reset_peak_memory_stats(3)
+    rows = torch.ones(1000, device="sim:3")
+    views = rows[10:], rows.view(10, 100).t(), rows.detach()
+    assert sim.memory_allocated(3) - before == 4000
+    doubled = rows * 2
+    assert sim.memory_allocated("sim:3") - before == 8000
+    del rows, doubled
+    assert sim.memory_allocated(3) - before == 4000, "views keep their storage"
+    del views
+    assert sim.memory_allocated(3) == before
+    assert sim.max_memory_allocated(3) - before == 8000
+    assert sim.memory_stats(3)["allocated_bytes.all.peak"] == sim.max_memory_allocated(3)
+
+
+def test_a_capacity_is_kept_to_and_nothing_is_lost(sim) -> None:
+    dpx.simulate(2, memory=["1MB", 1000])
+    assert sim.mem_get_info(1) == (1000, 1000)
+    with pytest.raises(torch.OutOfMemoryError, match=r"sim:1 out of memory.*allocate 4000 bytes.*capacity of 1000"):
+        torch.ones(1000, device="sim:1")
+    rows = torch.ones(100, device="sim:1")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.outer(rows, rows)
+    assert sim.memory_allocated(1) == 400
+    with pytest.raises(RuntimeError, match="There is no sim:2: 2 devices"):
+        torch.ones(1, device="sim:2")
+
+
+def one_step(model: BenchModel, device: str, batch_size: int, tracker: MemTracker | None = None) -> None:
+    torch.manual_seed(0)
+    net, (rows, labels) = model.build().to(device), model.make_batch(batch_size)
+    rows, labels = rows.to(device), labels.to(device)
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False)  # accelerators default to foreach
+
+    def step() -> None:
+        nn.functional.cross_entropy(net(rows), labels.flatten()).backward()
+        optimizer.step()
+
+    if tracker is None:
+        return step()
+    tracker.track_external(net, optimizer, rows, labels)
+    with tracker:
+        return step()
+
+
+@pytest.mark.parametrize("name", ["deep", "wide", "cnn"])
+def test_the_peak_is_that_of_the_memory_tracker(name, sim) -> None:
+    tracker = MemTracker()
+    one_step(MODELS[name], "cpu", 16, tracker)
+    expected = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    before = sim.memory_allocated(1)
+    sim.reset_peak_memory_stats(1)
+    one_step(MODELS[name], "sim:1", 16)
+    assert sim.max_memory_allocated(1) - before == pytest.approx(expected, rel=0.02)
+
+
+def test_a_step_that_does_not_fit_frees_everything_and_a_smaller_one_trains(sim) -> None:
+    model = MODELS["cnn"]
+    one_step(model, "sim:0", 4)
+    needed = sim.max_memory_allocated(0)
+    dpx.simulate(1, memory=2 * needed)
+    before = sim.memory_allocated(0)
+    with pytest.raises(torch.OutOfMemoryError):
+        one_step(model, "sim:0", 32)
+    assert sim.memory_allocated(0) == before
+    one_step(model, "sim:0", 4)
+    assert sim.max_memory_allocated(0) <= 2 * needed
+
+
+def test_the_batch_size_finder_stops_at_the_capacity(sim) -> None:
+    dpx.simulate(2, memory="20KB")
+    trainer = make_trainer(max_epochs=1, accelerator="sim", devices=2, strategy=dpx.DPXStrategy())
+    found = Tuner(trainer).scale_batch_size(seeded(), datamodule=Big(), max_trials=12, steps_per_trial=1)
+    assert 2 <= found < 2**13
+
+
+class Big(TunableData):
+    def train_dataloader(self):
+        return make_loader(num_rows=8192, batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+def test_copies_are_counted_by_route_and_maker(sim) -> None:
+    clear_traffic()
+    here = torch.ones(100, device="sim:1")
+    for _ in range(3):
+        here.to("sim:2")
+    here.cpu()
+    here.to("sim:1")
+    by_route = {(str(transfer.source), str(transfer.target)): transfer for transfer in traffic()}
+    assert set(by_route) == {("sim:1", "sim:2"), ("sim:1", "cpu")}
+    transfer = by_route["sim:1", "sim:2"]
+    assert isinstance(transfer, Transfer)
+    assert (transfer.num_copies, transfer.num_bytes) == (3, 1200)
+    assert transfer.maker.endswith("test_devices.test_copies_are_counted_by_route_and_maker")
+
+
+def test_a_step_broadcasts_every_parameter_once_per_replica(sim) -> None:
+    model = seeded()
+    options = {"accelerator": "sim", "devices": 3, "strategy": dpx.DPXStrategy(), "max_epochs": 1}
+    trainer = make_trainer(limit_train_batches=4, limit_val_batches=0, **options)
+    clear_traffic()
+    trainer.fit(model, make_loader(num_rows=64), make_loader())
+    followed = [transfer for transfer in traffic() if transfer.maker == "replicas.state.StateSync._follow"]
+    assert {(str(t.source), str(t.target), t.num_copies) for t in followed} == {
+        ("sim:0", "sim:1", 4 * 4),
+        ("sim:0", "sim:2", 4 * 4),
+    }
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads", "auto"])
+def test_dropout_is_reproducible(execution, sim) -> None:
+    def weights() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Dropped()
+        options = {"accelerator": "sim", "devices": 4, "strategy": dpx.DPXStrategy(execution=execution)}
+        return run(model, **options)
+
+    first = weights()
+    for _ in range(4):
+        assert_equal(weights(), first, bitwise=True)
+
+
+def test_backward_runs_in_one_thread_per_device(sim) -> None:
+    seen: dict[str, int] = {}
+
+    class Witness(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows):
+            return rows.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen[str(grad.device)] = threading.get_ident()
+            return grad
+
+    rows = [torch.ones(2, device=f"sim:{index}", requires_grad=True) for index in range(3)]
+    sum(Witness.apply(row).sum().to("sim:0") for row in rows).backward()
+    assert len(set(seen.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"), [(2, [0, 1]), ("2", [0, 1]), ([1, 3], [1, 3]), ("1,3", [1, 3]), (-1, list(range(8)))]
+)
+def test_the_accelerator_takes_devices_as_lightning_does(devices, expected, sim) -> None:
+    trainer = make_trainer(accelerator="sim", devices=devices, strategy="dpx")
+    assert trainer.strategy.parallel_devices == [torch.device("sim", index) for index in expected]
+
+
+def test_other_devices_than_there_are_and_other_strategies_are_refused(sim) -> None:
+    with pytest.raises(MisconfigurationException, match="there are 0 to 7"):
+        make_trainer(accelerator="sim", devices=[8], strategy="dpx")
+    with pytest.raises(MisconfigurationException, match="Use strategy='dpx'"):
+        run(Classifier(), accelerator="sim", devices=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_devices": 0}, "num_devices=0 is not allowed; give 1 to 16"),
+        ({"num_devices": 2, "memory": ["1GiB"]}, "memory has 1 entries for 2 devices"),
+        ({"memory": "much"}, "memory='much' is not allowed"),
+    ],
+)
+def test_bad_numbers_are_refused(options, message) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        dpx.simulate(**options)
+
+
+def test_sizes_as_text() -> None:
+    sizes = [parse_bytes("memory", text) for text in (1, "10", "2KiB", "1.5 MiB", "2GB", "1TiB")]
+    assert sizes == [1, 10, 2048, 1.5 * 2**20, 2 * 10**9, 2**40]
+
+
+def python(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=110, env={**os.environ, **environment}
+    )
+    return done.stdout + done.stderr
+
+
+def test_without_a_compiler_the_package_works_and_simulate_says_what_to_install() -> None:
+    script = (
+        "import torch, lightning_dpx as dpx\n"
+        "group = dpx.ReplicaGroup(torch.nn.Linear(2, 1), ['cpu', 'cpu'])\n"
+        "group.forward(torch.ones(4, 2)); print('rows', len(group.outputs_merged()))\n"
+        "dpx.simulate(2)\n"
+    )
+    printed = python(script, PATH="")
+    assert "rows 4" in printed
+    assert "UnsupportedError" in printed
+    assert "apt install g++" in printed
+
+
+def test_too_late_is_said_so_every_time() -> None:
+    script = (
+        "import torch, lightning_dpx as dpx\n"
+        "torch.ones(1, requires_grad=True).sum().backward()\n"
+        "for _ in range(2):\n"
+        "    try:\n        dpx.simulate(2)\n"
+        "    except dpx.UnsupportedError as error:\n        print(error)\n"
+    )
+    assert python(script).count("must come before the first backward") == 2
