@@ -10,6 +10,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dpx.errors import (
+    CollectiveError,
     ConfigurationError,
     DPXError,
     GatherError,
@@ -25,6 +26,7 @@ from lightning_dpx.trainer import DPXPrecision, DPXStrategy, SimAccelerator
 __version__ = "0.1.0"
 
 __all__ = [
+    "CollectiveError",
     "ConfigurationError",
     "DPXError",
     "DPXPrecision",

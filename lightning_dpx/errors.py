@@ -6,6 +6,7 @@ DPXError
 ├── SliceError (ValueError)              a batch that cannot be cut into slices
 ├── ReplicationError (TypeError)         a module that cannot be copied faithfully
 ├── GatherError (ValueError)             replica results that cannot be merged into one
+├── CollectiveError (RuntimeError)       replicas that cannot meet in a collective inside a step
 └── BenchError (RuntimeError)            a job of a bench that did not finish
 
 Errors raised by user code inside a replica are never wrapped: the original object is raised again, with a note that
@@ -35,6 +36,10 @@ class ReplicationError(DPXError, TypeError):
 
 class GatherError(DPXError, ValueError):
     """The results of the replicas have different structures."""
+
+
+class CollectiveError(DPXError, RuntimeError):
+    """A collective inside a step cannot complete: a replica has ended, failed, or called something else."""
 
 
 class BenchError(DPXError, RuntimeError):

@@ -3,6 +3,7 @@ import lightning_dpx as dpx
 
 def test_the_public_names_are_frozen_and_sorted() -> None:
     expected = [
+        "CollectiveError",
         "ConfigurationError",
         "DPXError",
         "DPXPrecision",
@@ -14,6 +15,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "SliceError",
         "UnsupportedError",
         "register_reducer",
+        "simulate",
     ]
     assert dpx.__all__ == expected == sorted(expected)
     assert all(name in vars(dpx) for name in expected)

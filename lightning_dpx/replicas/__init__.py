@@ -1,6 +1,8 @@
 """First sibling: K persistent replicas of one module, the slices that they get and the workers that run them."""
 
-from lightning_dpx.replicas.context import current_rank
+from lightning_dpx.replicas import collectives
+from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
+from lightning_dpx.replicas.context import ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
@@ -13,13 +15,17 @@ __all__ = [
     "BufferMode",
     "Execution",
     "Replica",
+    "ReplicaRank",
     "ReplicaSet",
     "Share",
     "Trial",
     "check_choice",
+    "collectives",
     "current_rank",
     "first_loss",
     "gather",
+    "restore_batch_norm",
     "slice_batch",
+    "synchronize_batch_norm",
     "weighted_mean",
 ]

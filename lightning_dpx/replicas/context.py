@@ -1,9 +1,29 @@
 """Who is asking? Inside a step a replica is a rank, and code deep in the user's module may ask for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class MeetingPlace(Protocol):
+    """Where the replicas of a run exchange values."""
+
+    def exchange(self, rank: int, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
+        """What ``act`` makes of all values."""
+
+
+@dataclass(slots=True)
+class Venue:
+    """Holds the meeting of the current run, for functions that outlive the run in which they were made.
+
+    Attributes:
+        crowded: An accelerator that holds several replicas, if there is one.
+    """
+
+    meeting: MeetingPlace | None = None
+    crowded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +32,12 @@ class ReplicaRank:
 
     rank: int
     world_size: int
+    venue: Venue
+
+    def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
+        """Exchanges ``value`` with the other replicas of the step; see ``Meeting.exchange``."""
+        assert self.venue.meeting is not None, "a rank exists during a run only"
+        return self.venue.meeting.exchange(self.rank, kind, value, act)
 
 
 _CURRENT: ContextVar[ReplicaRank | None] = ContextVar("lightning_dpx_replica", default=None)
@@ -23,10 +49,15 @@ def current_rank() -> ReplicaRank | None:
 
 
 @contextmanager
-def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """The calling code runs in replica ``rank`` for a while."""
-    token = _CURRENT.set(ReplicaRank(rank, world_size))
+def as_rank(rank: ReplicaRank | None) -> Iterator[None]:
+    """The calling code runs in this replica for a while."""
+    token = _CURRENT.set(rank)
     try:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def outside_step() -> Any:
+    """The calling code answers for the process for a while."""
+    return as_rank(None)

@@ -72,7 +72,11 @@ def _copy(module: nn.Module, device: torch.device, share: bool, keep: Iterable[o
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
     try:
-        return copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, memo)
+        for child in twin.modules():
+            if isinstance(vars(child).get("_device"), torch.device):  # LightningModule and Metric remember theirs
+                vars(child)["_device"] = device
+        return twin
     except Exception as error:
         path = _uncopyable_path(module, memo)
         raise ReplicationError(

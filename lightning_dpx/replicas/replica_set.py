@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_dpx.devices import canonical_device, distinct_devices, host_random_state, is_host, num_usable_cpus
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.replicas.context import as_rank
+from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
 from lightning_dpx.replicas.replica import Replica, replicate
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
@@ -71,6 +71,8 @@ class ReplicaSet:
         self.batch_dim = batch_dim
         self._merge = merge and execution == "auto"
         self._executor = make_executor(execution, self.devices)
+        crowded = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
+        self._venue = Venue(crowded=next((str(device) for device in crowded if not is_host(device)), ""))
         self._sizes: dict[tuple[int, int, bool], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
         self._trains_in_threads, self._warned = False, False
@@ -132,13 +134,22 @@ class ReplicaSet:
         """
         before = host_random_state() if self._shares_a_generator else None
         tasks = [
-            Task(share.replica.index, share.replica.device, stage, _as_rank_call(rank, len(shares), call, share))
+            Task(share.replica.index, share.replica.device, stage, self._as_rank(rank, len(shares), call, share))
             for rank, share in enumerate(shares)
         ]
-        values = self._executor.run(tasks)
+        values = self._executor.run(tasks, self._venue)
         if before is not None and not torch.equal(before, host_random_state()):
             self._on_random_numbers(stage)
         return values
+
+    def _as_rank(self, index: int, world_size: int, call: Callable[[Share], Any], share: Share) -> Callable[[], Any]:
+        rank = ReplicaRank(index, world_size, self._venue)
+
+        def ranked() -> Any:
+            with as_rank(rank):
+                return call(share)
+
+        return ranked
 
     @property
     def _shares_a_generator(self) -> bool:
@@ -175,14 +186,6 @@ class ReplicaSet:
         """Ends the workers."""
         self.release_cores()
         self._executor.close()
-
-
-def _as_rank_call(rank: int, world_size: int, call: Callable[[Share], Any], share: Share) -> Callable[[], Any]:
-    def ranked() -> Any:
-        with as_rank(rank, world_size):
-            return call(share)
-
-    return ranked
 
 
 def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:

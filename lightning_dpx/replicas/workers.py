@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import autocast_types, device_context
+from lightning_dpx.errors import CollectiveError
+from lightning_dpx.replicas.collectives import Meeting
+from lightning_dpx.replicas.context import Venue
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +44,22 @@ class Outcome:
 class Executor(ABC):
     """Runs one task per active replica and returns their values in task order."""
 
-    def run(self, tasks: Sequence[Task]) -> list[Any]:
+    def run(self, tasks: Sequence[Task], venue: Venue | None = None) -> list[Any]:
         """The values of ``tasks``; all have ended when this returns or raises.
 
+        Args:
+            tasks: One per participant; their order gives the ranks.
+            venue: Gets the meeting of this run.
+
         Raises:
-            BaseException: the error of the first failed task, the same object, with notes.
+            BaseException: the error of the first failed task, the same object, with notes. A failure comes before the
+                complaints of those that waited for the one that failed.
         """
-        outcomes = self._outcomes(tasks)
+        outcomes = self._outcomes(tasks, venue or Venue())
         failed = [(task, outcome.error) for task, outcome in zip(tasks, outcomes, strict=True) if outcome.error]
         if not failed:
             return [outcome.value for outcome in outcomes]
+        failed.sort(key=lambda item: isinstance(item[1], CollectiveError))
         first, error = failed[0]
         error.add_note(f"In replica {first.replica} on {first.device}, during {first.stage}.")
         for task, other in failed[1:]:
@@ -58,7 +67,7 @@ class Executor(ABC):
         raise error
 
     @abstractmethod
-    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
         """Runs all tasks and catches whatever they raise."""
 
     @abstractmethod
@@ -67,15 +76,42 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """One task after the other in the calling thread: one random generator, one order, no waiting."""
+    """One task after the other in the calling thread: one random generator, one order, no waiting.
 
-    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for task in tasks:
-            outcomes.append(_attempt(task))
-            if outcomes[-1].error is not None:
+    Only a task that waits for the others in a meeting has them started in threads, and even then one runs at a time.
+    """
+
+    def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
+        outcomes = [Outcome() for _ in tasks]
+        context, begun, threads = CallerContext.capture(), [False] * len(tasks), []
+        variables = [contextvars.copy_context() for _ in tasks]
+
+        def perform(index: int) -> None:
+            meeting.begin(index)
+            try:
+                outcomes[index] = variables[index].run(_attempt_in, context, tasks[index])
+            finally:
+                meeting.end(index)
+
+        def start_others() -> None:
+            for index in range(len(tasks)):
+                if not begun[index]:
+                    begun[index] = True
+                    threads.append(threading.Thread(target=perform, args=(index,), name="dpx-turn", daemon=True))
+                    threads[-1].start()
+
+        venue.meeting = meeting = Meeting(len(tasks), in_turns=True, start_others=start_others)
+        for index, task in enumerate(tasks):
+            if begun[index]:
                 break
-        return outcomes + [Outcome()] * (len(tasks) - len(outcomes))
+            begun[index] = True
+            outcomes[index] = _attempt(task)
+            meeting.end(index)
+            if outcomes[index].error is not None and not threads:
+                break
+        for thread in threads:
+            thread.join()
+        return outcomes
 
     def close(self) -> None:
         """Nothing to end."""
@@ -122,9 +158,12 @@ class ThreadedExecutor(Executor):
             ready.get()
         torch.set_num_threads(callers_threads)
 
-    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
         if not self._threads:
             self.start()
+        lanes = [self._lane_of[task.replica] for task in tasks]
+        crowded = "" if len(set(lanes)) == len(lanes) else "several replicas take turns in the thread of one device"
+        venue.meeting = meeting = Meeting(len(tasks), refusal=crowded)
         context, outcomes = CallerContext.capture(), [Outcome() for _ in tasks]
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -133,6 +172,7 @@ class ThreadedExecutor(Executor):
                 try:
                     outcomes[index] = variables.run(_attempt_in, context, task)
                 finally:
+                    meeting.end(index)
                     finished.put(index)
 
             return perform

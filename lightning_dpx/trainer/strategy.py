@@ -22,17 +22,22 @@ from lightning_dpx.reducers import REDUCERS, GradientReducer
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
+    ReplicaRank,
     ReplicaSet,
     Share,
     Trial,
     check_choice,
+    collectives,
     current_rank,
     first_loss,
     gather,
+    restore_batch_norm,
+    synchronize_batch_norm,
 )
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.precision import DPXPrecision
+from lightning_dpx.trainer.rank_zero import make_step_aware
 
 Workload = Literal["even"] | list[float]
 
@@ -149,6 +154,7 @@ class DPXStrategy(ParallelStrategy):
         super().setup_environment()
         if isinstance(self.precision_plugin, DPXPrecision):
             self.precision_plugin.place(self.root_device)
+        make_step_aware()
 
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
@@ -159,6 +165,8 @@ class DPXStrategy(ParallelStrategy):
         """Makes the replicas, after the module reached its device and before the optimizers exist."""
         module, devices = self.lightning_module, self.parallel_devices or []
         assert module is not None, "connect() sets the module first"
+        if self._layer_sync is not None:
+            synchronize_batch_norm(module)
         keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
         replicas = ReplicaSet(
             module,
@@ -181,8 +189,6 @@ class DPXStrategy(ParallelStrategy):
 
     def _refuse(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
         """What several replicas cannot do yet is refused where they run for real, and keeps them merged elsewhere."""
-        if self._layer_sync is not None:
-            raise UnsupportedError("sync_batchnorm=True is not supported with several replicas yet; leave it out.")
         metrics = [name for name, child in module.named_modules() if isinstance(child, Metric)]
         compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
         if metrics or not module.automatic_optimization:
@@ -208,6 +214,8 @@ class DPXStrategy(ParallelStrategy):
         """Ends the workers and gives up the replicas."""
         if self._replicas is not None:
             self._replicas.close()
+        if self.lightning_module is not None:
+            restore_batch_norm(self.lightning_module)
         self._replicas, self._step, self._undecided = None, None, False
         Strategy.teardown(self)
 
@@ -370,31 +378,37 @@ class DPXStrategy(ParallelStrategy):
     on_train_start = on_validation_end = _mark_changed
     on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_training
 
-    # ---- several processes: not here ----
+    # ---- collectives: between replicas inside a step, with nobody outside, as there is one process ----
 
     def barrier(self, name: str | None = None) -> None:
-        """One process has nobody to wait for."""
-        self._refuse_in_step("barrier")
+        """Inside a step waits for the other replicas."""
+        if (rank := _rank_with_peers()) is not None:
+            rank.meet("barrier", None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object itself."""
-        self._refuse_in_step("broadcast")
-        return obj
+        """Inside a step replica ``src``'s object, outside the object itself."""
+        rank = _rank_with_peers()
+        return obj if rank is None else collectives.broadcast(rank, obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The tensor itself: values of a step are merged over the replicas already."""
-        self._refuse_in_step("reduce")
-        return tensor
+        """Inside a step the mean (sum, min, max) over the replicas, outside the tensor itself."""
+        rank = _rank_with_peers()
+        if rank is None or not isinstance(tensor, Tensor):
+            return tensor
+        return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensor itself."""
-        self._refuse_in_step("all_gather")
-        return tensor
+        """Inside a step (K, ...) from (...) of K replicas, outside the tensor itself."""
+        rank = _rank_with_peers()
+        return tensor if rank is None else collectives.all_gather(rank, tensor, sync_grads)
 
-    def _refuse_in_step(self, what: str) -> None:
-        rank = current_rank()
-        if rank is not None and rank.world_size > 1:
-            raise UnsupportedError(f"{what}() between replicas inside a step is not supported yet.")
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Inside a step whether all (or any) replicas say yes."""
+        rank = _rank_with_peers()
+        if rank is None:
+            return decision
+        votes = sum(rank.meet("reduce_boolean_decision", bool(decision)))
+        return bool(votes == rank.world_size if all else votes)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -402,6 +416,11 @@ class DPXStrategy(ParallelStrategy):
         for name, options in {"dpx": {}, **{f"dpx_{reducer}": {"reducer": reducer} for reducer in REDUCERS}}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=f"one process, replicas; {options}", **options)
+
+
+def _rank_with_peers() -> ReplicaRank | None:
+    rank = current_rank()
+    return rank if rank is not None and rank.world_size > 1 else None
 
 
 def check_reducer(reducer: str | GradientReducer) -> None:

@@ -105,7 +105,6 @@ class MetricClassifier(Classifier):
     [
         (ManualClassifier, {}, "Manual optimization"),
         (MetricClassifier, {}, r"Metric objects \(accuracy\)"),
-        (Classifier, {"sync_batchnorm": True}, "sync_batchnorm=True"),
     ],
 )
 def test_what_is_not_supported_yet_is_refused_at_setup(kind, options, message) -> None:

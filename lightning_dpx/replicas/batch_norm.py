@@ -1,0 +1,66 @@
+"""Batch norm over the whole batch: every replica normalises its slice by the statistics of all slices."""
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_dpx.replicas.collectives import sum_over_replicas
+from lightning_dpx.replicas.context import ReplicaRank, current_rank
+
+_synced: dict[type, type] = {}
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """Mixed into a batch norm class; without other replicas, and in eval mode, that class does its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(n, C, ...) to the same shape, normalised over the slices of all replicas."""
+        rank = current_rank()
+        if rank is None or rank.world_size == 1 or not (self.training or self.running_mean is None):
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        return self._normalised(input, rank)
+
+    def _normalised(self, input: torch.Tensor, rank: ReplicaRank) -> torch.Tensor:
+        values = input if input.dtype == torch.float64 else input.float()
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        count = values.new_full((1,), input.numel() / input.shape[1])
+        totals = sum_over_replicas(rank, torch.cat([values.sum(dims), count]))
+        mean, total = totals[:-1] / totals[-1], totals[-1].detach()
+        centred = values - mean.view(shape)
+        variance = sum_over_replicas(rank, centred.square().sum(dims)) / total
+        self._remember(mean.detach(), variance.detach(), total)
+        result = centred * (variance + self.eps).rsqrt().view(shape)
+        if self.weight is not None:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    @torch.no_grad()
+    def _remember(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        if not (self.training and self.track_running_stats) or self.running_mean is None:
+            return
+        assert self.running_var is not None, "they come together"
+        assert self.num_batches_tracked is not None, "they come together"
+        self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+        self.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(self.running_var), momentum)
+
+
+def synchronize_batch_norm(module: nn.Module) -> None:
+    """Makes every batch norm inside ``module`` a synchronized one, in place; names and state dicts stay."""
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and not isinstance(child, SyncedBatchNorm):
+            kind: type = type(child)
+            if kind not in _synced:
+                _synced[kind] = type(f"Synced{kind.__name__}", (SyncedBatchNorm, kind), {})
+            child.__class__ = _synced[kind]
+
+
+def restore_batch_norm(module: nn.Module) -> None:
+    """Undoes :func:`synchronize_batch_norm`."""
+    originals = {synced: kind for kind, synced in _synced.items()}
+    for child in module.modules():
+        if type(child) in originals:
+            child.__class__ = originals[type(child)]
