@@ -63,8 +63,7 @@ class TrainingStep:
 
     def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
-        rows, device = [share.num_rows for share in shares], self._replicas.root.device
-        weights = [1.0] * len(rows) if self._loss_reduction == "sum" else [size / sum(rows) for size in rows]
+        rows, device, weights = [share.num_rows for share in shares], self._replicas.root.device, self.weights(shares)
         values = [loss.detach() for loss in losses]
         merged = weighted_mean(values, weights, device)
         if self._loss_reduction == "sum":
@@ -75,6 +74,23 @@ class TrainingStep:
             return self._leaf
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
         return {"loss": self._leaf, **gather(extras, rows, device)}
+
+    def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
+        """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
+        self._replicas.state.synchronize()
+        outputs = self._replicas.run("training_step", shares, call)
+        self._active = [share.replica for share in shares]
+        self._collect_buffers()
+        return gather(outputs, [share.num_rows for share in shares], self._replicas.root.device)
+
+    def weights(self, shares: Sequence[Share]) -> list[float]:
+        """Every share's part in the loss of the whole batch."""
+        total = sum(share.num_rows for share in shares)
+        return [1.0 if self._loss_reduction == "sum" else share.num_rows / total for share in shares]
+
+    def gradients_changed(self) -> None:
+        """Somebody ran a backward, so the next :meth:`reduce` has something to do."""
+        self._unreduced = True
 
     def backward(self) -> None:
         """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward."""

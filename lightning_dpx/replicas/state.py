@@ -35,6 +35,20 @@ class StateSync:
         Raises:
             ReplicationError: a parameter was added, removed or resized since the replicas were made.
         """
+        self.synchronize_parameters()
+        for replica in self._others:
+            for source_module, target_module in zip(self._root.module.modules(), replica.module.modules(), strict=True):
+                target_module.training = source_module.training
+            for source, target in zip(self._root.module.buffers(), replica.module.buffers(), strict=True):
+                target.copy_(source, non_blocking=True)
+
+    @torch.no_grad()
+    def synchronize_parameters(self) -> None:
+        """Only the parameters, which may change in the middle of a step.
+
+        Raises:
+            ReplicationError: a parameter was added, removed or resized since the replicas were made.
+        """
         owned = self._root.parameters
         versions = [parameter._version for parameter in owned]
         changed = self._changed or versions != self._versions
@@ -62,10 +76,6 @@ class StateSync:
                 target.copy_(source, non_blocking=True)
             if target.requires_grad != source.requires_grad:
                 target.requires_grad_(source.requires_grad)
-        for source_module, target_module in zip(self._root.module.modules(), replica.module.modules(), strict=True):
-            target_module.training = source_module.training
-        for source_buffer, target_buffer in zip(self._root.module.buffers(), replica.module.buffers(), strict=True):
-            target_buffer.copy_(source_buffer, non_blocking=True)
 
     @torch.no_grad()
     def collect_buffers(self, active: Sequence[Replica]) -> None:

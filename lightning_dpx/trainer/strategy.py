@@ -36,6 +36,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.logging import StepLog, replay
+from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.rank_zero import make_step_aware
 
@@ -191,14 +192,13 @@ class DPXStrategy(ParallelStrategy):
         """What several replicas cannot do yet is refused where they run for real, and keeps them merged elsewhere."""
         metrics = [name for name, child in module.named_modules() if isinstance(child, Metric)]
         compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
+        if metrics and not replicas.always_merged:
+            raise UnsupportedError(
+                f"Metric objects ({', '.join(metrics)}): not supported with several replicas yet; use devices=1, or "
+                "execution='auto' on one physical device."
+            )
         if metrics or not module.automatic_optimization:
-            what = f"Metric objects ({', '.join(metrics)})" if metrics else "Manual optimization"
-            if not replicas.always_merged:
-                raise UnsupportedError(
-                    f"{what}: not supported with several replicas yet; use devices=1, or execution='auto' on one "
-                    "physical device."
-                )
-            self._announce(f"take their slices as one: {what} cannot be shared out yet")
+            self._announce("take their slices as one")
         elif compiled:
             self._announce(f"take their slices as one: {', '.join(compiled)} is compiled")
         else:
@@ -245,10 +245,29 @@ class DPXStrategy(ParallelStrategy):
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
             with self._logs(shares) as call, self.precision_plugin.train_step_context():
-                return self._step.forward(shares, call("training_step", args[1:], kwargs))
+                run_step = call("training_step", args[1:], kwargs)
+                if replicas.root.module.automatic_optimization:
+                    return self._step.forward(shares, run_step)
+                return self._manual_step(shares, run_step)
         except BaseException:
             self._step.discard()
             raise
+
+    def _manual_step(self, shares: list[Share], run_step: Callable[[Share], Any]) -> Any:
+        """The user drives backward and optimizers, and the replicas meet in them."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        assert isinstance(self.precision_plugin, DPXPrecision), "the setter wraps every plugin"
+        weights = dict(zip((share.replica.index for share in shares), self._step.weights(shares), strict=True))
+        manual = ManualOptimization(
+            self._replicas, self._step, self.precision_plugin, lambda share: weights[share.replica.index]
+        )
+
+        def with_meetings(share: Share) -> Any:
+            with manual.on(share):
+                return run_step(share)
+
+        return self._step.forward_manual(shares, with_meetings)
 
     def _choosing_step(self, alone: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One device's step, watched, to choose between one merged slice and a thread per replica from then on."""
@@ -362,6 +381,8 @@ class DPXStrategy(ParallelStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps on the owners; the replicas follow before their next forward."""
+        if self._step is not None:
+            self._step.reduce()  # what manual optimization accumulated on the replicas in earlier steps
         result = super().optimizer_step(*args, **kwargs)
         self._mark_changed()
         return result

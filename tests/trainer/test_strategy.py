@@ -88,12 +88,6 @@ def test_no_devices_are_refused_by_the_trainer() -> None:
         make_trainer(strategy="dpx", devices=0)
 
 
-class ManualClassifier(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class MetricClassifier(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +97,6 @@ class MetricClassifier(Classifier):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (ManualClassifier, {}, "Manual optimization"),
         (MetricClassifier, {}, r"Metric objects \(accuracy\)"),
     ],
 )
