@@ -73,9 +73,7 @@ def _copy(module: nn.Module, device: torch.device, share: bool, keep: Iterable[o
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
     try:
         twin = copy.deepcopy(module, memo)
-        for child in twin.modules():
-            if isinstance(vars(child).get("_device"), torch.device):  # LightningModule and Metric remember theirs
-                vars(child)["_device"] = device
+        twin.to(device)  # what no memo knows: states of metrics, and the device that a LightningModule remembers
         return twin
     except Exception as error:
         path = _uncopyable_path(module, memo)

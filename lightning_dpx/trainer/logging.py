@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from lightning_dpx.errors import GatherError, UnsupportedError
+from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas import Share, weighted_mean
+from lightning_dpx.trainer.metrics import ReplicaMetrics
 
 
 @dataclass(slots=True)
@@ -24,11 +25,6 @@ class StepLog:
 
     def record(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
         """Takes the place of ``LightningModule.log`` for the duration of a step."""
-        if isinstance(value, Metric):
-            raise UnsupportedError(
-                f"self.log({name!r}, <{type(value).__name__}>) inside a step of several replicas is not supported yet; "
-                "log the value of a functional metric, or use execution='auto' on one device."
-            )
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach()
         self.entries[name, self._calls[name]] = value, {"prog_bar": prog_bar, "logger": logger, **options}
@@ -44,8 +40,8 @@ class StepLog:
             del vars(module)["log"]
 
 
-def replay(logs: Sequence[StepLog], module: LightningModule, device: torch.device) -> None:
-    """Logs every entry once, merged over the replicas that logged it.
+def replay(logs: Sequence[StepLog], module: LightningModule, device: torch.device, metrics: ReplicaMetrics) -> None:
+    """Logs every entry once, merged over the replicas that logged it; a metric object as the user's own.
 
     Means are weighted by each replica's ``batch_size`` (its rows unless given), sums, minima and maxima merge by their
     own operation; Lightning sees the batch size of the whole batch.
@@ -56,6 +52,9 @@ def replay(logs: Sequence[StepLog], module: LightningModule, device: torch.devic
         options = dict(present[0][2])
         weights = [given.get("batch_size") or rows for rows, _, given in present]
         options["batch_size"] = sum(weights)
+        if isinstance(present[0][1], Metric):
+            module.log(key[0], metrics.owner_of(present[0][1]), **options)
+            continue
         value = _merge([value for _, value, _ in present], weights, options.get("reduce_fx", "mean"), device, key[0])
         module.log(key[0], value, **options)
 

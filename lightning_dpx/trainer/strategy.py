@@ -37,6 +37,7 @@ from lightning_dpx.replicas import (
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
+from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.rank_zero import make_step_aware
 
@@ -91,6 +92,7 @@ class DPXStrategy(ParallelStrategy):
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
         self._replicas: ReplicaSet | None = None
         self._step: TrainingStep | None = None
+        self._metrics: ReplicaMetrics | None = None
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -183,22 +185,19 @@ class DPXStrategy(ParallelStrategy):
             copied: Any = replica.module
             copied._trainer = module._trainer  # LightningModule drops it from its copies
         if len(devices) > 1:
-            self._refuse(module, replicas)
-            self._replicas = replicas
+            self._consider_threads(module, replicas)
+            self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
             self._step = TrainingStep(replicas, self._reducer, self._loss_reduction)
         return model
 
-    def _refuse(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
-        """What several replicas cannot do yet is refused where they run for real, and keeps them merged elsewhere."""
-        metrics = [name for name, child in module.named_modules() if isinstance(child, Metric)]
+    def _consider_threads(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
+        """Whether the first step is worth a trial."""
+        metrics = any(isinstance(child, Metric) for child in module.modules())
         compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
-        if metrics and not replicas.always_merged:
-            raise UnsupportedError(
-                f"Metric objects ({', '.join(metrics)}): not supported with several replicas yet; use devices=1, or "
-                "execution='auto' on one physical device."
-            )
         if metrics or not module.automatic_optimization:
-            self._announce("take their slices as one")
+            if replicas.always_merged:
+                what = "it has metric objects" if metrics else "it optimizes by hand"
+                self._announce(f"take their slices as one: {what}")
         elif compiled:
             self._announce(f"take their slices as one: {', '.join(compiled)} is compiled")
         else:
@@ -216,7 +215,7 @@ class DPXStrategy(ParallelStrategy):
             self._replicas.close()
         if self.lightning_module is not None:
             restore_batch_norm(self.lightning_module)
-        self._replicas, self._step, self._undecided = None, None, False
+        self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
         Strategy.teardown(self)
 
     # ---- the step ----
@@ -353,9 +352,11 @@ class DPXStrategy(ParallelStrategy):
 
             return call
 
-        yield make
+        assert self._metrics is not None, "only called with replicas"
+        with self._metrics.step():
+            yield make
         assert self.lightning_module is not None, "connect() sets the module first"
-        replay(list(logs.values()), self.lightning_module, self.root_device)
+        replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
 
     def _backward_of_replicas(self) -> None:
         if self._step is None:

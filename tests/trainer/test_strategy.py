@@ -94,17 +94,6 @@ class MetricClassifier(Classifier):
         self.accuracy = MulticlassAccuracy(3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (MetricClassifier, {}, r"Metric objects \(accuracy\)"),
-    ],
-)
-def test_what_is_not_supported_yet_is_refused_at_setup(kind, options, message) -> None:
-    with pytest.raises(dpx.UnsupportedError, match=message):
-        run(kind(), **inline(), **options)
-
-
 class LoggedMetric(MetricClassifier):
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.accuracy(self.net(batch[0]), batch[1])
