@@ -101,8 +101,10 @@ class ReplicaGroup:
             self._set.root.module.train(is_train)
         self._shares = self._set.shares(inputs)
         self._set.state.synchronize()
+        self._set.python_state.share()
         self._shares = [Share(share.replica, share.num_rows, self._place(share)) for share in self._shares]
         self._outputs = self._set.run("forward", self._shares, lambda share: share.replica.module(*share.batch))
+        self._set.python_state.collect([share.replica for share in self._shares])
         self._set.state.collect_buffers([share.replica for share in self._shares])
 
     def _place(self, share: Share) -> tuple[Any, ...]:

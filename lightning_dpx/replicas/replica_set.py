@@ -11,6 +11,7 @@ from torch import nn
 from lightning_dpx.devices import canonical_device, distinct_devices, host_random_state, is_host, num_usable_cpus
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
+from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica, replicate
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
@@ -42,6 +43,8 @@ class ReplicaSet:
         merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one,
             until :meth:`choose` says otherwise.
         keep: Objects that the replicas share by reference.
+        private: See :class:`PythonState`.
+        skip: See :class:`PythonState`.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -59,6 +62,8 @@ class ReplicaSet:
         buffers: BufferMode = "broadcast",
         merge: bool = False,
         keep: Iterable[object] = (),
+        private: frozenset[str] = frozenset(),
+        skip: tuple[type, ...] = (),
     ) -> None:
         check_choice("execution", execution, get_args(Execution))
         check_choice("buffers", buffers, get_args(BufferMode))
@@ -68,6 +73,7 @@ class ReplicaSet:
         self.workload = parse_workload(workload, len(devices))
         self.replicas = replicate(module, self.devices, keep)
         self.state = StateSync(self.replicas, buffers)
+        self.python_state = PythonState(self.replicas, private, skip)
         self.batch_dim = batch_dim
         self._merge = merge and execution == "auto"
         self._executor = make_executor(execution, self.devices)

@@ -180,6 +180,8 @@ class DPXStrategy(ParallelStrategy):
             buffers=self._buffers,
             merge=True,
             keep=[item for item in keep if item is not None],
+            private=frozenset(vars(pl.LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"},
+            skip=(Metric,),
         )
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
@@ -283,6 +285,7 @@ class DPXStrategy(ParallelStrategy):
             replicas.choose(threads=True)
             copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
             shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
+            replicas.python_state.share()
             try:
                 with torch.no_grad(), self.precision_plugin.train_step_context():
                     return first_loss(step.forward(shares, rehearse))
@@ -352,9 +355,12 @@ class DPXStrategy(ParallelStrategy):
 
             return call
 
+        assert self._replicas is not None, "only called with replicas"
         assert self._metrics is not None, "only called with replicas"
+        self._replicas.python_state.share()
         with self._metrics.step():
             yield make
+        self._replicas.python_state.collect([share.replica for share in shares])
         assert self.lightning_module is not None, "connect() sets the module first"
         replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
 

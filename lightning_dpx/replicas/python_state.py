@@ -1,0 +1,178 @@
+"""Plain Python attributes of the replicas: hooks write them on the user's module, steps write them on every replica.
+
+Before a step, an attribute that was set on the user's module (replica 0) since the last step is set on the others too,
+and a container that was changed outside a step is copied again. After a step, what the other replicas added to their
+containers is added to the user's own, in replica order: items appended to a list, new keys of a dict, new members of a
+set; tensors are moved to its device, and containers inside dicts are followed. Anything else that only another replica
+wrote stays there. So ``self.outputs.append(x)`` collects all rows in sample order, and ``self.count += 1`` counts once
+a step.
+"""
+
+import copy
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas.replica import SHARED_TYPES, Replica
+from lightning_dpx.replicas.slicing import PLAIN
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class PythonState:
+    """Keeps the plain attributes of the replicas together.
+
+    Args:
+        replicas: K replicas that are equal now.
+        private: Names of attributes that belong to the framework.
+        skip: Types of submodules that somebody else looks after.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], private: frozenset[str] = frozenset(), skip: tuple[type, ...] = ()
+    ) -> None:
+        self._root, self._others = replicas[0], list(replicas[1:])
+        self._private, self._skip = private | _OF_EVERY_MODULE, skip
+        self._seen: list[dict[str, Any]] = []
+        self._containers: list[dict[str, Any]] = []
+        self._sizes: dict[int, dict[tuple[int, str], Any]] = {}
+        self._remember()
+
+    def share(self) -> None:
+        """Before a step: the replicas get what was set on the user's module since the last one.
+
+        Raises:
+            ReplicationError: submodules were added or removed.
+        """
+        if not self._others:
+            return
+        modules = self._modules(self._root)
+        if len(modules) != len(self._seen):
+            raise ReplicationError(
+                "The module has other submodules now than its replicas: change it before fit (configure_model)."
+            )
+        for index, child in enumerate(modules):
+            if self._is_known(index, child) and self._signature(child) == self._containers[index]:
+                continue
+            for replica in self._others:
+                self._send(index, child, replica)
+        self._remember()
+        self._sizes = {replica.index: self._contents(replica) for replica in self._others}
+
+    def collect(self, active: Sequence[Replica]) -> None:
+        """After a step: the user's module gets what the active replicas added to their containers."""
+        owned = self._modules(self._root)
+        for replica in active:
+            if replica is self._root:
+                continue
+            for index, child in enumerate(self._modules(replica)):
+                for key, value in self._own(child):
+                    target, known = vars(owned[index]).get(key), self._sizes[replica.index].get((index, key))
+                    if known is not None and type(target) is type(value) and target is not value:
+                        _take(value, target, known, self._root.device)
+        self._remember()
+
+    def _modules(self, replica: Replica) -> list[nn.Module]:
+        return [child for child in replica.module.modules() if not isinstance(child, self._skip)]
+
+    def _own(self, child: nn.Module) -> Iterator[tuple[str, Any]]:
+        for key, value in list(vars(child).items()):
+            if key not in self._private:
+                yield key, value
+
+    def _is_known(self, index: int, child: nn.Module) -> bool:
+        seen, now = self._seen[index], vars(child)
+        return len(seen) == len(now) and all(map(operator.is_, seen.values(), now.values()))
+
+    def _signature(self, child: nn.Module) -> dict[str, Any]:
+        return {key: _summary(value) for key, value in self._own(child) if type(value) in (list, dict, set)}
+
+    def _remember(self) -> None:
+        modules = self._modules(self._root)
+        self._seen = [dict(vars(child)) for child in modules]  # holds them, so that no id is used twice
+        self._containers = [self._signature(child) for child in modules]
+
+    def _send(self, index: int, child: nn.Module, replica: Replica) -> None:
+        twin = self._modules(replica)[index]
+        before = self._seen[index]
+        mine = dict(self._own(child))
+        for key, value in mine.items():
+            known = key in vars(twin) and before.get(key) is value
+            if not known or (type(value) in (list, dict, set) and _summary(value) != self._containers[index].get(key)):
+                vars(twin)[key] = self._copied(value, replica)
+        for key, _ in self._own(twin):
+            if key not in mine:
+                del vars(twin)[key]
+
+    def _copied(self, value: Any, replica: Replica) -> Any:
+        if isinstance(value, (*PLAIN, *SHARED_TYPES)):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.to(replica.device)
+        memo: dict[int, Any] = {}
+        for mine, twins in zip(self._root.module.modules(), replica.module.modules(), strict=True):
+            memo[id(mine)] = twins
+        for own, mirrored in zip(self._root.parameters, replica.parameters, strict=True):
+            memo[id(own)] = mirrored
+        try:
+            return _moved(copy.deepcopy(value, memo), replica.device)
+        except Exception:  # noqa: BLE001  locks, files, graphs: what cannot be copied is shared
+            return value
+
+    def _contents(self, replica: Replica) -> dict[tuple[int, str], Any]:
+        return {
+            (index, key): _known(value)
+            for index, child in enumerate(self._modules(replica))
+            for key, value in self._own(child)
+            if type(value) in (list, dict, set)
+        }
+
+
+def _summary(value: Any) -> Any:
+    """Differs if somebody changed a container, short of exchanging items in the middle of a list."""
+    if isinstance(value, list):
+        return id(value), len(value), id(value[-1]) if value else None
+    if isinstance(value, dict):
+        return id(value), {
+            key: _summary(item) if type(item) in (list, dict) else id(item) for key, item in value.items()
+        }
+    return id(value), frozenset(value)
+
+
+def _known(value: Any) -> Any:
+    """What a container holds before a step: its length, or its keys with what they hold."""
+    if isinstance(value, list):
+        return len(value)
+    if isinstance(value, dict):
+        return {key: _known(item) if type(item) in (list, dict, set) else None for key, item in value.items()}
+    return set(value)
+
+
+def _take(source: Any, target: Any, known: Any, device: torch.device) -> None:
+    """Moves what ``source`` holds beyond ``known`` into ``target``."""
+    if isinstance(source, list):
+        target.extend(_moved(source[known:], device))
+        del source[known:]
+    elif isinstance(source, set):
+        target |= source - known
+        source &= known
+    else:
+        for key in list(source):
+            inner = target.get(key)
+            if key in known and known[key] is not None and type(inner) is type(source[key]):
+                _take(source[key], inner, known[key], device)
+            elif key not in known:
+                value = _moved(source.pop(key), device)
+                if isinstance(value, list) and isinstance(inner, list):
+                    inner.extend(value)
+                else:
+                    target.setdefault(key, value)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
