@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.reducers import REDUCERS, GradientReducer
@@ -181,7 +181,7 @@ class DPXStrategy(ParallelStrategy):
             merge=True,
             keep=[item for item in keep if item is not None],
             private=frozenset(vars(pl.LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"},
-            skip=(Metric,),
+            skip=(Metric, MetricCollection),
         )
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
