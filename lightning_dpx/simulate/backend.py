@@ -1,23 +1,21 @@
-"""Builds and loads the sim backend, once per process, and gives PyTorch the module ``torch.sim``."""
+"""Loads the sim backend, once per process, and gives PyTorch the module ``torch.sim``."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.simulate.build import load_library
 
 MAX_DEVICES = 16
-SOURCE = Path(__file__).with_name("backend.cpp")
 _loaded = False
 
 
 def load_backend() -> None:
-    """Compiles ``backend.cpp`` (about 20 s the first time, then cached by torch) and registers the device type "sim".
+    """Compiles ``backend.cpp`` where that was not done before and registers the device type "sim".
 
     Raises:
         UnsupportedError: no compiler or ninja, another backend took the place, or autograd already started.
@@ -35,10 +33,7 @@ def load_backend() -> None:
 
 
 def _register() -> None:
-    _require_build_tools()
-    from torch.utils.cpp_extension import load  # imports setuptools; only here it is needed
-
-    load("lightning_dpx_sim", [str(SOURCE)], extra_cflags=["-O1"], is_python_module=False)
+    load_library()
     rename_privateuse1_backend("sim")
     torch._register_device_module("sim", SimModule())  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_storage=True)
@@ -49,26 +44,16 @@ def is_loaded() -> bool:
     return _loaded
 
 
-def _require_build_tools() -> None:
-    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-        raise UnsupportedError(
-            "Simulated devices need a C++ compiler, and none of c++, g++ and clang++ is on the PATH; install one "
-            "(for example `apt install g++`)."
-        )
-    try:
-        import ninja  # noqa: F401  its presence is the question
-    except ImportError as error:
-        if shutil.which("ninja") is None:
-            raise UnsupportedError(
-                "Simulated devices need ninja to build their backend; pip install 'lightning-dpx[simulate]'."
-            ) from error
-
-
 def _require_autograd_threads() -> None:
-    """Autograd starts its threads at the first backward of a process, for the devices that it knows by then."""
-    probe = torch.ones((), device="sim:0", requires_grad=True)
+    """Autograd starts its threads at the first backward of a process, for the devices that it knows by then.
+
+    One backward on every device: a thread that still waits for the GIL when the process exits would abort it.
+    """
+    torch.ops.dpx_sim.set_devices(MAX_DEVICES)  # until simulate() says how many
+    probes = [torch.ones((), device=f"sim:{index}", requires_grad=True) for index in range(MAX_DEVICES)]
     try:
-        torch.autograd.backward(probe * 1)
+        for probe in probes:
+            torch.autograd.backward(probe * 1)
     except RuntimeError as error:
         raise UnsupportedError(
             "simulate() must come before the first backward of the process, because autograd starts its device "

@@ -214,14 +214,14 @@ def python(script: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_without_a_compiler_the_package_works_and_simulate_says_what_to_install() -> None:
+def test_without_a_compiler_the_package_works_and_simulate_says_what_to_install(tmp_path) -> None:
     script = (
         "import torch, lightning_dpx as dpx\n"
         "group = dpx.ReplicaGroup(torch.nn.Linear(2, 1), ['cpu', 'cpu'])\n"
         "group.forward(torch.ones(4, 2)); print('rows', len(group.outputs_merged()))\n"
         "dpx.simulate(2)\n"
     )
-    printed = python(script, PATH="")
+    printed = python(script, PATH="", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert "rows 4" in printed
     assert "UnsupportedError" in printed
     assert "apt install g++" in printed
@@ -236,3 +236,16 @@ def test_too_late_is_said_so_every_time() -> None:
         "    except dpx.UnsupportedError as error:\n        print(error)\n"
     )
     assert python(script).count("must come before the first backward") == 2
+
+
+def test_a_compilation_that_was_killed_is_simply_done_again(tmp_path) -> None:
+    program = "import lightning_dpx as dpx; dpx.simulate(2); import torch; print(torch.ones(2, device='sim:1').sum())"
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    killed = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    while not list(tmp_path.glob("building_*/build.ninja")):
+        assert killed.poll() is None
+    killed.kill()
+    killed.wait()
+    again = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "tensor(2., device='sim:1')" in again.stdout, again.stderr
+    assert len(list(tmp_path.glob("*.so"))) == 1

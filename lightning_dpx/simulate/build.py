@@ -1,0 +1,57 @@
+"""Compiles the sim backend once per source and PyTorch version.
+
+No lock: PyTorch's own cache of extensions waits for ever behind the lock file of a process that was killed while it
+compiled. Here everyone compiles in a folder of its own, and an atomic rename publishes the result.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import _appdirs
+
+from lightning_dpx.errors import UnsupportedError
+
+SOURCE = Path(__file__).with_name("backend.cpp")
+
+
+def load_library() -> None:
+    """Loads the compiled backend into the process, compiling it where that was not done before (about 20 s).
+
+    Raises:
+        UnsupportedError: there is no compiler or no ninja.
+    """
+    library = cached_library()
+    if library.exists():
+        torch.ops.load_library(library)
+        return
+    _require_build_tools()
+    from torch.utils.cpp_extension import load  # imports setuptools; only here it is needed
+
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="building_", dir=library.parent) as folder:
+        load(library.stem, [str(SOURCE)], extra_cflags=["-O1"], build_directory=folder, is_python_module=False)
+        os.replace(Path(folder, library.name), library)
+
+
+def cached_library() -> Path:
+    """Where the compiled backend is kept: under ``TORCH_EXTENSIONS_DIR``, else in the user's cache folder."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or _appdirs.user_cache_dir(appname="torch_extensions")
+    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    return Path(root, f"lightning_dpx_sim_{key}.so")
+
+
+def _require_build_tools() -> None:
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        raise UnsupportedError(
+            "Simulated devices need a C++ compiler, and none of c++, g++ and clang++ is on the PATH; install one "
+            "(for example `apt install g++`)."
+        )
+    if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+        raise UnsupportedError(
+            "Simulated devices need ninja to build their backend; pip install 'lightning-dpx[simulate]'."
+        )
