@@ -19,6 +19,7 @@ from lightning_dpx.errors import (
     UnsupportedError,
 )
 from lightning_dpx.group import ReplicaGroup
+from lightning_dpx.monitor import TensorMonitor
 from lightning_dpx.reducers import GradientReducer, register_reducer
 from lightning_dpx.simulate import simulate
 from lightning_dpx.trainer import DPXPrecision, DPXStrategy, SimAccelerator
@@ -36,6 +37,7 @@ __all__ = [
     "ReplicaGroup",
     "ReplicationError",
     "SliceError",
+    "TensorMonitor",
     "UnsupportedError",
     "register_reducer",
     "simulate",

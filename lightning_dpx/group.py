@@ -1,15 +1,28 @@
 """The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.devices import canonical_device
-from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.errors import ConfigurationError, SliceError
 from lightning_dpx.reducers import GradientReducer, make_reducer
-from lightning_dpx.replicas import BatchDim, Execution, Replica, ReplicaSet, Share, check_choice, gather, slice_batch
+from lightning_dpx.replicas import (
+    BatchDim,
+    Execution,
+    Replica,
+    ReplicaSet,
+    Share,
+    batch_size,
+    check_choice,
+    gather,
+    slice_batch,
+)
 
 GradReq = Literal["write", "add", "null"]
 
@@ -30,10 +43,15 @@ class ReplicaGroup:
         module: Moved to the first device; it stays replica 0 and owns the parameters and their gradients.
         devices: K devices; repeated ones are allowed.
         workload: ``None`` for even shares, or K positive numbers.
-        batch_dim: The batch dim of all inputs and outputs, or ``{input path: dim}``; -1 gives an input whole.
-        grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none.
+        batch_dim: The batch dim of all inputs and outputs, or ``{input: dim}`` with positions (``"0"``), keywords and
+            paths within them (``"0.pixels"``), and ``"output"`` for the outputs; 0 for those that are not named, -1
+            gives an input whole.
+        grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none;
+            or ``{parameter name: one of them}``, with "write" for those that are not named.
         fixed_params: Names of parameters that get no gradient.
         inputs_need_grad: Also compute the gradients of the floating-point inputs.
+        shared_group: A group whose parameters of the same names this one uses, replica by replica: one copy of the
+            values and one of the gradients, for modules of different shapes of input (bucketing).
         reducer: A registered name, ``"auto"`` or a reducer.
         execution: ``"auto"``, ``"inline"`` or ``"threads"``.
 
@@ -49,30 +67,39 @@ class ReplicaGroup:
         *,
         workload: Sequence[float] | None = None,
         batch_dim: BatchDim = 0,
-        grad_req: GradReq = "write",
+        grad_req: GradReq | Mapping[str, GradReq] = "write",
         fixed_params: Sequence[str] = (),
         inputs_need_grad: bool = False,
+        shared_group: "ReplicaGroup | None" = None,
         reducer: str | GradientReducer = "auto",
         execution: Execution = "auto",
     ) -> None:
-        check_choice("grad_req", grad_req, get_args(GradReq))
+        if not devices:
+            raise ConfigurationError("devices is empty; give at least one device.")
+        placed = [canonical_device(device) for device in devices]
+        module.to(placed[0])
+        existing = [] if shared_group is None else _existing(shared_group, placed)
+        if existing:
+            _adopt(module, existing[0])
+        self._grad_req = _requests(module, grad_req)
         names = dict(module.named_parameters())
         for name in fixed_params:
             if name not in names:
                 raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
+        self._inputs_need_grad = inputs_need_grad
+        without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
+        for name in without:
             names[name].requires_grad_(False)
-        if not devices:
-            raise ConfigurationError("devices is empty; give at least one device.")
-        placed = [canonical_device(device) for device in devices]
         self._set = ReplicaSet(
-            module.to(placed[0]),
+            module,
             placed,
             workload="even" if workload is None else workload,
             batch_dim=batch_dim,
             execution=execution,
+            existing=existing,
         )
         self._reducer = make_reducer(reducer, self._set.devices)
-        self._grad_req, self._inputs_need_grad = grad_req, inputs_need_grad
+        self._monitors: list[RemovableHandle] = []
         self._shares: list[Share] = []
         self._outputs: list[Any] = []
 
@@ -87,62 +114,109 @@ class ReplicaGroup:
         starts = [sum(share.num_rows for share in self._shares[:index]) for index in range(len(self._shares))]
         return [slice(start, start + share.num_rows) for start, share in zip(starts, self._shares, strict=True)]
 
-    def forward(self, *inputs: Any, is_train: bool | None = None) -> None:
-        """Cuts ``inputs`` (each with B rows) and runs the module on every slice; see :meth:`outputs`.
+    def reshape(self, num_rows: int) -> None:
+        """Prepares for batches of another size: :attr:`slices` are those of ``num_rows`` rows from now on.
+
+        A :meth:`forward` does it by itself; parameters and replicas stay as they are.
+
+        Raises:
+            ConfigurationError: not a positive number of rows.
+        """
+        if num_rows < 1:
+            raise ConfigurationError(f"num_rows={num_rows} is not allowed; give at least one row.")
+        self._set.forget_usual_rows()
+        sizes = self._set.sizes(num_rows)
+        self._outputs, self._shares = [], []
+        for replica, size in zip(self.replicas, sizes, strict=True):
+            if size:
+                self._shares.append(Share(replica, size, None))
+
+    def output_shapes(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The shapes of the merged outputs for these inputs, in the outputs' own structure, without computing them."""
+        module = self._set.root.module
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+            device = self._set.root.device
+
+            def faked(value: Any) -> Any:
+                return fake.from_tensor(value).to(device) if isinstance(value, torch.Tensor) else value
+
+            state = {name: faked(value) for name, value in module.state_dict(keep_vars=True).items()}
+            args, kwargs = tree_map(faked, (inputs, named_inputs))
+            outputs = torch.func.functional_call(module, state, args, kwargs)
+        return tree_map_only(torch.Tensor, lambda output: tuple(output.shape), outputs)
+
+    def forward(self, *inputs: Any, is_train: bool | None = None, **named_inputs: Any) -> None:
+        """Cuts the inputs (each with B rows) and runs the module on every slice; see :meth:`outputs`.
 
         Args:
             inputs: The module's positional inputs.
             is_train: Train or eval mode; ``None`` keeps the module's own.
+            named_inputs: The module's keyword inputs.
 
         Raises:
             SliceError: the inputs cannot be cut.
         """
         if is_train is not None:
             self._set.root.module.train(is_train)
-        self._shares = self._set.shares(inputs)
+        named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
+        self._shares = self._set.shares(named)
         self._set.state.synchronize()
         self._set.python_state.share()
         self._shares = [Share(share.replica, share.num_rows, self._place(share)) for share in self._shares]
-        self._outputs = self._set.run("forward", self._shares, lambda share: share.replica.module(*share.batch))
+
+        def run_forward(share: Share) -> Any:
+            positional = [share.batch[str(position)] for position in range(len(inputs))]
+            return share.replica.module(*positional, **{name: share.batch[name] for name in named_inputs})
+
+        self._outputs = self._set.run("forward", self._shares, run_forward)
         self._set.python_state.collect([share.replica for share in self._shares])
         self._set.state.collect_buffers([share.replica for share in self._shares])
 
-    def _place(self, share: Share) -> tuple[Any, ...]:
+    def _place(self, share: Share) -> Any:
         def move(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             moved = value.detach().to(share.replica.device)
             return moved.requires_grad_() if self._inputs_need_grad and moved.is_floating_point() else moved
 
-        return tuple(torch.utils._pytree.tree_map(move, share.batch))
+        return tree_map(move, share.batch)
 
-    def backward(self, out_grads: torch.Tensor | None = None) -> None:
+    def backward(self, out_grads: Any = None) -> None:
         """Runs backward on every replica, then sums the parameter gradients into the module.
 
         Args:
-            out_grads: Gradient of the merged output (B rows). ``None`` where the output is a scalar loss, the mean
-                over its rows: the replicas' losses are then weighted by their rows.
+            out_grads: Gradients of the merged outputs (B rows), in the outputs' own structure. ``None`` where the
+                output is a scalar loss, the mean over its rows: the replicas' losses are then weighted by their rows.
 
         Raises:
             ConfigurationError: no forward came before, or ``grad_req="null"``.
+            SliceError: ``out_grads`` has another number of rows.
         """
         if not self._outputs:
             raise ConfigurationError("backward() needs a forward() before it.")
-        if self._grad_req == "null":
+        if all(request == "null" for request in self._grad_req.values()) and not self._inputs_need_grad:
             raise ConfigurationError("backward() with grad_req='null'; build the group with 'write' or 'add'.")
         rows = [share.num_rows for share in self._shares]
         if out_grads is None:
             parts: list[Any] = [torch.tensor(size / sum(rows)) for size in rows]
         else:
-            parts = slice_batch(out_grads, rows, 0 if isinstance(self._set.batch_dim, dict) else self._set.batch_dim)
-        if self._grad_req == "write":
-            self._set.root.module.zero_grad(set_to_none=True)
+            given = batch_size(out_grads, self._output_dim)
+            if given != sum(rows):
+                raise SliceError(f"out_grads has {given} rows, the outputs have {sum(rows)}; give one per output row.")
+            parts = slice_batch(out_grads, rows, self._output_dim)
+        for name, parameter in self._set.root.module.named_parameters():
+            if self._grad_req[name] == "write":
+                parameter.grad = None
         grads = {share.replica.index: part for share, part in zip(self._shares, parts, strict=True)}
         outputs = dict(zip(grads, self._outputs, strict=True))
 
         def run_backward(share: Share) -> None:
-            output, index = outputs[share.replica.index], share.replica.index
-            torch.autograd.backward(output, grads[index].to(output).reshape(output.shape))
+            leaves = tree_leaves(outputs[share.replica.index])
+            gradients = tree_leaves(grads[share.replica.index])
+            pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if leaf.requires_grad]
+            torch.autograd.backward(
+                [leaf for leaf, _ in pairs], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in pairs]
+            )
 
         self._set.run("backward", self._shares, run_backward)
         self._reduce()
@@ -155,6 +229,14 @@ class ReplicaGroup:
         for parameter, grad in zip(columns[0], summed, strict=True):
             parameter.grad = grad
 
+    def _dim(self, name: str) -> int:
+        batch_dim = self._set.batch_dim
+        return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
+
+    @property
+    def _output_dim(self) -> int:
+        return max(self._dim("output"), 0)
+
     def outputs(self) -> list[Any]:
         """The last forward's output of every active replica, on its device."""
         return list(self._outputs)
@@ -162,32 +244,74 @@ class ReplicaGroup:
     def outputs_merged(self) -> Any:
         """The last forward's outputs as one device would have returned them, on the first device."""
         rows = [share.num_rows for share in self._shares]
-        dim = self._set.batch_dim if isinstance(self._set.batch_dim, int) else 0
-        return gather(self._outputs, rows, self._set.root.device, max(dim, 0))
+        return gather(self._outputs, rows, self._set.root.device, self._output_dim)
 
-    def input_grads(self) -> list[list[torch.Tensor | None]]:
-        """Per input, the gradients of every active replica's slice.
+    def input_grads(self) -> list[list[Any]]:
+        """Per input (positional, then keyword), the gradients of every active replica's slice, nested as the input.
 
         Raises:
             ConfigurationError: the group was built without ``inputs_need_grad=True``.
         """
         if not self._inputs_need_grad:
             raise ConfigurationError("Input gradients need ReplicaGroup(..., inputs_need_grad=True).")
-        return [
-            [value.grad if isinstance(value, torch.Tensor) else None for value in column]
-            for column in zip(*(share.batch for share in self._shares), strict=True)
-        ]
+        columns = [[share.batch[name] for share in self._shares] for name in self._shares[0].batch]
+        return [[tree_map(_grad_of, value) for value in column] for column in columns]
 
-    def input_grads_merged(self) -> list[torch.Tensor | None]:
-        """Per input, the gradient of the whole batch, on the first device."""
+    def input_grads_merged(self) -> list[Any]:
+        """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""
         rows, device = [share.num_rows for share in self._shares], self._set.root.device
-        return [gather(column, rows, device) for column in self.input_grads()]
+        merged = []
+        for name, column in zip(self._shares[0].batch, self.input_grads(), strict=True):
+            dim = self._dim(name)
+            whole = dim == -1 and column[0] is not None
+            merged.append(sum(grad.to(device) for grad in column) if whole else gather(column, rows, device, dim))
+        return merged
+
+    def update_metric(self, metric: Any, labels: torch.Tensor) -> None:
+        """Calls ``metric.update(outputs, labels)`` once per active replica, with its slice of ``labels`` (B rows).
+
+        Args:
+            metric: A torchmetrics metric, or anything with such an ``update``; a ``device`` of its own is respected.
+            labels: Cut as the batch was.
+
+        Raises:
+            ConfigurationError: no forward came before.
+        """
+        if not self._outputs:
+            raise ConfigurationError("update_metric() needs a forward() before it.")
+        device = getattr(metric, "device", self._set.root.device)
+        for output, rows in zip(self._outputs, self.slices, strict=True):
+            metric.update(output.detach().to(device), labels[rows].to(device))
+
+    def install_monitor(self, monitor: Callable[[int, str, torch.Tensor], None] | None) -> None:
+        """Calls ``monitor(replica, name, tensor)`` for the output of every submodule of every replica.
+
+        Args:
+            monitor: Gets the replica's index, the submodule's name and each tensor that it returned, where it lives;
+                replicas in threads call it at the same time. ``None`` removes the monitors.
+        """
+        for handle in self._monitors:
+            handle.remove()
+        self._monitors = []
+        if monitor is None:
+            return
+        for replica in self.replicas:
+            for name, child in replica.module.named_modules():
+                self._monitors.append(child.register_forward_hook(_monitored(monitor, replica.index, name)))
 
     def get_params(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copies of the parameters and of the buffers, on the CPU, by name."""
+        """Copies of the parameters, and of the buffers as their mean over the replicas, on the CPU, by name.
+
+        Integer buffers are those of the first replica.
+        """
         module = self._set.root.module
         parameters = {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
-        return parameters, {name: value.detach().cpu().clone() for name, value in module.named_buffers()}
+        columns = zip(*(replica.module.buffers() for replica in self.replicas), strict=True)
+        buffers = {}
+        for (name, own), column in zip(module.named_buffers(), columns, strict=True):
+            copies = [buffer.detach().cpu() for buffer in column]
+            buffers[name] = torch.stack(copies).mean(0) if own.is_floating_point() else copies[0].clone()
+        return parameters, buffers
 
     @torch.no_grad()
     def set_params(
@@ -216,3 +340,54 @@ class ReplicaGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> dict[str, GradReq]:
+    names = [name for name, _ in module.named_parameters()]
+    if not isinstance(grad_req, Mapping):
+        check_choice("grad_req", grad_req, get_args(GradReq))
+        return dict.fromkeys(names, grad_req)
+    for name, request in grad_req.items():
+        if name not in names:
+            raise ConfigurationError(f"grad_req names {name!r}; the parameters are: {', '.join(names)}.")
+        check_choice(f"grad_req[{name!r}]", request, get_args(GradReq))
+    return {name: grad_req.get(name, "write") for name in names}
+
+
+def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict[str, nn.Parameter]]:
+    """Every replica's parameters, also under the other names of tied ones."""
+    theirs = [replica.device for replica in group.replicas]
+    if theirs != list(devices):
+        raise ConfigurationError(
+            f"shared_group lives on {', '.join(map(str, theirs))}, this group on {', '.join(map(str, devices))}; both "
+            "need the same devices."
+        )
+    return [dict(replica.module.named_parameters(remove_duplicate=False)) for replica in group.replicas]
+
+
+def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
+    """Parameters of these names become the existing ones."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        for key, mine in list(child._parameters.items()):
+            name = f"{path}.{key}" if path else key
+            if mine is None or name not in existing:
+                continue
+            if mine.shape != existing[name].shape:
+                raise ConfigurationError(
+                    f"Parameter {name} has shape {tuple(mine.shape)} here and {tuple(existing[name].shape)} in "
+                    "shared_group; shared parameters need equal shapes."
+                )
+            child._parameters[key] = existing[name]
+
+
+def _monitored(monitor: Callable[[int, str, torch.Tensor], None], index: int, name: str) -> Callable[..., None]:
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor):
+                monitor(index, name, value)
+
+    return hook
+
+
+def _grad_of(value: Any) -> torch.Tensor | None:
+    return value.grad if isinstance(value, torch.Tensor) else None

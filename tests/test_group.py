@@ -1,3 +1,4 @@
+import copy
 import gc
 import threading
 from contextlib import ExitStack
@@ -5,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
 from tests.conftest import places
@@ -98,3 +100,209 @@ def test_a_group_that_is_forgotten_ends_its_workers() -> None:
     for worker in workers:
         worker.join(10)
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_request_per_parameter(make_group) -> None:
+    rows, ones = torch.randn(4, 3), torch.ones(4, 1, device=places(1)[0])
+    group = make_group(
+        nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), places(2), grad_req={"0.bias": "null", "1.bias": "add"}
+    )
+    root = group.replicas[0].module
+    for _ in range(3):
+        group.forward(rows)
+        group.backward(ones)
+    assert root[0].bias.grad is None
+    assert root[1].bias.grad.item() == 12
+    once = root[1].weight.grad.clone()
+    group.forward(rows)
+    group.backward(ones)
+    assert torch.equal(root[1].weight.grad, once)
+    with pytest.raises(dpx.ConfigurationError, match=r"names '2\.bias'; the parameters are"):
+        make_group(nn.Linear(1, 1), places(1), grad_req={"2.bias": "add"})
+    with pytest.raises(dpx.ConfigurationError, match=r"grad_req\['bias'\]='sum'"):
+        make_group(nn.Linear(1, 1), places(1), grad_req={"bias": "sum"})
+
+
+class Recurrent(nn.Module):
+    """Time-major rows (T, B, 3) and lengths (B,) to scores (T, B, 2) and sums (B, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 2)
+
+    def forward(self, rows, *, lengths, bias):
+        scores, _ = self.rnn(rows)
+        mask = torch.arange(len(rows), device=rows.device)[:, None] < lengths
+        return scores * mask[..., None] + bias
+
+
+def test_layouts_per_input_named_inputs_and_merged_input_gradients(make_group, execution) -> None:
+    torch.manual_seed(0)
+    plain, rows, bias = Recurrent(), torch.randn(5, 6, 3), torch.randn(2)
+    lengths = torch.tensor([5, 1, 3, 2, 4, 5])
+    layout = {"0": 1, "lengths": 0, "bias": -1, "output": 1}
+    device = places(1)[0]
+    group = make_group(copy.deepcopy(plain), places(3), batch_dim=layout, inputs_need_grad=True, execution=execution)
+    group.forward(rows.to(device), lengths=lengths.to(device), bias=bias.to(device))
+    assert [tuple(part.shape) for part in group.outputs()] == [(5, 2, 2)] * 3
+    whole_rows, whole_bias = rows.clone().requires_grad_(), bias.clone().requires_grad_()
+    expected = plain(whole_rows, lengths=lengths, bias=whole_bias)
+    out_grads = torch.randn(5, 6, 2)
+    expected.backward(out_grads)
+    torch.testing.assert_close(group.outputs_merged().cpu(), expected)
+    with pytest.raises(dpx.SliceError, match="out_grads has 4 rows, the outputs have 6"):
+        group.backward(out_grads[:, :4].to(device))
+    group.backward(out_grads.to(device))
+    row_grad, length_grad, bias_grad = group.input_grads_merged()
+    torch.testing.assert_close(row_grad.cpu(), whole_rows.grad)
+    assert length_grad is None
+    torch.testing.assert_close(bias_grad.cpu(), whole_bias.grad)
+    for name, parameter in group.replicas[0].module.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), plain.get_parameter(name).grad)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.norm = nn.Linear(3, 2), nn.Linear(3, 1), nn.BatchNorm1d(3)
+
+    def forward(self, images):
+        rows = self.norm(images["pixels"])
+        return {"left": self.left(rows), "right": self.right(rows)}
+
+
+def test_nested_inputs_and_outputs(make_group) -> None:
+    torch.manual_seed(0)
+    plain, pixels, device = TwoHeads().eval(), torch.randn(6, 3), places(1)[0]
+    group = make_group(copy.deepcopy(plain), places(2), inputs_need_grad=True)
+    group.forward({"pixels": pixels.to(device)})
+    out_grads = {"left": torch.randn(6, 2), "right": torch.randn(6, 1)}
+    group.backward({name: grad.to(device) for name, grad in out_grads.items()})
+    whole = pixels.clone().requires_grad_()
+    outputs = plain({"pixels": whole})
+    torch.autograd.backward(list(outputs.values()), list(out_grads.values()))
+    torch.testing.assert_close(group.outputs_merged()["left"].cpu(), outputs["left"])
+    torch.testing.assert_close(group.input_grads_merged()[0]["pixels"].cpu(), whole.grad)
+    torch.testing.assert_close(group.replicas[0].module.right.weight.grad.cpu(), plain.right.weight.grad)
+
+
+def test_output_shapes_are_known_before_a_run_and_nothing_changes(make_group) -> None:
+    group = make_group(TwoHeads(), places(2))
+    before = {name: value.clone() for name, value in group.replicas[0].module.state_dict().items()}
+    assert group.output_shapes({"pixels": torch.empty(10, 3)}) == {"left": (10, 2), "right": (10, 1)}
+    for name, value in group.replicas[0].module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_reshape_tells_the_new_slices(make_group) -> None:
+    group = make_group(nn.Linear(3, 1), places(4), workload=[2, 1, 1, 0.5])
+    group.forward(torch.randn(90, 3))
+    group.reshape(9)
+    assert group.slices == [slice(0, 4), slice(4, 6), slice(6, 8), slice(8, 9)]
+    group.forward(torch.randn(9, 3))
+    assert [len(part) for part in group.outputs()] == [4, 2, 2, 1]
+    with pytest.raises(dpx.ConfigurationError, match="num_rows=0"):
+        group.reshape(0)
+
+
+class Bucket(nn.Module):
+    """A language model for sequences of one length, with tied embeddings."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.positions = nn.Parameter(torch.zeros(length, 64))
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) + self.positions)
+
+
+def test_buckets_share_parameters_gradients_and_memory(make_group, hardware) -> None:
+    device = places(1)[0]
+    longest = make_group(Bucket(16), places(3), grad_req="add")
+    sim = torch.get_device_module("sim") if hardware == "sim" else None
+    before = [sim.memory_allocated(index) for index in range(3)] if sim else []
+    with pytest.raises(dpx.ConfigurationError, match="positions has shape"):
+        make_group(Bucket(8), places(3), shared_group=longest)
+    same = make_group(Bucket(16), places(3), grad_req="add", shared_group=longest)
+    if sim:
+        assert [sim.memory_allocated(index) for index in range(3)] == before
+    for mine, theirs in zip(same.replicas, longest.replicas, strict=True):
+        assert mine.module.head.weight is mine.module.embed.weight is theirs.module.embed.weight
+    tokens = torch.randint(100, (6, 16)).to(device)
+    ones = torch.ones(6, 16, 100, device=device)
+    longest.forward(tokens)
+    longest.backward(ones)
+    once = longest.replicas[0].module.embed.weight.grad.clone()
+    same.forward(tokens)
+    same.backward(ones)
+    torch.testing.assert_close(longest.replicas[0].module.embed.weight.grad, 2 * once)
+    with torch.no_grad():
+        longest.replicas[0].module.embed.weight.zero_()
+    same.forward(tokens)
+    assert not same.outputs_merged().any()
+    with pytest.raises(dpx.ConfigurationError, match="both need the same devices"):
+        make_group(Bucket(16), places(2), shared_group=longest)
+
+
+def test_metrics_are_updated_with_every_slice(make_group, execution) -> None:
+    rows, labels = torch.randn(9, 3), torch.randint(2, (9,))
+    group, metric = make_group(nn.Linear(3, 2), places(4), execution=execution), MulticlassAccuracy(2, average="micro")
+    with pytest.raises(dpx.ConfigurationError, match="needs a forward"):
+        group.update_metric(metric, labels)
+    group.forward(rows)
+    group.update_metric(metric, labels)
+    expected = (group.outputs_merged().argmax(1).cpu() == labels).float().mean()
+    assert metric.compute() == expected
+
+
+def test_a_monitor_sees_every_tensor_of_every_replica(make_group, execution) -> None:
+    group = make_group(TwoHeads(), places(2), execution=execution)
+    monitor = dpx.TensorMonitor(torch.amax, pattern="left")
+    group.install_monitor(monitor)
+    group.forward({"pixels": torch.randn(6, 3)})
+    seen = monitor.collect()
+    assert [(entry.replica, entry.name) for entry in seen] == [(0, "left"), (1, "left")]
+    for entry, part in zip(seen, group.outputs(), strict=True):
+        assert entry.device == part["left"].device
+        assert entry.value == part["left"].max().item()
+    assert monitor.collect() == []
+    everything = dpx.TensorMonitor()
+    group.install_monitor(everything)
+    group.forward({"pixels": torch.randn(6, 3)})
+    assert [entry.name for entry in everything.collect()] == ["norm", "left", "right", "", ""] * 2
+    group.install_monitor(None)
+    group.forward({"pixels": torch.randn(6, 3)})
+    assert everything.collect() == []
+    with pytest.raises(dpx.ConfigurationError, match="is not a function"):
+        dpx.TensorMonitor(statistic="mean")
+
+
+def test_get_params_averages_the_buffers_and_set_params_reaches_all(make_group) -> None:
+    torch.manual_seed(0)
+    group = make_group(TwoHeads(), places(2))
+    pixels = torch.randn(8, 3)
+    group.forward({"pixels": pixels})
+    parameters, buffers = group.get_params()
+    halves = torch.stack([pixels[:4].mean(0), pixels[4:].mean(0)]) * 0.1
+    torch.testing.assert_close(buffers["norm.running_mean"], halves.mean(0))
+    assert buffers["norm.num_batches_tracked"] == 1
+    assert all(value.device.type == "cpu" for value in (*parameters.values(), *buffers.values()))
+    other = make_group(TwoHeads(), places(3))
+    other.set_params({**parameters, "extra": torch.ones(1)}, buffers, allow_extra=True)
+    other.forward({"pixels": pixels.to(places(1)[0])}, is_train=False)
+    plain = TwoHeads().eval()
+    plain.load_state_dict({**parameters, **buffers})
+    torch.testing.assert_close(other.outputs_merged()["left"].cpu(), plain({"pixels": pixels})["left"].detach())
+
+
+def test_fixed_parameters_cost_no_gradient_memory(make_group, hardware) -> None:
+    if hardware != "sim":
+        pytest.skip("bytes are counted on simulated devices")
+    sim = torch.get_device_module("sim")
+    group = make_group(nn.Linear(256, 256, bias=False), places(2), fixed_params=["weight"], inputs_need_grad=True)
+    before = [sim.memory_allocated(index) for index in range(2)]
+    group.forward(torch.randn(2, 256))
+    group.backward(torch.ones(2, 256))
+    assert all(sim.memory_allocated(index) - size < 256 * 256 for index, size in enumerate(before))

@@ -13,6 +13,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "ReplicaGroup",
         "ReplicationError",
         "SliceError",
+        "TensorMonitor",
         "UnsupportedError",
         "register_reducer",
         "simulate",

@@ -6,7 +6,7 @@ from lightning_dpx.replicas.context import ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
-from lightning_dpx.replicas.slicing import BatchDim, slice_batch
+from lightning_dpx.replicas.slicing import BatchDim, batch_size, slice_batch
 from lightning_dpx.replicas.state import BufferMode
 from lightning_dpx.replicas.trial import Trial, first_loss
 
@@ -19,6 +19,7 @@ __all__ = [
     "ReplicaSet",
     "Share",
     "Trial",
+    "batch_size",
     "check_choice",
     "collectives",
     "current_rank",

@@ -7,7 +7,7 @@ the storage of their parameters (no copy, no broadcast); each has its own gradie
 
 import copy
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +39,19 @@ class Replica:
         return list(self.module.parameters())
 
 
-def replicate(module: nn.Module, devices: Sequence[torch.device], keep: Iterable[object] = ()) -> tuple[Replica, ...]:
+def replicate(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    keep: Iterable[object] = (),
+    existing: Sequence[Mapping[str, nn.Parameter]] = (),
+) -> tuple[Replica, ...]:
     """K replicas; the first is ``module`` itself, which must already live on ``devices[0]``.
 
     Args:
         module: The module to copy.
         devices: K devices, repeated ones allowed.
         keep: Objects that all replicas share by reference (datasets and loaders always are).
+        existing: Per replica, parameters by name that it takes instead of copies.
 
     Raises:
         ReplicationError: something cannot be copied, or its copy would still point at the original; the message
@@ -56,17 +62,26 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], keep: Iterable
     replicas = [Replica(0, root, module)]
     for index, device in enumerate(devices[1:], start=1):
         target = canonical_device(device)
-        twin = _copy(module, target, target == root, keep)
+        twin = _copy(module, target, target == root, keep, existing[index] if existing else {})
         _refuse_unfaithful(module, twin)
         replicas.append(Replica(index, target, twin))
     return tuple(replicas)
 
 
-def _copy(module: nn.Module, device: torch.device, share: bool, keep: Iterable[object]) -> nn.Module:
+def _copy(
+    module: nn.Module,
+    device: torch.device,
+    share: bool,
+    keep: Iterable[object],
+    existing: Mapping[str, nn.Parameter],
+) -> nn.Module:
     memo: dict[int, Any] = {id(kept): kept for kept in keep}
     for child in module.modules():
         memo.update({id(value): value for value in vars(child).values() if isinstance(value, SHARED_TYPES)})
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
+        if name in existing:
+            memo[id(parameter)] = existing[name]
+            continue
         data = parameter.detach() if share else parameter.detach().to(device, copy=True)
         memo[id(parameter)] = _like(parameter, data)
     for buffer in module.buffers():

@@ -1,7 +1,7 @@
 """The replicas of one module together with what drives them: slices, workers and state."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -43,6 +43,7 @@ class ReplicaSet:
         merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one,
             until :meth:`choose` says otherwise.
         keep: Objects that the replicas share by reference.
+        existing: Per replica, parameters by name that it takes instead of copies.
         private: See :class:`PythonState`.
         skip: See :class:`PythonState`.
 
@@ -62,6 +63,7 @@ class ReplicaSet:
         buffers: BufferMode = "broadcast",
         merge: bool = False,
         keep: Iterable[object] = (),
+        existing: Sequence[Mapping[str, nn.Parameter]] = (),
         private: frozenset[str] = frozenset(),
         skip: tuple[type, ...] = (),
     ) -> None:
@@ -71,7 +73,7 @@ class ReplicaSet:
             raise ConfigurationError("devices is empty; give at least one device.")
         self.devices = tuple(canonical_device(device) for device in devices)
         self.workload = parse_workload(workload, len(devices))
-        self.replicas = replicate(module, self.devices, keep)
+        self.replicas = replicate(module, self.devices, keep, existing)
         self.state = StateSync(self.replicas, buffers)
         self.python_state = PythonState(self.replicas, private, skip)
         self.batch_dim = batch_dim
@@ -116,6 +118,10 @@ class ReplicaSet:
             sizes = split_sizes(num_rows, self.workload, usual)
             self._sizes[key] = merge_neighbours(sizes, self.devices) if merge else sizes
         return self._sizes[key]
+
+    def forget_usual_rows(self) -> None:
+        """The next batch is a full one, whatever came before."""
+        self._usual_rows.clear()
 
     def shares(self, batch: Any) -> list[Share]:
         """The parts of ``batch``, one per active replica, in sample order.

@@ -27,7 +27,7 @@ def load_library() -> None:
     """
     library = cached_library()
     if library.exists():
-        torch.ops.load_library(library)
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         return
     _require_build_tools()
     from torch.utils.cpp_extension import load  # imports setuptools; only here it is needed
@@ -40,7 +40,8 @@ def load_library() -> None:
 
 def cached_library() -> Path:
     """Where the compiled backend is kept: under ``TORCH_EXTENSIONS_DIR``, else in the user's cache folder."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or _appdirs.user_cache_dir(appname="torch_extensions")
+    user_cache = _appdirs.user_cache_dir(appname="torch_extensions")  # type: ignore[no-untyped-call]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     return Path(root, f"lightning_dpx_sim_{key}.so")
 

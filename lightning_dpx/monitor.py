@@ -1,0 +1,61 @@
+"""Statistics of every tensor that flows through the replicas of a group (MXNet's Monitor)."""
+
+import threading
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+
+from lightning_dpx.errors import ConfigurationError
+
+
+class Observation(NamedTuple):
+    """One tensor that one submodule returned."""
+
+    replica: int
+    device: torch.device
+    name: str
+    value: float
+
+
+def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    """The root of the mean square of all elements; NaN and infinities show."""
+    return tensor.float().square().mean().sqrt()
+
+
+class TensorMonitor:
+    """Give it to :meth:`ReplicaGroup.install_monitor`; :meth:`collect` hands out what it saw.
+
+    Args:
+        statistic: A tensor of any shape to one number, computed where the tensor lives.
+        pattern: Only submodules whose name matches (as file names do: ``"encoder.*"``).
+
+    Raises:
+        ConfigurationError: the statistic is not callable.
+    """
+
+    def __init__(
+        self, statistic: Callable[[torch.Tensor], torch.Tensor] = root_mean_square, pattern: str = "*"
+    ) -> None:
+        if not callable(statistic):
+            raise ConfigurationError(f"statistic={statistic!r} is not a function; give one that maps a tensor to one.")
+        self._statistic, self._pattern = statistic, pattern
+        self._seen: list[tuple[int, torch.device, str, torch.Tensor]] = []
+        self._lock = threading.Lock()  # replicas in threads report at the same time
+
+    def __call__(self, replica: int, name: str, tensor: torch.Tensor) -> None:
+        """Notes the statistic of ``tensor``, without waiting for its device."""
+        if not fnmatchcase(name, self._pattern):
+            return
+        with torch.no_grad():
+            value = self._statistic(tensor.detach())
+        with self._lock:
+            self._seen.append((replica, tensor.device, name, value))
+
+    def collect(self) -> list[Observation]:
+        """All observations since the last call, by replica, each in the order of its forward."""
+        with self._lock:
+            seen, self._seen = self._seen, []
+        seen.sort(key=lambda entry: entry[0])
+        return [Observation(replica, device, name, float(value)) for replica, device, name, value in seen]
