@@ -5,18 +5,41 @@
           --synchronize--> replicas
 
 The merged loss is a leaf without history: autograd keeps one thread per device, and a backward of the replicas nested
-in the backward of the loss would wait for the very thread that it occupies. Two plain phases cannot deadlock.
+in the backward of the loss would wait for the very thread that it occupies. Two plain phases cannot deadlock. A loss
+over the whole batch works in the same way: it is computed from leaves that hold the replicas' outputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch.utils import _pytree
 
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, check_choice, gather, weighted_mean
 
 LossReduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A replica's tensors that wait for their gradients, which the first backward leaves in ``leaves``."""
+
+    share: Share
+    tensors: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    weight: float = 1.0
+
+    def backward(self) -> None:
+        """This replica's own backward."""
+        gradients = [
+            (tensor, (leaf.grad * self.weight).to(tensor.device).reshape(tensor.shape))
+            for tensor, leaf in zip(self.tensors, self.leaves, strict=True)
+            if leaf.grad is not None
+        ]
+        if gradients:
+            torch.autograd.backward([tensor for tensor, _ in gradients], [gradient for _, gradient in gradients])
 
 
 class TrainingStep:
@@ -35,13 +58,19 @@ class TrainingStep:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas, self._loss_reduction = replicas, loss_reduction
         self._reducer = make_reducer(reducer, replicas.devices)
-        self._pending: list[tuple[Share, torch.Tensor, float]] = []
-        self._leaf: torch.Tensor | None = None
+        self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._unreduced = False
 
-    def forward(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
+    def forward(
+        self, shares: Sequence[Share], call: Callable[[Share], Any], finish: Callable[[Any], Any] | None = None
+    ) -> Any:
         """Runs ``call`` on every share and merges what the replicas return.
+
+        Args:
+            shares: The parts of the batch.
+            call: A replica's step.
+            finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
 
         Returns:
             What one device would return: a scalar leaf loss, a mapping with ``"loss"`` and merged extras, or ``None``
@@ -52,9 +81,11 @@ class TrainingStep:
         self._active = [share.replica for share in shares]
         kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
         if not kept:
-            self._pending, self._leaf = [], None
+            self._pending = []
             self._collect_buffers()
             return None
+        if finish is not None:
+            return finish(self._merge_outputs([share for share, _ in kept], [output for _, output in kept]))
         for _, output in kept:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, torch.Tensor):
@@ -68,12 +99,32 @@ class TrainingStep:
         merged = weighted_mean(values, weights, device)
         if self._loss_reduction == "sum":
             merged = merged * len(weights)
-        self._leaf = merged.clone().requires_grad_(any(loss.requires_grad for loss in losses))
-        self._pending = list(zip(shares, losses, weights, strict=True))
+        leaf = merged.clone().requires_grad_(any(loss.requires_grad for loss in losses))
+        self._pending = [
+            Pending(share, [loss], [leaf], weight) for share, loss, weight in zip(shares, losses, weights, strict=True)
+        ]
         if not isinstance(outputs[0], Mapping):
-            return self._leaf
+            return leaf
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
-        return {"loss": self._leaf, **gather(extras, rows, device)}
+        return {"loss": leaf, **gather(extras, rows, device)}
+
+    def _merge_outputs(self, shares: list[Share], outputs: list[Any]) -> Any:
+        """Outputs of the whole batch, on the first device, with leaves that catch the gradients for each replica."""
+        device, copies, self._pending = self._replicas.root.device, [], []
+        for share, output in zip(shares, outputs, strict=True):
+            waiting = Pending(share, [], [])
+
+            def detach(tensor: torch.Tensor, waiting: Pending = waiting) -> torch.Tensor:
+                if not tensor.requires_grad:
+                    return tensor
+                leaf = tensor.detach().to(device, copy=True).requires_grad_()
+                waiting.tensors.append(tensor)
+                waiting.leaves.append(leaf)
+                return leaf
+
+            copies.append(_pytree.tree_map_only(torch.Tensor, detach, output))
+            self._pending.append(waiting)
+        return gather(copies, [share.num_rows for share in shares], device)
 
     def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
@@ -94,18 +145,16 @@ class TrainingStep:
 
     def backward(self) -> None:
         """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward."""
-        if self._leaf is None or self._leaf.grad is None:
+        pending, self._pending = self._pending, []
+        if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
-        gradient, pending = self._leaf.grad, self._pending
-        self._leaf, self._pending = None, []
-        by_replica = {share.replica.index: (loss, weight) for share, loss, weight in pending}
-
-        def run_backward(share: Share) -> None:
-            loss, weight = by_replica[share.replica.index]
-            torch.autograd.backward(loss, (gradient * weight).to(loss.device).reshape(loss.shape))
-
+        by_replica = {waiting.share.replica.index: waiting for waiting in pending}
         self._unreduced = True
-        self._replicas.run("backward", [share for share, _, _ in pending], run_backward)
+        self._replicas.run(
+            "backward",
+            [waiting.share for waiting in pending],
+            lambda share: by_replica[share.replica.index].backward(),
+        )
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:
@@ -128,6 +177,6 @@ class TrainingStep:
 
     def discard(self) -> None:
         """After an error: forgets the forward and the gradients of the other replicas."""
-        self._pending, self._leaf, self._unreduced = [], None, False
+        self._pending, self._unreduced = [], False
         for replica in self._replicas.replicas[1:]:
             replica.module.zero_grad(set_to_none=True)

@@ -195,10 +195,12 @@ class DPXStrategy(ParallelStrategy):
     def _consider_threads(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
         """Whether the first step is worth a trial."""
         metrics = any(isinstance(child, Metric) for child in module.modules())
+        whole = self._finisher("training_step") is not None
         compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
-        if metrics or not module.automatic_optimization:
+        if metrics or whole or not module.automatic_optimization:
             if replicas.always_merged:
-                what = "it has metric objects" if metrics else "it optimizes by hand"
+                what = "it has metric objects" if metrics else "its loss sees the whole batch"
+                what = what if module.automatic_optimization else "it optimizes by hand"
                 self._announce(f"take their slices as one: {what}")
         elif compiled:
             self._announce(f"take their slices as one: {', '.join(compiled)} is compiled")
@@ -229,9 +231,13 @@ class DPXStrategy(ParallelStrategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The merged result of the replicas' training steps; its loss is a leaf."""
+        """The merged result of the replicas' training steps.
+
+        Where the module has a method ``training_step_end(outputs)``, the replicas' outputs are merged in sample order
+        and it computes the loss from those of the whole batch; gradients flow back through every replica.
+        """
         if self._step is None:
-            return super().training_step(*args, **kwargs)
+            return self._finished("training_step", super().training_step(*args, **kwargs))
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
         if len(shares) == 1:
@@ -241,18 +247,30 @@ class DPXStrategy(ParallelStrategy):
                 return self._choosing_step(
                     lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
                 )
-            return alone(self._transfer(shares[0], 0), *args[1:], **kwargs)
+            return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
         replicas.claim_cores()
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
             with self._logs(shares) as call, self.precision_plugin.train_step_context():
                 run_step = call("training_step", args[1:], kwargs)
                 if replicas.root.module.automatic_optimization:
-                    return self._step.forward(shares, run_step)
-                return self._manual_step(shares, run_step)
+                    return self._step.forward(shares, run_step, self._finisher("training_step"))
+                return self._finished("training_step", self._manual_step(shares, run_step))
         except BaseException:
             self._step.discard()
             raise
+
+    def _finisher(self, name: str) -> Callable[[Any], Any] | None:
+        """The user's hook that sees the merged outputs of ``name``, if there is one."""
+        return getattr(self.lightning_module, f"{name}_end", None)
+
+    def _finished(self, name: str, outputs: Any) -> Any:
+        finish = self._finisher(name)
+        if finish is None or outputs is None:
+            return outputs
+        context = self.precision_plugin.train_step_context if name == "training_step" else None
+        with (context or self.precision_plugin.val_step_context)():
+            return finish(outputs)
 
     def _manual_step(self, shares: list[Share], run_step: Callable[[Share], Any]) -> Any:
         """The user drives backward and optimizers, and the replicas meet in them."""
@@ -313,15 +331,16 @@ class DPXStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._replicas is None:
-            return alone(*args, **kwargs)
+            return self._finished(name, alone(*args, **kwargs))
         shares = self._shares(name, args)
         dataloader_idx = args[2] if len(args) > 2 else 0
         if len(shares) == 1:
-            return alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs)
+            return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
         self._replicas.state.synchronize()
         with self._logs(shares) as call, self.precision_plugin.val_step_context():
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
-            return gather(outputs, [share.num_rows for share in shares], self.root_device)
+            merged = gather(outputs, [share.num_rows for share in shares], self.root_device)
+        return self._finished(name, merged)
 
     def _shares(self, name: str, args: tuple[Any, ...]) -> list[Share]:
         assert self._replicas is not None, "only called with replicas"
