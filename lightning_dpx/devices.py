@@ -2,8 +2,10 @@
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -54,6 +56,53 @@ def num_usable_cpus() -> int:
 def host_random_state() -> torch.Tensor:
     """A snapshot of the process-wide CPU generator, to notice that somebody drew from it."""
     return torch.get_rng_state()
+
+
+class Stopwatch:
+    """How long a device works on what is queued between :meth:`start` and :meth:`stop`, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """From here on."""
+        if is_host(self._device):
+            self._marks.append(time.perf_counter())
+        else:
+            module = torch.get_device_module(self._device)
+            event = module.Event(enable_timing=True)
+            event.record(module.current_stream(self._device))
+            self._marks.append(event)
+
+    stop = start
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has passed both marks, or the work never ended."""
+        return len(self._marks) < 2 or is_host(self._device) or bool(self._marks[1].query())
+
+    def seconds(self) -> float:
+        """Zero if the work never ended."""
+        if len(self._marks) < 2:
+            return 0.0
+        if is_host(self._device):
+            return float(self._marks[1] - self._marks[0])
+        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
+
+
+def seed_apart(devices: Sequence[torch.device]) -> None:
+    """Gives every accelerator but the first another seed, where all have the process's.
+
+    ``torch.manual_seed`` seeds all devices alike, and replicas on them would then drop out the same units.
+    """
+    for offset, device in enumerate(distinct_devices(devices)[1:], start=1):
+        if is_host(device):
+            continue
+        with device_context(device):
+            module = torch.get_device_module(device)
+            if module.initial_seed() == torch.initial_seed():
+                module.manual_seed(torch.initial_seed() + offset)
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -42,7 +42,7 @@ class ReplicaGroup:
     Args:
         module: Moved to the first device; it stays replica 0 and owns the parameters and their gradients.
         devices: K devices; repeated ones are allowed.
-        workload: ``None`` for even shares, or K positive numbers.
+        workload: ``None`` for even shares, K positive numbers, or ``"auto"`` for shares by measured speed.
         batch_dim: The batch dim of all inputs and outputs, or ``{input: dim}`` with positions (``"0"``), keywords and
             paths within them (``"0.pixels"``), and ``"output"`` for the outputs; 0 for those that are not named, -1
             gives an input whole.
@@ -65,7 +65,7 @@ class ReplicaGroup:
         module: nn.Module,
         devices: Sequence[torch.device | str],
         *,
-        workload: Sequence[float] | None = None,
+        workload: Literal["auto"] | Sequence[float] | None = None,
         batch_dim: BatchDim = 0,
         grad_req: GradReq | Mapping[str, GradReq] = "write",
         fixed_params: Sequence[str] = (),

@@ -8,8 +8,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lightning_dpx.devices import canonical_device, distinct_devices, host_random_state, is_host, num_usable_cpus
+from lightning_dpx.devices import (
+    canonical_device,
+    distinct_devices,
+    host_random_state,
+    is_host,
+    num_usable_cpus,
+    seed_apart,
+)
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica, replicate
@@ -35,7 +43,7 @@ class ReplicaSet:
     Args:
         module: The user's module, already on the first device; it is replica 0.
         devices: K devices.
-        workload: ``"even"`` or K positive shares.
+        workload: ``"even"``, ``"auto"`` (measured; even where all devices are one) or K positive shares.
         batch_dim: See :func:`lightning_dpx.replicas.slicing.slice_batch`.
         execution: ``"inline"`` runs the replicas one after the other in the calling thread, ``"threads"`` each in a
             thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one.
@@ -72,8 +80,11 @@ class ReplicaSet:
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
         self.devices = tuple(canonical_device(device) for device in devices)
-        self.workload = parse_workload(workload, len(devices))
+        self._workload = parse_workload(workload, len(devices))
+        unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
+        self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self.replicas = replicate(module, self.devices, keep, existing)
+        seed_apart(self.devices)
         self.state = StateSync(self.replicas, buffers)
         self.python_state = PythonState(self.replicas, private, skip)
         self.batch_dim = batch_dim
@@ -81,9 +92,11 @@ class ReplicaSet:
         self._executor = make_executor(execution, self.devices)
         crowded = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
         self._venue = Venue(crowded=next((str(device) for device in crowded if not is_host(device)), ""))
-        self._sizes: dict[tuple[int, int, bool], tuple[int, ...]] = {}
+        self._sizes: dict[tuple[int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
-        self._trains_in_threads, self._warned = False, False
+        self._trains_in_threads = False
+        self._turns = InlineExecutor()
+        self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
         self._callers_threads: int | None = None
 
     @property
@@ -108,12 +121,17 @@ class ReplicaSet:
             self._executor = make_executor("threads" if threads else "inline", self.devices)
         self._trains_in_threads = threads
 
+    @property
+    def workload(self) -> tuple[float, ...]:
+        """Every replica's share of a batch, in any unit."""
+        return self._workload if self._balancer is None else self._balancer.shares
+
     def sizes(self, num_rows: int) -> tuple[int, ...]:
         """Rows per replica of a batch of ``num_rows``; the largest batch so far in this mode is the usual one."""
         training = self.root.module.training
         usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
         merge = self._merge and not (training and self._trains_in_threads)
-        key = num_rows, usual, merge
+        key = num_rows, usual, merge, self.workload
         if key not in self._sizes:
             sizes = split_sizes(num_rows, self.workload, usual)
             self._sizes[key] = merge_neighbours(sizes, self.devices) if merge else sizes
@@ -130,6 +148,8 @@ class ReplicaSet:
             SliceError: the batch cannot be cut.
         """
         sizes = self.sizes(batch_size(batch, self.batch_dim))
+        if self._balancer is not None and self.root.module.training:
+            self._balancer.begin(sizes)
         if sum(size > 0 for size in sizes) == 1:
             active = next(index for index, size in enumerate(sizes) if size)
             return [Share(self.replicas[active], sizes[active], batch)]
@@ -144,47 +164,66 @@ class ReplicaSet:
         Raises:
             BaseException: the first replica's error, the original object with a note.
         """
-        before = host_random_state() if self._shares_a_generator else None
+        threads, in_turns = isinstance(self._executor, ThreadedExecutor), self._takes_turns(stage)
+        if in_turns:
+            self.release_cores()
+        before = host_random_state() if threads else None
         tasks = [
             Task(share.replica.index, share.replica.device, stage, self._as_rank(rank, len(shares), call, share))
             for rank, share in enumerate(shares)
         ]
-        values = self._executor.run(tasks, self._venue)
-        if before is not None and not torch.equal(before, host_random_state()):
-            self._on_random_numbers(stage)
+        values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
+        if before is not None and len(tasks) > 1:
+            self._note_draws(stage, in_turns, not torch.equal(before, host_random_state()))
         return values
 
     def _as_rank(self, index: int, world_size: int, call: Callable[[Share], Any], share: Share) -> Callable[[], Any]:
         rank = ReplicaRank(index, world_size, self._venue)
+        balancer = self._balancer if self.root.module.training else None
+        watch = None if balancer is None else balancer.watch(share.replica.index)
 
         def ranked() -> Any:
             with as_rank(rank):
-                return call(share)
+                if watch is None:
+                    return call(share)
+                watch.start()
+                result = call(share)
+                watch.stop()
+                return result
 
         return ranked
 
-    @property
-    def _shares_a_generator(self) -> bool:
-        several_on_host = sum(is_host(device) for device in self.devices) > 1
-        return several_on_host and not self._warned and isinstance(self._executor, ThreadedExecutor)
+    def _takes_turns(self, stage: str) -> bool:
+        """Threads would draw from the host's one generator in any order, and activation checkpointing in one thread
+        would reset it under another's feet. So a stage runs in turns until it was seen to draw nothing."""
+        if not isinstance(self._executor, ThreadedExecutor) or self._trains_in_threads:
+            return False
+        training = self.root.module.training
+        draws = [drew for (_, mode), drew in self._draws.items() if mode == training]
+        return any(draws) or (stage, training) not in self._draws
 
-    def _on_random_numbers(self, stage: str) -> None:
-        self._warned, chosen = True, self._trains_in_threads
-        self._trains_in_threads = False
-        remedy = (
-            "from here on they take their slices as one"
-            if chosen
-            else "use execution='inline' or 'auto' for models with dropout"
-        )
+    def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
+        known = any(self._draws.values())
+        key = stage, self.root.module.training
+        self._draws[key] = drew or self._draws.get(key, False)
+        if not drew or (in_turns and known):
+            return
+        if in_turns:
+            text = "its replicas take turns instead of running in threads"
+        elif self._trains_in_threads:
+            self._trains_in_threads = False
+            text = "this step, which ran in threads, is not reproducible; from here on they take their slices as one"
+        else:
+            text = "this step, which ran in threads, is not reproducible; from here on the replicas take turns"
         warnings.warn(
-            f"The {stage} drew random numbers in several threads of one CPU generator, so this run is not "
-            f"reproducible; {remedy}.",
+            f"The {stage} draws random numbers on the CPU, which has one generator for the whole process: {text}.",
             stacklevel=3,
         )
 
     def claim_cores(self) -> None:
         """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""
-        if self._callers_threads is None and isinstance(self._executor, ThreadedExecutor) and self._executor.on_host:
+        threads = isinstance(self._executor, ThreadedExecutor) and self._executor.on_host
+        if threads and self._callers_threads is None and not any(self._draws.values()):
             self._callers_threads = torch.get_num_threads()
             torch.set_num_threads(1)
 

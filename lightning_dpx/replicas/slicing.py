@@ -26,9 +26,9 @@ def parse_workload(workload: str | Sequence[float], num_replicas: int) -> tuple[
         ConfigurationError: an unknown word, a wrong length, or an entry that is not a positive finite number.
     """
     if isinstance(workload, str):
-        if workload != "even":
+        if workload not in ("even", "auto"):
             raise ConfigurationError(
-                f"workload={workload!r} is not allowed; give 'even' or one positive number per device, "
+                f"workload={workload!r} is not allowed; give 'even', 'auto' or one positive number per device, "
                 f"for example workload={[1] * num_replicas}."
             )
         return (1.0,) * num_replicas

@@ -27,6 +27,7 @@ const c10::DispatchKeySet kSimKeys(c10::DispatchKey::PrivateUse1);
 
 struct Ledger {
   int64_t live = 0, peak = 0, capacity = 0;
+  double busy = 0, bytes_per_second = 1;  // the time model: an operator takes what its operands and results weigh
 };
 
 std::mutex mutex;  // guards ledgers and traffic
@@ -42,6 +43,12 @@ void claim(int device, int64_t bytes) {
       ledger.capacity, " bytes, of which ", ledger.capacity - ledger.live, " are free.");
   ledger.live += bytes;
   ledger.peak = std::max(ledger.peak, ledger.live);
+}
+
+void charge(int device, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& ledger = ledgers.at(device);
+  ledger.busy += static_cast<double>(bytes) / ledger.bytes_per_second;
 }
 
 void release(int device, int64_t bytes) {
@@ -323,13 +330,27 @@ c10::IValue changed(const c10::IValue& value, const Change& change) {
   return value;
 }
 
+int64_t weight(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == c10::kStrided ? static_cast<int64_t>(tensor.nbytes()) : 0;
+}
+
+bool is_view(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  });
+}
+
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call{schema};
   bool seeded = false;
+  int64_t touched = 0;
   const size_t num_arguments = schema.arguments().size(), first = stack->size() - num_arguments;
   for (size_t i = first; i < stack->size(); ++i) {
-    for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) { call.see(tensor); });
+    for_each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
+      call.see(tensor);
+      touched += weight(tensor);
+    });
     if ((*stack)[i].isDevice() && (*stack)[i].toDevice().type() == kSim && call.device == -1) {
       auto index = (*stack)[i].toDevice().index();
       call.device = index < 0 ? current_device : index;
@@ -359,8 +380,10 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   for (const auto& [tensor, alias] : call.pairs) take_over(tensor, alias, call.device);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    for_each_tensor((*stack)[i], [&](const at::Tensor& result) { touched += weight(result); });
     (*stack)[i] = changed((*stack)[i], [&](const at::Tensor& result) { return call.sim(result); });
   }
+  if (!is_view(schema)) charge(call.device, touched);
 }
 
 // ---- what a device must do itself: allocate and copy ----
@@ -575,6 +598,25 @@ void seed(int64_t device, int64_t value) {
   generator.set_current_seed(static_cast<uint64_t>(value));
 }
 
+int64_t initial_seed(int64_t device) {
+  check_index(device);
+  auto& generator = generators()[device];
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return static_cast<int64_t>(generator.current_seed());
+}
+
+void set_speed(int64_t device, double bytes_per_second) {
+  check_index(device);
+  std::lock_guard<std::mutex> lock(mutex);
+  ledgers[device].bytes_per_second = bytes_per_second;
+}
+
+double busy(int64_t device) {
+  check_index(device);
+  std::lock_guard<std::mutex> lock(mutex);
+  return ledgers[device].busy;
+}
+
 at::Tensor random_state(int64_t device) {
   check_index(device);
   auto& generator = generators()[device];
@@ -622,6 +664,9 @@ TORCH_LIBRARY(dpx_sim, m) {
   m.def("memory(int device) -> int[]", memory);
   m.def("reset_peak(int device) -> ()", reset_peak);
   m.def("seed(int device, int value) -> ()", seed);
+  m.def("initial_seed(int device) -> int", initial_seed);
+  m.def("set_speed(int device, float bytes_per_second) -> ()", set_speed);
+  m.def("busy(int device) -> float", busy);
   m.def("random_state(int device) -> Tensor", random_state);
   m.def("set_random_state(int device, Tensor state) -> ()", set_random_state);
   m.def("exchange_device(int device) -> int", exchange_device);

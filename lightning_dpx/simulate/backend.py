@@ -62,13 +62,17 @@ def _require_autograd_threads() -> None:
 
 
 class SimEvent:
-    """An event of a device whose work is done when the call returns."""
+    """A moment on a device's clock; its work is done when the call returns."""
 
-    def __init__(self, device: object = None, **_: object) -> None:
+    def __init__(self, device: Any = None, **_: object) -> None:
         self.device = device
+        self._seconds = 0.0
 
-    def record(self, stream: object = None) -> None:
-        """Nothing is pending."""
+    def record(self, stream: "SimStream | None" = None) -> None:
+        """Notes the device's clock."""
+        device = stream.device if stream is not None else self.device
+        index = None if device is None else torch.device(device).index
+        self._seconds = float(torch.ops.dpx_sim.busy(torch.ops.dpx_sim.get_device() if index is None else index))
 
     def wait(self, stream: object = None) -> None:
         """Nothing is pending."""
@@ -81,12 +85,15 @@ class SimEvent:
         """Nothing is pending."""
 
     def elapsed_time(self, end: "SimEvent") -> float:
-        """No time passes on a device without a clock."""
-        return 0.0
+        """Milliseconds of modelled work between two recorded events."""
+        return (end._seconds - self._seconds) * 1e3
 
 
-class SimStream(SimEvent):
+class SimStream:
     """A stream of a device that runs everything at once, in order."""
+
+    def __init__(self, device: Any = None, **_: object) -> None:
+        self.device = device
 
     def wait_event(self, event: object) -> None:
         """Nothing is pending."""
@@ -96,7 +103,16 @@ class SimStream(SimEvent):
 
     def record_event(self, event: SimEvent | None = None) -> SimEvent:
         """An event that is done."""
-        return event or SimEvent()
+        event = event or SimEvent()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
 
 
 class SimModule:
@@ -176,7 +192,7 @@ class SimModule:
 
     def current_stream(self, device: Any = None) -> SimStream:
         """The only one."""
-        return SimStream(device)
+        return SimStream(torch.device("sim", self._index(device)))
 
     default_stream = current_stream
 
@@ -226,6 +242,10 @@ class SimModule:
         """Seeds every device; ``torch.manual_seed`` calls it."""
         for device in range(MAX_DEVICES):
             torch.ops.dpx_sim.seed(device, seed % 2**63)
+
+    def initial_seed(self) -> int:
+        """What the current device's generator was last seeded with."""
+        return int(torch.ops.dpx_sim.initial_seed(self.current_device()))
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """The state of the device's generator."""

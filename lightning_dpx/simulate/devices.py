@@ -29,7 +29,14 @@ class Transfer:
     maker: str
 
 
-def simulate(num_devices: int = 8, memory: int | str | Sequence[int | str] | None = None) -> None:
+BYTES_PER_SECOND = 1e11  # of a device of speed 1
+
+
+def simulate(
+    num_devices: int = 8,
+    memory: int | str | Sequence[int | str] | None = None,
+    speed: float | Sequence[float] = 1.0,
+) -> None:
     """Makes ``sim:0`` to ``sim:{num_devices - 1}``; a later call changes their number and capacities.
 
     Call it at the top of the program: autograd must not have run yet. The first call on a machine compiles the backend
@@ -38,6 +45,8 @@ def simulate(num_devices: int = 8, memory: int | str | Sequence[int | str] | Non
     Args:
         num_devices: 1 to 16.
         memory: Capacity of each device, in bytes or as ``"8GiB"``, or one per device; ``None`` for no limit.
+        speed: Speed of each device, or one per device. Time on a simulated device, as its events measure it, is
+            modelled: an operator takes as long as its operands and results take at ``speed`` x 1e11 bytes a second.
 
     Raises:
         ConfigurationError: a number or size that is not allowed.
@@ -50,11 +59,15 @@ def simulate(num_devices: int = 8, memory: int | str | Sequence[int | str] | Non
         raise ConfigurationError(
             f"memory has {len(each)} entries for {num_devices} devices; give one size, or one each."
         )
+    speeds = [speed] * num_devices if isinstance(speed, int | float) else list(speed)
+    if len(speeds) != num_devices or not all(0 < value < float("inf") for value in speeds):
+        raise ConfigurationError(f"speed={speed!r} is not allowed; give one positive number, or {num_devices} of them.")
     capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
     load_backend()
     torch.get_device_module("sim").set_device_count(num_devices)
     for index in range(MAX_DEVICES):
         torch.ops.dpx_sim.set_capacity(index, capacities[index] if index < num_devices else 0)
+        torch.ops.dpx_sim.set_speed(index, BYTES_PER_SECOND * (speeds[index] if index < num_devices else 1.0))
         torch.ops.dpx_sim.reset_peak(index)
     torch.ops.dpx_sim.set_observer(cast(_observe, c_void_p).value)
     clear_traffic()

@@ -41,7 +41,7 @@ from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.rank_zero import make_step_aware
 
-Workload = Literal["even"] | list[float]
+Workload = Literal["even", "auto"] | list[float]
 
 
 class DPXStrategy(ParallelStrategy):
@@ -52,7 +52,7 @@ class DPXStrategy(ParallelStrategy):
 
     Args:
         reducer: How gradients are summed: "auto", "naive", or a GradientReducer.
-        workload: "even", or one positive number per device.
+        workload: "even", "auto" (in proportion to measured speed), or one positive number per device.
         batch_dim: The batch dim of all inputs, or {input path: dim}; -1 gives an input whole to every replica.
         execution: "inline" runs replicas one after the other, "threads" each in its own thread. "auto" uses one
             thread per physical device; replicas on one device (CPU) take their slices as one.

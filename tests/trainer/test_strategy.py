@@ -315,13 +315,6 @@ class Dropped(Classifier):
         self.net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
 
 
-@pytest.mark.host
-def test_random_numbers_in_threads_of_one_device_are_announced() -> None:
-    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="threads"), devices=2)
-    with pytest.warns(UserWarning, match="not reproducible"):
-        trainer.fit(Dropped(), make_loader(), make_loader())
-
-
 def test_two_fits_in_one_process_and_validate_before_fit() -> None:
     model, loader = seeded(), make_loader()
     trainer = make_trainer(**inline(2))

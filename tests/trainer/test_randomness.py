@@ -1,0 +1,96 @@
+"""Dropout, activation checkpointing and reproducible runs, in every execution mode."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dpx import DPXStrategy
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, places, run
+
+pytestmark = pytest.mark.usefixtures("hardware")
+
+
+class Dropped(Classifier):
+    """With dropout, optionally recomputed in backward; keeps the masked activations of every slice."""
+
+    def __init__(self, recompute: bool = False, reentrant: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
+        self.recompute, self.reentrant = recompute, reentrant
+        self.masks: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        if self.recompute:
+            rows = rows.requires_grad_(self.reentrant)
+            hidden = checkpoint(self.net[:-1], rows, use_reentrant=self.reentrant)
+        else:
+            hidden = self.net[:-1](rows)
+        self.masks.append((hidden.detach() == 0).cpu())
+        return F.cross_entropy(self.net[-1](hidden), labels)
+
+
+def train(execution: str, num_replicas: int = 3, *, seed: int = 7, deterministic: bool = False, **options: Any):
+    seed_everything(seed, verbose=False)
+    model = Dropped(**options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        warnings.filterwarnings("ignore", message=".*non-reentrant.*")
+        seen = run(
+            model,
+            strategy=DPXStrategy(execution=execution),
+            devices=num_replicas,
+            deterministic=deterministic,
+        )
+    torch.use_deterministic_algorithms(False)
+    return seen, model.masks
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_dropout_has_the_same_masks(execution: str, reentrant: bool) -> None:
+    plain, masks = train(execution)
+    recomputed, same_masks = train(execution, recompute=True, reentrant=reentrant)
+    assert_equal(recomputed, plain, bitwise=True)
+    assert all(torch.equal(one, other) for one, other in zip(masks, same_masks, strict=True))
+
+
+def test_a_seeded_run_repeats_bit_by_bit(execution: str) -> None:
+    first, _ = train(execution, deterministic=True)
+    assert_equal(train(execution, deterministic=True)[0], first, bitwise=True)
+    other, _ = train(execution, seed=8)
+    assert not torch.equal(other["net.0.weight"], first["net.0.weight"])
+
+
+def test_threads_and_turns_give_the_same_bits() -> None:
+    assert_equal(train("threads")[0], train("inline")[0], bitwise=True)
+
+
+def test_replicas_do_not_drop_the_same_units(execution: str) -> None:
+    _, masks = train(execution, num_replicas=2)
+    first, second = masks[0].cpu(), masks[1].cpu()
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.host
+def test_threads_that_were_asked_for_say_that_they_take_turns() -> None:
+    trainer = make_trainer(max_epochs=1, strategy=DPXStrategy(execution="threads"), devices=2)
+    with pytest.warns(UserWarning, match="training_step draws random numbers .* its replicas take turns"):
+        trainer.fit(Dropped(), make_loader(), make_loader())
+
+
+def test_a_seed_that_the_user_gave_a_device_stays(hardware: str) -> None:
+    if hardware == "cpu":
+        pytest.skip("one generator")
+    sim = torch.get_device_module("sim")
+    with sim.device(1):
+        sim.manual_seed(1234)
+    DPXStrategy(parallel_devices=[torch.device(place) for place in places(2)])
+    make_trainer(strategy="dpx", devices=2, fast_dev_run=True).fit(Dropped(), make_loader(), make_loader())
+    with sim.device(1):
+        assert sim.initial_seed() == 1234
