@@ -306,7 +306,7 @@ class ReplicaGroup:
         """
         module = self._set.root.module
         parameters = {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
-        columns = zip(*(replica.module.buffers() for replica in self.replicas), strict=True)
+        columns = zip(*(replica.buffers for replica in self.replicas), strict=True)
         buffers = {}
         for (name, own), column in zip(module.named_buffers(), columns, strict=True):
             copies = [buffer.detach().cpu() for buffer in column]

@@ -33,13 +33,14 @@ class Pending:
 
     def backward(self) -> None:
         """This replica's own backward."""
-        gradients = [
-            (tensor, (leaf.grad * self.weight).to(tensor.device).reshape(tensor.shape))
-            for tensor, leaf in zip(self.tensors, self.leaves, strict=True)
-            if leaf.grad is not None
-        ]
-        if gradients:
-            torch.autograd.backward([tensor for tensor, _ in gradients], [gradient for _, gradient in gradients])
+        tensors, gradients = [], []
+        for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
+            if leaf.grad is not None:
+                gradient = leaf.grad if self.weight == 1 else leaf.grad * self.weight
+                tensors.append(tensor)
+                gradients.append(gradient.to(tensor.device).view_as(tensor))
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
 
 
 class TrainingStep:

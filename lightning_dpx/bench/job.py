@@ -128,7 +128,7 @@ def main() -> None:
         callbacks=[ObeyLines(model.steps, args.chunks)],
     )
     rows = model.batch_size // (args.devices if args.mode == "ddp" else 1)
-    trainer.fit(BenchModule(model.build()), ready_loader(model, rows))
+    trainer.fit(BenchModule(model), ready_loader(model, rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Five small models, from one that is all overhead to one that is all arithmetic."""
+"""Small models, from one that does nothing to one that is all arithmetic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +72,14 @@ def _text(size: int) -> Batch:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def _cross_entropy(net: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1].flatten())
+
+
+def _only_weight(net: nn.Module, batch: Batch) -> torch.Tensor:
+    return net.get_parameter("weight").sum()
+
+
 @dataclass(frozen=True, slots=True)
 class BenchModel:
     """What to train, the rows of its global batch, and how many steps make one measured chunk."""
@@ -80,9 +88,11 @@ class BenchModel:
     make_batch: Callable[[int], Batch]
     batch_size: int
     steps: int
+    loss: Callable[[nn.Module, Batch], torch.Tensor] = _cross_entropy
 
 
 MODELS = {
+    "nothing": BenchModel(lambda: nn.Linear(1, 1, bias=False), _rows(1), batch_size=16, steps=300, loss=_only_weight),
     "tiny": BenchModel(
         lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)), _rows(32), batch_size=64, steps=200
     ),
@@ -96,13 +106,14 @@ MODELS = {
 class BenchModule(LightningModule):
     """A model with its loss and plain SGD."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, model: BenchModel) -> None:
         super().__init__()
-        self.net = net
+        self.net = model.build()
+        self._loss = model.loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Mean cross-entropy of the batch."""
-        return F.cross_entropy(self.net(batch[0]), batch[1].flatten())
+        """The model's own loss, a mean over the batch."""
+        return self._loss(self.net, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD with momentum."""

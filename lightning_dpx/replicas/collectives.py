@@ -86,6 +86,9 @@ class Meeting:
 
     def end(self, rank: int) -> None:
         """The participant has finished its run or failed."""
+        if self._in_turns and not self._started:
+            self._ended.add(rank)  # nobody else runs, so nobody waits
+            return
         with self._changed:
             self._ended.add(rank)
             self._break_if_hopeless()

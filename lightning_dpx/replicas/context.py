@@ -1,7 +1,6 @@
 """Who is asking? Inside a step a replica is a rank, and code deep in the user's module may ask for it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,14 +47,19 @@ def current_rank() -> ReplicaRank | None:
     return _CURRENT.get()
 
 
-@contextmanager
-def as_rank(rank: ReplicaRank | None) -> Iterator[None]:
+class as_rank:  # noqa: N801  a context manager, entered several times a step: no generator
     """The calling code runs in this replica for a while."""
-    token = _CURRENT.set(rank)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+
+    __slots__ = ("_rank", "_token")
+
+    def __init__(self, rank: ReplicaRank | None) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        self._token = _CURRENT.set(self._rank)
+
+    def __exit__(self, *_: object) -> None:
+        _CURRENT.reset(self._token)
 
 
 def outside_step() -> Any:

@@ -38,7 +38,7 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], devi
     total = float(sum(weights))
     mean = values[0].to(device) * (weights[0] / total)
     for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = mean + value.to(device) * (weight / total)
+        mean = torch.add(mean, value.to(device), alpha=weight / total)
     return mean
 
 

@@ -38,10 +38,11 @@ class PythonState:
     ) -> None:
         self._root, self._others = replicas[0], list(replicas[1:])
         self._private, self._skip = private | _OF_EVERY_MODULE, skip
-        self._seen: list[dict[str, Any]] = []
-        self._containers: list[dict[str, Any]] = []
-        self._sizes: dict[int, dict[tuple[int, str], Any]] = {}
-        self._remember()
+        self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
+        self._seen = [dict(vars(child)) for child in self._modules[0]]  # holds them, so that no id is used twice
+        self._containers = [self._signature(child) for child in self._modules[0]]
+        self._slots = {replica.index: self._slots_of(replica) for replica in self._others}
+        self._sizes: dict[int, list[Any]] = {}
 
     def share(self) -> None:
         """Before a step: the replicas get what was set on the user's module since the last one.
@@ -51,34 +52,45 @@ class PythonState:
         """
         if not self._others:
             return
-        modules = self._modules(self._root)
+        modules = self._looked_after(self._root)
         if len(modules) != len(self._seen):
             raise ReplicationError(
                 "The module has other submodules now than its replicas: change it before fit (configure_model)."
             )
-        for index, child in enumerate(modules):
-            if self._is_known(index, child) and self._signature(child) == self._containers[index]:
-                continue
-            for replica in self._others:
-                self._send(index, child, replica)
-        self._remember()
-        self._sizes = {replica.index: self._contents(replica) for replica in self._others}
+        self._modules[0] = modules
+        changed = [index for index in range(len(modules)) if self._is_changed(index)]
+        for replica in self._others:
+            for index in changed:
+                self._send(index, modules[index], replica)
+            if changed:
+                self._slots[replica.index] = self._slots_of(replica)
+            children = self._modules[replica.index]
+            self._sizes[replica.index] = [
+                _known(vars(children[i]).get(key, ())) for i, key in self._slots[replica.index]
+            ]
+        self._remember(changed)
 
     def collect(self, active: Sequence[Replica]) -> None:
         """After a step: the user's module gets what the active replicas added to their containers."""
-        owned = self._modules(self._root)
+        owned = self._modules[0]
         for replica in active:
             if replica is self._root:
                 continue
-            for index, child in enumerate(self._modules(replica)):
-                for key, value in self._own(child):
-                    target, known = vars(owned[index]).get(key), self._sizes[replica.index].get((index, key))
-                    if known is not None and type(target) is type(value) and target is not value:
-                        _take(value, target, known, self._root.device)
-        self._remember()
+            children = self._modules[replica.index]
+            for (index, key), known in zip(self._slots[replica.index], self._sizes[replica.index], strict=True):
+                value, target = vars(children[index]).get(key), vars(owned[index]).get(key)
+                if type(target) is type(value) and target is not value and value is not None:
+                    _take(value, target, known, self._root.device)
+        self._remember([index for index in range(len(owned)) if self._is_changed(index)])
 
-    def _modules(self, replica: Replica) -> list[nn.Module]:
-        return [child for child in replica.module.modules() if not isinstance(child, self._skip)]
+    def _looked_after(self, replica: Replica) -> list[nn.Module]:
+        return [child for child in replica.modules if not isinstance(child, self._skip)]
+
+    def _is_changed(self, index: int) -> bool:
+        child = self._modules[0][index]
+        if not self._is_known(index, child):
+            return True
+        return bool(self._containers[index]) and self._signature(child) != self._containers[index]
 
     def _own(self, child: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in list(vars(child).items()):
@@ -92,13 +104,13 @@ class PythonState:
     def _signature(self, child: nn.Module) -> dict[str, Any]:
         return {key: _summary(value) for key, value in self._own(child) if type(value) in (list, dict, set)}
 
-    def _remember(self) -> None:
-        modules = self._modules(self._root)
-        self._seen = [dict(vars(child)) for child in modules]  # holds them, so that no id is used twice
-        self._containers = [self._signature(child) for child in modules]
+    def _remember(self, changed: Sequence[int]) -> None:
+        for index in changed:
+            child = self._modules[0][index]
+            self._seen[index], self._containers[index] = dict(vars(child)), self._signature(child)
 
     def _send(self, index: int, child: nn.Module, replica: Replica) -> None:
-        twin = self._modules(replica)[index]
+        twin = self._modules[replica.index][index]
         before = self._seen[index]
         mine = dict(self._own(child))
         for key, value in mine.items():
@@ -115,7 +127,7 @@ class PythonState:
         if isinstance(value, torch.Tensor):
             return value.to(replica.device)
         memo: dict[int, Any] = {}
-        for mine, twins in zip(self._root.module.modules(), replica.module.modules(), strict=True):
+        for mine, twins in zip(self._root.modules, replica.modules, strict=True):
             memo[id(mine)] = twins
         for own, mirrored in zip(self._root.parameters, replica.parameters, strict=True):
             memo[id(own)] = mirrored
@@ -124,13 +136,14 @@ class PythonState:
         except Exception:  # noqa: BLE001  locks, files, graphs: what cannot be copied is shared
             return value
 
-    def _contents(self, replica: Replica) -> dict[tuple[int, str], Any]:
-        return {
-            (index, key): _known(value)
-            for index, child in enumerate(self._modules(replica))
+    def _slots_of(self, replica: Replica) -> list[tuple[int, str]]:
+        """Where the replica has containers: the place of the submodule, and the attribute."""
+        return [
+            (index, key)
+            for index, child in enumerate(self._modules[replica.index])
             for key, value in self._own(child)
             if type(value) in (list, dict, set)
-        }
+        ]
 
 
 def _summary(value: Any) -> Any:

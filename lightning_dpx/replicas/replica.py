@@ -6,9 +6,9 @@ the storage of their parameters (no copy, no broadcast); each has its own gradie
 """
 
 import copy
+import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +22,60 @@ from lightning_dpx.errors import ReplicationError
 SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader)
 
 
-@dataclass(frozen=True, slots=True)
 class Replica:
     """One copy of the module, with the device that it lives on.
 
     A CPU tensor does not know which replica it belongs to, so the replica carries its own index.
+
+    Attributes:
+        index: Its place in the group.
+        device: Where it lives.
+        module: The copy; replica 0's is the user's own.
+        modules: All submodules, in the order of ``Module.modules()``, as of the last :meth:`refresh`.
+        parameters: Likewise; tied ones once.
+        buffers: Likewise.
     """
 
-    index: int
-    device: torch.device
-    module: nn.Module
+    __slots__ = ("buffers", "device", "index", "module", "modules", "parameters")
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Parameters in the module's order, tied ones once."""
-        return list(self.module.parameters())
+    def __init__(self, index: int, device: torch.device, module: nn.Module) -> None:
+        self.index, self.device, self.module = index, device, module
+        self.modules: list[nn.Module] = []
+        self.parameters: list[nn.Parameter] = []
+        self.buffers: list[torch.Tensor] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Notes what the module consists of now, in one walk; lists of the same objects as before stay as they are."""
+        modules = _walk(self.module)
+        parameters = _distinct(value for child in modules for value in child._parameters.values())
+        buffers = _distinct(value for child in modules for value in child._buffers.values())
+        if not _same(modules, self.modules):
+            self.modules = modules
+        if not _same(parameters, self.parameters):
+            self.parameters = parameters
+        if not _same(buffers, self.buffers):
+            self.buffers = buffers
+
+
+def _walk(module: nn.Module) -> list[nn.Module]:
+    """What ``Module.modules()`` yields, without the names that it computes on the way."""
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        child = waiting.pop()
+        if child not in found:
+            found[child] = None
+            waiting.extend(grandchild for grandchild in reversed(child._modules.values()) if grandchild is not None)
+    return list(found)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values if value is not None}.values())
+
+
+def _same(new: Sequence[object], old: Sequence[object]) -> bool:
+    return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
 def replicate(

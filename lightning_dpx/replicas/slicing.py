@@ -5,6 +5,7 @@ DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -110,11 +111,8 @@ def slice_batch(batch: Any, sizes: Sequence[int], batch_dim: BatchDim = 0) -> li
         sizes: K numbers of rows.
         batch_dim: One dim for all inputs, or ``{path: dim}`` with paths such as ``"0"`` or ``"image.mask"``.
     """
-    total, start, slices = sum(sizes), 0, []
-    for size in sizes:
-        slices.append(_cut(batch, "", start, size, total, batch_dim) if size else None)
-        start += size
-    return slices
+    slices = _cut(batch, "", list(sizes), sum(sizes), batch_dim)
+    return [part if size else None for part, size in zip(slices, sizes, strict=True)]
 
 
 def _dim_of(path: str, batch_dim: BatchDim) -> int:
@@ -163,17 +161,21 @@ def _sized_inputs(node: Any, batch_dim: BatchDim, path: str = "") -> Iterator[tu
         yield "the batch", len(node)
 
 
-def _cut(node: Any, path: str, start: int, size: int, total: int, batch_dim: BatchDim) -> Any:
+def _cut(node: Any, path: str, sizes: list[int], total: int, batch_dim: BatchDim) -> Sequence[Any]:
+    """K parts of ``node``, also for replicas without rows."""
     if isinstance(node, torch.Tensor):
         dim = _dim_of(path, batch_dim)
-        return node if dim == -1 or node.ndim == 0 else node.narrow(dim, start, size)
+        if dim == -1 or node.ndim == 0:
+            return [node] * len(sizes)
+        return node.split(sizes, dim)  # type: ignore[no-any-return, no-untyped-call]
     if _is_plain_list(node) and len(node) == total and _dim_of(path, batch_dim) != -1:
-        return node[start : start + size]
+        ends = list(itertools.accumulate(sizes))
+        return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     children = children_of(node)
     if children is None:
-        return node
-    parts = [_cut(child, f"{path}.{name}" if path else name, start, size, total, batch_dim) for name, child in children]
-    return rebuild(node, parts)
+        return [node] * len(sizes)
+    parts = [_cut(child, f"{path}.{name}" if path else name, sizes, total, batch_dim) for name, child in children]
+    return [rebuild(node, [part[index] for part in parts]) for index in range(len(sizes))]
 
 
 def rebuild(node: Any, parts: Sequence[Any]) -> Any:

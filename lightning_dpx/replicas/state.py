@@ -21,6 +21,7 @@ class StateSync:
 
     def __init__(self, replicas: Sequence[Replica], buffers: BufferMode = "broadcast") -> None:
         self._root, self._others, self._buffers = replicas[0], tuple(replicas[1:]), buffers
+        self._owned: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._changed = True
 
@@ -37,9 +38,10 @@ class StateSync:
         """
         self.synchronize_parameters()
         for replica in self._others:
-            for source_module, target_module in zip(self._root.module.modules(), replica.module.modules(), strict=True):
-                target_module.training = source_module.training
-            for source, target in zip(self._root.module.buffers(), replica.module.buffers(), strict=True):
+            for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
+                if target_module.training != source_module.training:
+                    target_module.training = source_module.training
+            for source, target in zip(self._root.buffers, replica.buffers, strict=True):
                 target.copy_(source, non_blocking=True)
 
     @torch.no_grad()
@@ -51,10 +53,10 @@ class StateSync:
         """
         owned = self._root.parameters
         versions = [parameter._version for parameter in owned]
-        changed = self._changed or versions != self._versions
+        changed = self._changed or versions != self._versions or owned is not self._owned
         for replica in self._others:
             self._follow(replica, owned, changed)
-        self._versions, self._changed = versions, False
+        self._owned, self._versions, self._changed = owned, versions, False
 
     def _follow(self, replica: Replica, owned: list[nn.Parameter], changed: bool) -> None:
         mirrored = replica.parameters
@@ -83,8 +85,8 @@ class StateSync:
 
         Integer buffers (such as ``num_batches_tracked``) are never averaged.
         """
-        columns = zip(*(replica.module.buffers() for replica in active), strict=True)
-        for owned, column in zip(self._root.module.buffers(), columns, strict=True):
+        columns = zip(*(replica.buffers for replica in active), strict=True)
+        for owned, column in zip(self._root.buffers, columns, strict=True):
             if self._buffers == "mean" and owned.is_floating_point() and len(column) > 1:
                 owned.copy_(torch.stack([buffer.to(owned.device) for buffer in column]).mean(0))
             elif column[0] is not owned:
