@@ -125,7 +125,7 @@ class PythonState:
         if isinstance(value, (*PLAIN, *SHARED_TYPES)):
             return value
         if isinstance(value, torch.Tensor):
-            return value.to(replica.device)
+            return value.detach().to(replica.device)
         memo: dict[int, Any] = {}
         for mine, twins in zip(self._root.modules, replica.modules, strict=True):
             memo[id(mine)] = twins

@@ -117,6 +117,9 @@ def _copy(
     memo: dict[int, Any] = {id(kept): kept for kept in keep}
     for child in module.modules():
         memo.update({id(value): value for value in vars(child).values() if isinstance(value, SHARED_TYPES)})
+        if child._forward_pre_hooks:  # torch.nn.utils.weight_norm and its kind compute their tensors anew before use
+            computed = [v for v in vars(child).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+            memo.update({id(value): value.detach().to(device, copy=True) for value in computed})
     for name, parameter in module.named_parameters():
         if name in existing:
             memo[id(parameter)] = existing[name]
