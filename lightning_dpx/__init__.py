@@ -20,7 +20,7 @@ from lightning_dpx.errors import (
 )
 from lightning_dpx.group import ReplicaGroup
 from lightning_dpx.monitor import TensorMonitor
-from lightning_dpx.reducers import GradientReducer, register_reducer
+from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
 from lightning_dpx.simulate import simulate
 from lightning_dpx.trainer import DPXPrecision, DPXStrategy, SimAccelerator
 
@@ -33,12 +33,14 @@ __all__ = [
     "DPXPrecision",
     "DPXStrategy",
     "GatherError",
+    "GradientPacker",
     "GradientReducer",
     "ReplicaGroup",
     "ReplicationError",
     "SliceError",
     "TensorMonitor",
     "UnsupportedError",
+    "least_loaded_placement",
     "register_reducer",
     "simulate",
 ]

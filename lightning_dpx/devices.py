@@ -48,6 +48,27 @@ def autocast_types() -> tuple[str, ...]:
     return ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
 
 
+def has_nccl(devices: Sequence[torch.device]) -> bool:
+    """Whether NCCL can work between these devices from one process."""
+    return all(device.type == "cuda" for device in devices) and torch.distributed.is_nccl_available()
+
+
+def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
+    """Indices of devices that reach each other directly, in groups; two halves where nothing is known of the links."""
+    if any(device.type != "cuda" for device in devices):
+        half = (len(devices) + 1) // 2
+        return [list(range(half)), list(range(half, len(devices)))] if len(devices) > 3 else [[*range(len(devices))]]
+    groups: list[list[int]] = []
+    for index, device in enumerate(devices):
+        for group in groups:
+            if all(torch.cuda.can_device_access_peer(device, devices[other]) for other in group):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
 def num_usable_cpus() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,26 @@
 """Second sibling: the way of the gradients from K replicas to the owner of each parameter."""
 
-from lightning_dpx.reducers import naive as _naive  # registers itself
-from lightning_dpx.reducers.base import REDUCERS, GradientReducer, make_reducer, register_reducer
+from lightning_dpx.reducers.base import REDUCERS, GradientReducer, choose_reducer, make_reducer, register_reducer
+from lightning_dpx.reducers.collective import CollectiveReducer
+from lightning_dpx.reducers.colocate import ColocateReducer
+from lightning_dpx.reducers.hierarchical import HierarchicalReducer
+from lightning_dpx.reducers.naive import NaiveReducer
+from lightning_dpx.reducers.nccl import NCCLReducer
+from lightning_dpx.reducers.packing import GradientPacker
+from lightning_dpx.reducers.placement import least_loaded_placement, small_aside_placement
 
-__all__ = ["REDUCERS", "GradientReducer", "make_reducer", "register_reducer"]
-
-del _naive
+__all__ = [
+    "REDUCERS",
+    "CollectiveReducer",
+    "ColocateReducer",
+    "GradientPacker",
+    "GradientReducer",
+    "HierarchicalReducer",
+    "NCCLReducer",
+    "NaiveReducer",
+    "choose_reducer",
+    "least_loaded_placement",
+    "make_reducer",
+    "register_reducer",
+    "small_aside_placement",
+]

@@ -1,14 +1,22 @@
-"""The interface of all reducers: K x N gradients in, N gradients out."""
+"""The interface of all reducers: K x N gradients in, N gradients out, each on the device that owns it.
+
+Legend: K replicas, N parameters, D <= K physical devices ("places"). Every mode first sums the replicas of one place
+where they are, so that only D lists travel; the modes differ in the way across the places. Gradients of half precision
+are summed in float32. Sparse gradients, and parameters that some replica did not use, take the plain way: to the owner.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.registry import Registry
 
 Gradients = list[torch.Tensor | None]
+Dense = list[torch.Tensor]
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class GradientReducer(ABC):
@@ -17,46 +25,193 @@ class GradientReducer(ABC):
     Subclass it, decorate the class with ``@register_reducer("name")``, and ``DPXStrategy(reducer="name")`` uses it.
 
     Args:
-        devices: K devices, one per replica; the first one owns the parameters.
+        devices: K devices, one per replica; the first one owns the parameters unless :meth:`owners` says otherwise.
+        communication_dtype: Gradients of more bits travel between places in this dtype; sums stay in their own.
+
+    Raises:
+        ConfigurationError: the mode cannot work with these devices, or the dtype is not a floating-point one.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = tuple(devices)
+    def __init__(self, devices: Sequence[torch.device], communication_dtype: torch.dtype | None = None) -> None:
+        if communication_dtype is not None and not communication_dtype.is_floating_point:
+            raise ConfigurationError(
+                f"communication_dtype={communication_dtype} is not allowed; give a floating-point dtype."
+            )
+        self.devices = tuple(canonical_device(device) for device in devices)
+        self.places = tuple(distinct_devices(self.devices))
+        self.communication_dtype = communication_dtype
 
-    def reduce(self, grads: Sequence[Gradients], *, average: bool = False) -> Gradients:
-        """N gradients on the first device, summed (or averaged) over the replicas.
+    def owners(self, sizes: Sequence[int]) -> list[int]:
+        """The replica that owns each of N parameters, where its gradient is reduced to and its optimizer state lives.
+
+        Args:
+            sizes: Elements of every parameter.
+        """
+        return [0] * len(sizes)
+
+    @torch.no_grad()
+    def reduce(
+        self, grads: Sequence[Gradients], *, average: bool = False, owners: Sequence[int] | None = None
+    ) -> Gradients:
+        """N gradients, each on its owner's device, summed (or averaged) over the replicas.
 
         Args:
             grads: K x N; K replicas, N parameters in one order. ``None`` means "no gradient" and counts as zero; a
                 parameter without a gradient everywhere stays ``None``. The tensors may be reused for the result.
             average: Divide by K.
+            owners: A replica per parameter; the reducer's own choice unless given.
 
         Raises:
-            ConfigurationError: not one list per device, or lists of different lengths.
+            ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
         """
+        self._check(grads)
+        if owners is None:
+            owners = self.owners([_num_elements(column) for column in zip(*grads, strict=True)])
+        targets = [self.places.index(self.devices[owner]) for owner in owners]
+        dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
+        total: Gradients = [None] * len(targets)
+        divisor = len(grads) if average else 1
+        lists = self._sums_per_place(grads, dense)
+        sums = lists[0] if len(lists) == 1 else self._sum(lists, [targets[index] for index in dense])
+        for index, tensor in zip(dense, _finished(sums, grads[0], dense, divisor), strict=True):
+            total[index] = tensor
+        for index in set(range(len(targets))).difference(dense):
+            total[index] = _add([row[index] for row in grads], self.places[targets[index]], divisor)
+        return total
+
+    @torch.no_grad()
+    def all_reduce(self, grads: Sequence[Gradients], *, average: bool = False) -> list[Gradients]:
+        """K x N: every replica gets the sums (or averages) on its own device.
+
+        Args:
+            grads: As in :meth:`reduce`.
+            average: Divide by K.
+
+        Raises:
+            ConfigurationError: as in :meth:`reduce`.
+        """
+        self._check(grads)
+        dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
+        lists = self._sums_per_place(grads, dense)
+        spread = self._spread(lists) if len(lists) > 1 else lists
+        divisor = len(grads) if average else 1
+        finished = [_finished(sums, grads[0], dense, divisor) for sums in spread]
+        totals: list[Gradients] = []
+        for device, row in zip(self.devices, grads, strict=True):
+            total: Gradients = [None] * len(row)
+            sums = finished[self.places.index(device)]
+            for index, own, tensor in zip(dense, _chosen(row, dense), sums, strict=True):
+                total[index] = own if own is tensor else own.copy_(tensor)
+            for index in set(range(len(row))).difference(dense):
+                total[index] = _add([other[index] for other in grads], device, divisor)
+            totals.append(total)
+        return totals
+
+    @abstractmethod
+    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+        """The sums of D > 1 lists of n dense gradients, each on the place that ``targets`` (n indices) names.
+
+        The tensors of ``lists`` may be overwritten.
+        """
+
+    def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
+        """The sums of D > 1 lists of n dense gradients, on every place."""
+        sums = self._sum(lists, [0] * len(lists[0]))
+        return [[self._move(tensor, place) for tensor in sums] for place in self.places]
+
+    def _move(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        """``tensor`` on ``place``; it travels in the communication dtype."""
+        if tensor.device == place:
+            return tensor
+        wire = self.communication_dtype
+        if wire is None or not tensor.is_floating_point() or wire.itemsize >= tensor.dtype.itemsize:
+            return tensor.to(place, non_blocking=True)
+        return tensor.to(wire).to(place, non_blocking=True).to(tensor.dtype)
+
+    def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
+        """D x n: replicas of one place are summed there, in replica order."""
+        lists: dict[torch.device, Dense] = {}
+        for device, row in zip(self.devices, grads, strict=True):
+            mine = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in _chosen(row, dense)]
+            if device not in lists:
+                lists[device] = mine
+            elif mine:
+                torch._foreach_add_(lists[device], mine)
+        return [lists[place] for place in self.places]
+
+    def _check(self, grads: Sequence[Gradients]) -> None:
         if len(grads) != len(self.devices) or len({len(row) for row in grads}) != 1:
             raise ConfigurationError(
                 f"reduce() needs {len(self.devices)} lists of equal length (one per device), got lengths "
                 f"{[len(row) for row in grads]}."
             )
-        summed = list(grads[0]) if len(grads) == 1 else self._sum(grads)
-        return [None if g is None else g / len(grads) for g in summed] if average and len(grads) > 1 else summed
+        for index, column in enumerate(zip(*grads, strict=True)):
+            kinds = {(tuple(g.shape), g.dtype, g.layout) for g in column if g is not None}
+            if len(kinds) > 1:
+                described = " and ".join(sorted(f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in kinds))
+                raise ConfigurationError(
+                    f"The gradients of parameter {index} differ between the replicas: {described}; all must agree."
+                )
 
-    @abstractmethod
-    def _sum(self, grads: Sequence[Gradients]) -> Gradients:
-        """The sums for K > 1, on ``self.devices[0]``."""
+
+def _num_elements(column: Iterable[torch.Tensor | None]) -> int:
+    return max((gradient.numel() for gradient in column if gradient is not None), default=0)
+
+
+def _is_dense(column: Iterable[torch.Tensor | None]) -> bool:
+    return all(gradient is not None and gradient.layout == torch.strided for gradient in column)
+
+
+def _chosen(row: Gradients, indices: Sequence[int]) -> Dense:
+    return [gradient for gradient in (row[index] for index in indices) if gradient is not None]
+
+
+def _finished(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int) -> Dense:
+    """Sums, divided, in the dtype that their gradients came in."""
+    divided = list(torch._foreach_div(sums, divisor)) if divisor > 1 and sums else sums
+    return [total.to(own.dtype) for total, own in zip(divided, _chosen(row, indices), strict=True)]
+
+
+def _add(column: Sequence[torch.Tensor | None], owner: torch.device, divisor: int) -> torch.Tensor | None:
+    """The plain way, for gradients that are sparse or missing on some replicas."""
+    present = [gradient for gradient in column if gradient is not None]
+    if not present:
+        return None
+    dtype = present[0].dtype
+    wide = [gradient.to(owner).float() if dtype in HALVES else gradient.to(owner) for gradient in present]
+    total = wide[0]
+    for gradient in wide[1:]:
+        total = total + gradient
+    return (total / divisor if divisor > 1 else total).to(dtype)
 
 
 REDUCERS: Registry[GradientReducer] = Registry("reducer")
 register_reducer = REDUCERS.register
 
 
-def make_reducer(reducer: str | GradientReducer, devices: Sequence[torch.device]) -> GradientReducer:
-    """The reducer that ``reducer`` names; ``"auto"`` is the naive one.
+def make_reducer(
+    reducer: str | GradientReducer,
+    devices: Sequence[torch.device],
+    communication_dtype: torch.dtype | None = None,
+) -> GradientReducer:
+    """The reducer that ``reducer`` names.
+
+    ``"auto"`` sums directly where all replicas share one place, uses NCCL between CUDA devices that have it, and
+    otherwise lets every place sum its share.
 
     Raises:
-        ConfigurationError: the name is unknown.
+        ConfigurationError: the name is unknown, or the mode cannot work with these devices.
     """
     if isinstance(reducer, GradientReducer):
         return reducer
-    return REDUCERS["naive" if reducer == "auto" else reducer](devices)
+    if reducer == "auto":
+        reducer = choose_reducer(devices)
+    return REDUCERS[reducer](devices, communication_dtype)
+
+
+def choose_reducer(devices: Sequence[torch.device]) -> str:
+    """What ``"auto"`` stands for on these devices."""
+    places = distinct_devices(devices)
+    if len(places) == 1:
+        return "naive"
+    return "nccl" if len(places) == len(devices) and has_nccl(places) else "collective"

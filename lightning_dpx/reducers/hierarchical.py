@@ -1,0 +1,92 @@
+"""Two levels: within groups of well linked places, then between the groups (tensorpack's DGX-1 mode, generalised)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_dpx.devices import linked_groups
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
+from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
+
+
+@register_reducer("hierarchical")
+class HierarchicalReducer(GradientReducer):
+    """Every group sums to one of its places; only those sums cross to the owner's group, once per gradient.
+
+    The meeting place within a group rotates from gradient to gradient, so that all links of a group carry a share. For
+    any number of places and any grouping; with eight places in two groups it is the scheme of the DGX-1.
+
+    Args:
+        devices: See :class:`GradientReducer`.
+        communication_dtype: See :class:`GradientReducer`.
+        groups: Indices of the D distinct places, each once; by the links between CUDA devices, or two halves, unless
+            given.
+
+    Raises:
+        ConfigurationError: the groups do not hold every place once.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        communication_dtype: torch.dtype | None = None,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(devices, communication_dtype)
+        self.groups = [list(group) for group in (linked_groups(self.places) if groups is None else groups)]
+        if sorted(index for group in self.groups for index in group) != list(range(len(self.places))):
+            raise ConfigurationError(
+                f"groups={self.groups} is not allowed; name every place from 0 to {len(self.places) - 1} once."
+            )
+
+    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+        result: Dense = list(lists[0])
+        for turn, indices in enumerate(self._packs(lists[0], targets)):
+            target, packs = targets[indices[0]], [flatten([row[index] for index in indices]) for row in lists]
+            groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
+            leaders = [self._sum_group(packs, group, turn) for group in groups]
+            pack = self._move(self._sum_leaders(leaders), self.places[target])
+            _take(pack, lists[target], indices, result)
+        return result
+
+    def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
+        spread: list[Dense] = [list(lists[0]) for _ in lists]
+        for turn, indices in enumerate(self._packs(lists[0], [0] * len(lists[0]))):
+            packs = [flatten([row[index] for index in indices]) for row in lists]
+            leaders = [self._sum_group(packs, group, turn) for group in self.groups]
+            places = [leader.device for leader in leaders]
+            total = self._sum_leaders(leaders)
+            for group, place in zip(self.groups, places, strict=True):
+                arrived = self._move(total, place)
+                for member in group:
+                    _take(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
+        return spread
+
+    def _packs(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
+        """Indices of what is reduced as one: enough packs that every place of a group leads some."""
+        num_splits = 2 * max(len(group) for group in self.groups)
+        packs = []
+        for indices in alike(like, targets):
+            splits = split_at_boundaries([like[index].numel() for index in indices], num_splits)
+            packs += [[indices[position] for position in split] for split in splits]
+        return packs
+
+    def _sum_group(self, packs: Dense, group: Sequence[int], turn: int) -> torch.Tensor:
+        """At the group's leader of this turn, in the order of its places."""
+        leader = self.places[group[turn % len(group)]]
+        total = self._move(packs[group[0]], leader)
+        for place in group[1:]:
+            total = total.add_(self._move(packs[place], leader))
+        return total
+
+    def _sum_leaders(self, leaders: Dense) -> torch.Tensor:
+        total = leaders[0]
+        for other in leaders[1:]:
+            total = total.add_(self._move(other, total.device))
+        return total
+
+
+def _take(pack: torch.Tensor, like: Dense, indices: Sequence[int], result: Dense) -> None:
+    for index, tensor in zip(indices, unpack_like(pack, [like[index] for index in indices]), strict=True):
+        result[index] = tensor

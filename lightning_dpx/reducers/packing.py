@@ -1,0 +1,146 @@
+"""Gradients fused into a few flat packs (tensorpack's GradientPacker, PyTorch DDP's buckets).
+
+The packs are cut at parameter boundaries and ordered as backward finishes the parameters, last ones first, so that a
+pack can travel as soon as its last gradient is there.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_dpx.errors import ConfigurationError
+
+SMALLEST_SPLIT = 1024  # elements; below, fusing costs more than it saves
+
+
+class GradientPacker:
+    """Fuses lists of gradients into ``num_splits`` packs and takes them apart again.
+
+    Args:
+        num_splits: Packs per list; fewer where there are fewer gradients.
+
+    Attributes:
+        refusal: Why the gradients of the last :meth:`plan` are not packed, or ``None``.
+
+    Raises:
+        ConfigurationError: not a positive number of splits.
+    """
+
+    def __init__(self, num_splits: int = 8) -> None:
+        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1:
+            raise ConfigurationError(f"num_splits={num_splits!r} is not allowed; give a positive integer.")
+        self.num_splits = num_splits
+        self.refusal: str | None = None
+        self._shapes: list[torch.Size] = []
+        self._splits: list[list[int]] = []
+
+    @property
+    def splits(self) -> list[list[int]]:
+        """The gradients of every pack, as indices into the list, in the order in which they lie in it."""
+        return [list(split) for split in self._splits]
+
+    def plan(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Decides the splits for gradients like these; whether they can be packed, else see :attr:`refusal`."""
+        self.refusal = self._refuse(grads)
+        if self.refusal is not None:
+            self._splits = []
+            return False
+        self._shapes = [gradient.shape for gradient in grads]
+        self._splits = split_at_boundaries([gradient.numel() for gradient in grads], self.num_splits)
+        return True
+
+    def _refuse(self, grads: Sequence[torch.Tensor]) -> str | None:
+        for index, gradient in enumerate(grads):
+            if gradient.layout != torch.strided:
+                return f"gradient {index} is sparse"
+            if gradient.dtype != grads[0].dtype:
+                return f"the gradients have different dtypes: {grads[0].dtype} and {gradient.dtype}"
+        total = sum(gradient.numel() for gradient in grads)
+        if total < SMALLEST_SPLIT * self.num_splits:
+            return f"{total} elements in {self.num_splits} splits are fewer than {SMALLEST_SPLIT} each"
+        return None
+
+    def pack(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """N gradients to one flat pack per split; no copy where they are neighbouring views of one pack already.
+
+        Raises:
+            ConfigurationError: no plan, or a gradient of another shape than planned.
+        """
+        self._require_plan()
+        for index, (gradient, shape) in enumerate(zip(grads, self._shapes, strict=True)):
+            if gradient.shape != shape:
+                raise ConfigurationError(
+                    f"Gradient {index} has shape {tuple(gradient.shape)}, planned was {tuple(shape)}; plan() again."
+                )
+        return [flatten([grads[index] for index in split]) for split in self._splits]
+
+    def unpack(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """N gradients, as views of the packs.
+
+        Raises:
+            ConfigurationError: no plan.
+        """
+        self._require_plan()
+        grads: dict[int, torch.Tensor] = {}
+        for split, pack in zip(self._splits, packs, strict=True):
+            shapes = [self._shapes[index] for index in split]
+            grads.update(zip(split, unflatten(pack, shapes), strict=True))
+        return [grads[index] for index in range(len(self._shapes))]
+
+    def pack_all(self, all_grads: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """K x N gradients to K lists of packs."""
+        return [self.pack(grads) for grads in all_grads]
+
+    def unpack_all(self, all_packs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """K lists of packs to K x N gradients."""
+        return [self.unpack(packs) for packs in all_packs]
+
+    def _require_plan(self) -> None:
+        if not self._splits:
+            raise ConfigurationError(f"There is no plan ({self.refusal or 'call plan() first'}).")
+
+
+def split_at_boundaries(sizes: Sequence[int], num_splits: int) -> list[list[int]]:
+    """Indices of N items in at most ``num_splits`` runs of about equal size, from the last item to the first."""
+    total, splits, done = sum(sizes), [[]], 0  # type: tuple[int, list[list[int]], int]
+    for index in reversed(range(len(sizes))):
+        if splits[-1] and done >= total * len(splits) / num_splits and len(splits) < num_splits:
+            splits.append([])
+        splits[-1].append(index)
+        done += sizes[index]
+    return splits
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor of all elements, in order; a view where the tensors are neighbours in one storage."""
+    first = tensors[0]
+    storage, end = first.untyped_storage(), first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.storage_offset() == end
+        if not same or not tensor.is_contiguous():
+            return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def unflatten(pack: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Views of ``pack`` with these shapes, in order."""
+    parts = pack.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def alike(tensors: Sequence[torch.Tensor], targets: Sequence[int]) -> list[list[int]]:
+    """Indices that can share a pack: of one dtype, for one target."""
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+        groups.setdefault((tensor.dtype, target), []).append(index)
+    return list(groups.values())
+
+
+def unpack_like(pack: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``pack`` with the shapes of ``like``; copies where those are not contiguous (channels last)."""
+    parts = unflatten(pack, [tensor.shape for tensor in like])
+    return [
+        part if part.stride() == own.stride() else torch.empty_like(own, device=pack.device).copy_(part)
+        for part, own in zip(parts, like, strict=True)
+    ]

@@ -1,0 +1,62 @@
+"""Which device holds what: balanced by size (tensorpack's LeastLoadedDeviceSetter and OverrideCachingDevice)."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from lightning_dpx.errors import ConfigurationError
+
+Device = TypeVar("Device")
+
+
+def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> list[Device]:
+    """A device per item; the loads of two devices differ by at most the largest item.
+
+    The largest items are placed first, each on the device that holds least so far (Graham's LPT rule: at most 4/3 of
+    the best possible maximum); equal loads go to the earlier device.
+
+    Args:
+        sizes: Elements or bytes of every item, not negative.
+        devices: At least one.
+
+    Raises:
+        ConfigurationError: no devices, or a negative size.
+    """
+    if not devices:
+        raise ConfigurationError("devices is empty; give at least one device.")
+    if any(size < 0 for size in sizes):
+        raise ConfigurationError(
+            f"sizes[{_first_negative(sizes)}]={min(sizes)} is not allowed; sizes are not negative."
+        )
+    loads, placed = [0] * len(devices), [devices[0]] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        place = min(range(len(devices)), key=loads.__getitem__)
+        loads[place] += sizes[index]
+        placed[index] = devices[place]
+    return placed
+
+
+def small_aside_placement(
+    sizes: Sequence[int], devices: Sequence[Device], device_for_small: Device, threshold: int
+) -> list[Device]:
+    """Items smaller than ``threshold`` on one device, the others balanced over ``devices``.
+
+    Many small copies cost more than their bytes; together on one device they are one.
+
+    Args:
+        sizes: Elements or bytes of every item.
+        devices: For the large items.
+        device_for_small: For the small ones.
+        threshold: In the unit of ``sizes``.
+
+    Raises:
+        ConfigurationError: as in :func:`least_loaded_placement`.
+    """
+    large = [index for index, size in enumerate(sizes) if size >= threshold]
+    placed = [device_for_small] * len(sizes)
+    for index, device in zip(large, least_loaded_placement([sizes[index] for index in large], devices), strict=True):
+        placed[index] = device
+    return placed
+
+
+def _first_negative(sizes: Sequence[int]) -> int:
+    return next(index for index, size in enumerate(sizes) if size < 0)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+import lightning_dpx as dpx
+from lightning_dpx.reducers.packing import flatten, split_at_boundaries
+
+
+def make_grads() -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in ((64, 64), (64,), (128, 64), (3000,), (1,), (50, 50))]
+
+
+def test_packs_are_cut_at_boundaries_in_the_order_of_backward() -> None:
+    packer = dpx.GradientPacker(num_splits=4)
+    assert packer.plan(make_grads())
+    assert [index for split in packer.splits for index in split] == [5, 4, 3, 2, 1, 0]
+    assert 2 <= len(packer.splits) <= 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_splits", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [[3, 2], [1, 0]]),
+        ([1, 1, 1, 1], 8, [[3], [2], [1], [0]]),
+        ([9, 1, 1, 1], 3, [[3, 2, 1, 0]]),
+        ([1, 1, 1, 9], 3, [[3], [2], [1, 0]]),
+        ([0, 0], 2, [[1], [0]]),
+    ],
+)
+def test_splits_are_about_equal(sizes: list[int], num_splits: int, expected: list[list[int]]) -> None:
+    splits = split_at_boundaries(sizes, num_splits)
+    assert sorted(index for split in splits for index in split) == list(range(len(sizes)))
+    assert splits == expected
+
+
+def test_unpacking_gives_views_and_the_values_back() -> None:
+    packer, grads = dpx.GradientPacker(2), make_grads()
+    packer.plan(grads)
+    packs = packer.pack(grads)
+    for own, view in zip(grads, packer.unpack(packs), strict=True):
+        assert torch.equal(own, view)
+        assert any(view.untyped_storage().data_ptr() == pack.untyped_storage().data_ptr() for pack in packs)
+    again = packer.pack(packer.unpack(packs))
+    assert [pack.data_ptr() for pack in again] == [pack.data_ptr() for pack in packs], "views are packed without a copy"
+    many = packer.unpack_all(packer.pack_all([grads, make_grads()]))
+    assert all(torch.equal(own, view) for own, view in zip(grads, many[0], strict=True))
+
+
+def test_tensors_that_are_no_neighbours_are_copied() -> None:
+    rows = torch.arange(10.0)
+    assert flatten([rows[:4], rows[4:]]).data_ptr() == rows.data_ptr()
+    for parts in ([rows[4:], rows[:4]], [rows[:4], rows[5:]], [rows[::2], rows[5:]], [rows[:4], torch.ones(2)]):
+        assert torch.equal(flatten(parts), torch.cat(parts))
+
+
+def test_what_is_not_packed_says_why() -> None:
+    packer = dpx.GradientPacker(8)
+    assert not packer.plan([torch.ones(1000)])
+    assert "1000 elements in 8 splits are fewer than 1024 each" in packer.refusal
+    assert not packer.plan([torch.ones(9000), torch.ones(9000, dtype=torch.float64)])
+    assert "different dtypes" in packer.refusal
+    sparse = torch.ones(9000).to_sparse()
+    assert not packer.plan([torch.ones(9000), sparse])
+    assert packer.refusal == "gradient 1 is sparse"
+    with pytest.raises(dpx.ConfigurationError, match=r"no plan .*gradient 1 is sparse"):
+        packer.pack([sparse])
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="num_splits=0"):
+        dpx.GradientPacker(0)
+    packer, grads = dpx.GradientPacker(1), make_grads()
+    packer.plan(grads)
+    with pytest.raises(dpx.ConfigurationError, match=r"Gradient 0 has shape \(2,\), planned was \(64, 64\)"):
+        packer.pack([torch.ones(2), *grads[1:]])
