@@ -223,7 +223,8 @@ class ReplicaGroup:
 
     def _reduce(self) -> None:
         columns = [replica.parameters for replica in self.replicas]
-        summed = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns])
+        owners = [0] * len(columns[0])  # the user's optimizer steps on the module itself
+        summed = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns], owners=owners)
         for replica in self.replicas[1:]:
             replica.module.zero_grad(set_to_none=True)
         for parameter, grad in zip(columns[0], summed, strict=True):

@@ -10,13 +10,14 @@ over the whole batch works in the same way: it is computed from leaves that hold
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch.utils import _pytree
 
-from lightning_dpx.reducers import GradientReducer, make_reducer
+from lightning_dpx.reducers import EagerReduction, GradientReducer, make_reducer
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, check_choice, gather, weighted_mean
 
 LossReduction = Literal["mean", "sum"]
@@ -51,14 +52,30 @@ class TrainingStep:
         reducer: A registered name, ``"auto"`` or a reducer.
         loss_reduction: How the user's loss treats its batch: ``"mean"`` weights the replicas' losses by their rows,
             ``"sum"`` adds them.
+        communication_dtype: What gradients travel in between devices; their own dtype unless given.
+        gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
+            on all replicas; 0 sends all after backward.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
     """
 
     def __init__(
-        self, replicas: ReplicaSet, reducer: str | GradientReducer = "auto", loss_reduction: LossReduction = "mean"
+        self,
+        replicas: ReplicaSet,
+        reducer: str | GradientReducer = "auto",
+        loss_reduction: LossReduction = "mean",
+        communication_dtype: torch.dtype | None = None,
+        gradient_packs: int = 8,
     ) -> None:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas, self._loss_reduction = replicas, loss_reduction
-        self._reducer = make_reducer(reducer, replicas.devices)
+        self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
+        parameters = [replica.parameters for replica in replicas.replicas]
+        self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
+        replicas.state.set_owners(self._owners)
+        several = len(self._reducer.places) > 1 and gradient_packs > 0 and bool(parameters[0])
+        self._eager = EagerReduction(parameters, gradient_packs, self._reduce_only) if several else None
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._unreduced = False
@@ -140,22 +157,39 @@ class TrainingStep:
         total = sum(share.num_rows for share in shares)
         return [1.0 if self._loss_reduction == "sum" else share.num_rows / total for share in shares]
 
+    @property
+    def owner_parameters(self) -> list[torch.nn.Parameter]:
+        """Every parameter's copy on its owner, which is what an optimizer changes."""
+        replicas = self._replicas.replicas
+        return [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
+
+    @property
+    def has_other_owners(self) -> bool:
+        """Whether replicas beside the first own parameters."""
+        return any(self._owners)
+
     def gradients_changed(self) -> None:
         """Somebody ran a backward, so the next :meth:`reduce` has something to do."""
         self._unreduced = True
 
-    def backward(self) -> None:
-        """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward."""
+    def backward(self, *, last: bool = True) -> None:
+        """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward.
+
+        Args:
+            last: A :meth:`reduce` follows, so gradients may travel already; otherwise they accumulate.
+        """
         pending, self._pending = self._pending, []
         if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
         by_replica = {waiting.share.replica.index: waiting for waiting in pending}
         self._unreduced = True
-        self._replicas.run(
-            "backward",
-            [waiting.share for waiting in pending],
-            lambda share: by_replica[share.replica.index].backward(),
-        )
+        eager = self._eager.armed(sorted(by_replica)) if last and self._eager is not None else nullcontext()
+        with eager:
+            self._replicas.run(
+                "backward",
+                [waiting.share for waiting in pending],
+                lambda share: by_replica[share.replica.index].backward(),
+            )
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:
@@ -163,21 +197,33 @@ class TrainingStep:
         self._replicas.state.collect_buffers(self._active)
 
     def reduce(self) -> None:
-        """Sums the gradients of all replicas into replica 0's and drops the others."""
+        """Sums the gradients of all replicas into the owners' and drops the others, unless that has been done."""
         if not self._unreduced:
             return
         self._unreduced = False
-        owned = self._replicas.root.parameters
-        columns = [owned, *(replica.parameters for replica in self._replicas.replicas[1:])]
-        grads = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns])
-        for column in columns[1:]:
-            for parameter in column:
-                parameter.grad = None
-        for parameter, grad in zip(owned, grads, strict=True):
-            parameter.grad = grad
+        done = self._eager.done if self._eager is not None else frozenset()
+        self._reduce_only([index for index in range(len(self._owners)) if index not in done])
+        if self._eager is not None:
+            self._eager.forget()
+
+    @torch.no_grad()
+    def _reduce_only(self, indices: Sequence[int]) -> None:
+        columns = [replica.parameters for replica in self._replicas.replicas]
+        owners = [self._owners[index] for index in indices]
+        grads = self._reducer.reduce([[column[i].grad for i in indices] for column in columns], owners=owners)
+        for replica, column in enumerate(columns):
+            for index, owner, total in zip(indices, owners, grads, strict=True):
+                column[index].grad = total if replica == owner else None
 
     def discard(self) -> None:
         """After an error: forgets the forward and the gradients of the other replicas."""
         self._pending, self._unreduced = [], False
+        if self._eager is not None:
+            self._eager.forget()
         for replica in self._replicas.replicas[1:]:
             replica.module.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Takes its hooks off the parameters."""
+        if self._eager is not None:
+            self._eager.close()

@@ -6,6 +6,7 @@ from lightning_dpx.reducers.colocate import ColocateReducer
 from lightning_dpx.reducers.hierarchical import HierarchicalReducer
 from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.reducers.nccl import NCCLReducer
+from lightning_dpx.reducers.overlap import EagerReduction
 from lightning_dpx.reducers.packing import GradientPacker
 from lightning_dpx.reducers.placement import least_loaded_placement, small_aside_placement
 
@@ -13,6 +14,7 @@ __all__ = [
     "REDUCERS",
     "CollectiveReducer",
     "ColocateReducer",
+    "EagerReduction",
     "GradientPacker",
     "GradientReducer",
     "HierarchicalReducer",

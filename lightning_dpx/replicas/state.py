@@ -21,6 +21,8 @@ class StateSync:
 
     def __init__(self, replicas: Sequence[Replica], buffers: BufferMode = "broadcast") -> None:
         self._root, self._others, self._buffers = replicas[0], tuple(replicas[1:]), buffers
+        self._owners: list[int] = []
+        self._flags: list[bool] = []
         self._owned: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._changed = True
@@ -28,6 +30,37 @@ class StateSync:
     def mark_changed(self) -> None:
         """The next :meth:`synchronize` copies everything."""
         self._changed = True
+
+    def set_owners(self, owners: Sequence[int]) -> None:
+        """The replica whose copy of each parameter the optimizer changes; replica 0 unless said otherwise."""
+        self._owners = list(owners) if any(owners) else []
+        self._flags = [parameter.requires_grad for parameter in self._root.parameters]
+
+    @torch.no_grad()
+    def optimizer_stepped(self) -> None:
+        """The owners have new values, perhaps written without a trace; with other owners all replicas get them now."""
+        self.mark_changed()
+        if not self._owners:
+            return
+        replicas = (self._root, *self._others)
+        for index, owner in enumerate(self._owners):
+            value = replicas[owner].parameters[index]
+            for replica in replicas:
+                target = replica.parameters[index]
+                if target is not value and target.data_ptr() != value.data_ptr():
+                    target.copy_(value, non_blocking=True)
+        self._owned = self._root.parameters
+        self._versions = [parameter._version for parameter in self._owned]
+        self._changed = False
+
+    def _take_flags_of_owners(self) -> None:
+        """Freezing may happen on the user's module or, through an optimizer, on the owner's copy."""
+        replicas = (self._root, *self._others)
+        for index, owner in enumerate(self._owners):
+            mine, theirs = self._root.parameters[index], replicas[owner].parameters[index]
+            if mine.requires_grad == self._flags[index] != theirs.requires_grad:
+                mine.requires_grad_(theirs.requires_grad)
+            self._flags[index] = mine.requires_grad
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -51,6 +84,7 @@ class StateSync:
         Raises:
             ReplicationError: a parameter was added, removed or resized since the replicas were made.
         """
+        self._take_flags_of_owners()
         owned = self._root.parameters
         versions = [parameter._version for parameter in owned]
         changed = self._changed or versions != self._versions or owned is not self._owned

@@ -4,7 +4,7 @@
 gradients are summed on the owners, the user's optimizer steps once, and the new parameters go back to the replicas.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -26,13 +26,14 @@ class ManualOptimization:
         replicas: The replicas.
         step: Sums the gradients.
         precision: Scales losses.
-        weight_of: A replica's part of the loss.
+        shares: The parts of the batch.
     """
 
     def __init__(
-        self, replicas: ReplicaSet, step: TrainingStep, precision: DPXPrecision, weight_of: Callable[[Share], float]
+        self, replicas: ReplicaSet, step: TrainingStep, precision: DPXPrecision, shares: Sequence[Share]
     ) -> None:
-        self._replicas, self._step, self._precision, self._weight_of = replicas, step, precision, weight_of
+        self._replicas, self._step, self._precision = replicas, step, precision
+        self._weights = dict(zip((share.replica.index for share in shares), step.weights(shares), strict=True))
         self._root: LightningModule = replicas.root.module  # type: ignore[assignment]
         self._scaling = Lock()
 
@@ -40,7 +41,7 @@ class ManualOptimization:
     def on(self, share: Share) -> Iterator[None]:
         """The replica's module meets the others in its optimizer methods for a while."""
         module: Any = share.replica.module
-        mirror = dict(zip(self._replicas.root.parameters, share.replica.parameters, strict=True))
+        mirror = dict(zip(self._step.owner_parameters, share.replica.parameters, strict=True))
         view = _ReplicaView(self, share, module, mirror)
         methods = ("optimizers", "lr_schedulers", "manual_backward", "clip_gradients")
         toggles = ("toggle_optimizer", "untoggle_optimizer")
@@ -61,7 +62,7 @@ class ManualOptimization:
         """The replica's own backward, of its part of the loss."""
         rank, wrapped = current_rank(), self._precision.wrapped
         first = rank is None or rank.rank == 0
-        loss = loss * self._weight_of(share)
+        loss = loss * self._weights[share.replica.index]
         with self._scaling:
             if first:
                 loss = wrapped.pre_backward(loss, self._root)
@@ -72,11 +73,23 @@ class ManualOptimization:
             wrapped.post_backward(loss, self._root)
         self._step.gradients_changed()
 
+    def zero_idle(self, optimizer: Any) -> None:
+        """Replicas without rows in this step forget their gradients too; the first active one speaks for them."""
+        rank = current_rank()
+        if rank is None or rank.rank != 0:
+            return
+        wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        indices = [i for i, parameter in enumerate(self._step.owner_parameters) if id(parameter) in wanted]
+        for replica in self._replicas.replicas:
+            if replica.index not in self._weights:
+                for index in indices:
+                    replica.parameters[index].grad = None
+
     def step(self, optimizer: Any, losses: list[Any], options: dict[str, Any]) -> Any:
         """Sums the gradients, steps once and sends the parameters back."""
         self._step.reduce()
         result = optimizer.step(**options)
-        self._replicas.state.mark_changed()
+        self._replicas.state.optimizer_stepped()
         self._replicas.state.synchronize_parameters()
         kept = [loss for loss in losses if loss is not None]
         return kept[0] if kept else result
@@ -178,6 +191,7 @@ class ReplicaOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the replica's own gradients."""
+        self._manual.zero_idle(self.real)
         for parameter in self._view.mirrored(self.real):
             if set_to_none:
                 parameter.grad = None

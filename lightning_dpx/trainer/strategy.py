@@ -1,6 +1,6 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.reducers import REDUCERS, GradientReducer
+from lightning_dpx.reducers import REDUCERS, GradientReducer, choose_reducer
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
@@ -42,6 +42,7 @@ from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.rank_zero import make_step_aware
 
 Workload = Literal["even", "auto"] | list[float]
+CommunicationDtype = Literal["float16", "bfloat16"]
 
 
 class DPXStrategy(ParallelStrategy):
@@ -51,13 +52,18 @@ class DPXStrategy(ParallelStrategy):
     single-device strategy.
 
     Args:
-        reducer: How gradients are summed: "auto", "naive", or a GradientReducer.
+        reducer: How gradients are summed: "auto", "nccl", "collective", "hierarchical", "colocate", "naive", or a
+            GradientReducer. With "colocate" parameters have owners on all devices, where their gradients and the
+            optimizer's state live; gradients of your module's own parameters are None where another device owns them.
         workload: "even", "auto" (in proportion to measured speed), or one positive number per device.
         batch_dim: The batch dim of all inputs, or {input path: dim}; -1 gives an input whole to every replica.
         execution: "inline" runs replicas one after the other, "threads" each in its own thread. "auto" uses one
             thread per physical device; replicas on one device (CPU) take their slices as one.
         buffers: After a step, the module's buffers are those of the first replica ("broadcast") or the mean ("mean").
         loss_reduction: Whether the training loss is a "mean" or a "sum" over its batch.
+        communication_dtype: What gradients travel in between devices, "float16" or "bfloat16"; sums stay in their own.
+        gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
+            on all replicas; 0 sends all after backward.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -78,6 +84,8 @@ class DPXStrategy(ParallelStrategy):
         execution: Execution = "auto",
         buffers: BufferMode = "broadcast",
         loss_reduction: LossReduction = "mean",
+        communication_dtype: CommunicationDtype | None = None,
+        gradient_packs: int = 8,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -88,6 +96,12 @@ class DPXStrategy(ParallelStrategy):
         check_choice("buffers", buffers, get_args(BufferMode))
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         check_reducer(reducer)
+        if communication_dtype is not None:
+            check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
+        if isinstance(gradient_packs, bool) or not isinstance(gradient_packs, int) or gradient_packs < 0:
+            raise ConfigurationError(f"gradient_packs={gradient_packs!r} is not allowed; give 0 or a positive integer.")
+        self._wire = None if communication_dtype is None else getattr(torch, communication_dtype)
+        self._gradient_packs = gradient_packs
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
         self._replicas: ReplicaSet | None = None
@@ -189,8 +203,38 @@ class DPXStrategy(ParallelStrategy):
         if len(devices) > 1:
             self._consider_threads(module, replicas)
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
-            self._step = TrainingStep(replicas, self._reducer, self._loss_reduction)
+            self._step = TrainingStep(replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs)
+            self._announce_reducer(replicas.devices)
         return model
+
+    def _announce_reducer(self, devices: Sequence[torch.device]) -> None:
+        if self._reducer == "auto" and len(set(devices)) > 1:
+            names = ", ".join(map(str, devices))
+            rank_zero_info(f"dpx: gradients of {names} are summed by reducer='{choose_reducer(devices)}'.")
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """The user's optimizers, each over the copies of its parameters that the owners hold."""
+        super().setup_optimizers(trainer)
+        if self._step is None or self._replicas is None or not self._step.has_other_owners:
+            return
+        mine = self._replicas.root.parameters
+        owned = {id(one): other for one, other in zip(mine, self._step.owner_parameters, strict=True)}
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise UnsupportedError(
+                    "LBFGS keeps all parameters in one vector, so reducer='colocate' cannot spread them; use another "
+                    "reducer."
+                )
+            for group in optimizer.param_groups:
+                group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of every parameter to where its owner is."""
+        if self._step is None or not self._step.has_other_owners:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
 
     def _consider_threads(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
         """Whether the first step is worth a trial."""
@@ -215,6 +259,8 @@ class DPXStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
+        if self._step is not None:
+            self._step.close()
         if self._replicas is not None:
             self._replicas.close()
         if self.lightning_module is not None:
@@ -240,7 +286,9 @@ class DPXStrategy(ParallelStrategy):
             return self._finished("training_step", super().training_step(*args, **kwargs))
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
-        if len(shares) == 1:
+        # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
+        by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
+        if len(shares) == 1 and not by_hand and not self._step.has_other_owners:
             replicas.release_cores()
             alone = super().training_step
             if self._undecided:
@@ -277,10 +325,7 @@ class DPXStrategy(ParallelStrategy):
         assert self._replicas is not None, "only called with replicas"
         assert self._step is not None, "only called with replicas"
         assert isinstance(self.precision_plugin, DPXPrecision), "the setter wraps every plugin"
-        weights = dict(zip((share.replica.index for share in shares), self._step.weights(shares), strict=True))
-        manual = ManualOptimization(
-            self._replicas, self._step, self.precision_plugin, lambda share: weights[share.replica.index]
-        )
+        manual = ManualOptimization(self._replicas, self._step, self.precision_plugin, shares)
 
         def with_meetings(share: Share) -> Any:
             with manual.on(share):
@@ -387,7 +432,7 @@ class DPXStrategy(ParallelStrategy):
         if self._step is None:
             return
         try:
-            self._step.backward()
+            self._step.backward(last=not self._accumulating)
         except BaseException:
             self._step.discard()
             raise
@@ -410,7 +455,8 @@ class DPXStrategy(ParallelStrategy):
         if self._step is not None:
             self._step.reduce()  # what manual optimization accumulated on the replicas in earlier steps
         result = super().optimizer_step(*args, **kwargs)
-        self._mark_changed()
+        if self._replicas is not None:
+            self._replicas.state.optimizer_stepped()
         return result
 
     def _mark_changed(self) -> None:

@@ -67,6 +67,18 @@ class AccumulatedToTheShortBatch(Manual):
             self.optimizers().zero_grad()
 
 
+class ForgetsBeforeTheShortBatch(Manual):
+    """What replicas that get nothing of the last batch have accumulated is forgotten too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.optimizers().zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        if batch_idx == 3:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class WithClosure(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
@@ -150,9 +162,10 @@ def test_steps_by_hand_train_to_the_weights_of_one_device(kind, execution) -> No
 
 
 def test_gradients_that_wait_on_the_replicas_reach_a_step_that_one_replica_takes(execution) -> None:
-    ours = trained(AccumulatedToTheShortBatch, 49, strategy=dpx.DPXStrategy(execution=execution), devices=3)
-    assert ours["steps"] == 2
-    assert_equal(ours, trained(AccumulatedToTheShortBatch, 49))
+    for kind in (AccumulatedToTheShortBatch, ForgetsBeforeTheShortBatch):
+        ours = trained(kind, 49, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+        assert ours["steps"] == 2
+        assert_equal(ours, trained(kind, 49))
 
 
 def test_manual_optimization_in_mixed_precision(execution) -> None:
