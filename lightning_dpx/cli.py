@@ -5,12 +5,24 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from lightning_dpx.bench import MODELS, MODES, compare_steps, format_table
+from lightning_dpx.bench import (
+    MODELS,
+    MODES,
+    SIZES,
+    compare_reductions,
+    compare_steps,
+    format_reductions,
+    format_table,
+    plot_reductions,
+)
 from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.errors import DPXError
+from lightning_dpx.simulate import simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step.add_argument("--rounds", type=_positive, default=5, help="turns of every job")
     step.add_argument("--json", action="store_true", help="print JSON instead of a table")
     step.set_defaults(run=_bench_step)
+    reduce = benches.add_parser("reduce", help="summing gradients: every mode, DDP's all-reduce and a plain copy")
+    reduce.add_argument("--sizes", nargs="+", default=list(SIZES), help="elements, or resnet50, or gpt2")
+    reduce.add_argument("--devices", nargs="+", default=["cpu"] * 4, help="one per replica, for example cuda:0 cuda:1")
+    reduce.add_argument("--rounds", type=_positive, default=9, help="turns of every contestant")
+    reduce.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    reduce.add_argument("--plot", type=Path, metavar="FILE", help="also draw the bandwidths (PNG, SVG, PDF)")
+    reduce.set_defaults(run=_bench_reduce)
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))
@@ -41,14 +60,29 @@ def _positive(text: str) -> int:
 
 
 def _bench_step(args: argparse.Namespace) -> int:
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr)
+    results = compare_steps(args.models, args.modes, args.devices, args.rounds, _progress)
+    _report(args.json, [result.as_dict() for result in results], format_table(results))
+    return 0
 
-    results = compare_steps(args.models, args.modes, args.devices, args.rounds, progress)
+
+def _bench_reduce(args: argparse.Namespace) -> int:
+    if any(device.startswith("sim") for device in args.devices):
+        simulate(16)
+    results = compare_reductions(args.sizes, args.devices, args.rounds, _progress)
+    _report(args.json, [result.as_dict() for result in results], format_reductions(results))
+    if args.plot is not None:
+        plot_reductions(results, args.plot)
+    return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _report(as_json: bool, results: list[dict[str, Any]], table: str) -> None:
     machine = {"cpus": num_usable_cpus(), "processor": platform.machine(), "torch": torch.__version__}
-    if args.json:
-        print(json.dumps({"machine": machine, "results": [result.as_dict() for result in results]}, indent=2))
+    if as_json:
+        print(json.dumps({"machine": machine, "results": results}, indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in machine.items()))
-        print(format_table(results))
-    return 0
+        print(table)

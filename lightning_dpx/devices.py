@@ -53,6 +53,12 @@ def has_nccl(devices: Sequence[torch.device]) -> bool:
     return all(device.type == "cuda" for device in devices) and torch.distributed.is_nccl_available()
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until ``device`` has done what was queued; the host always has."""
+    if not is_host(device):
+        torch.get_device_module(device).synchronize(device)
+
+
 def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
     """Indices of devices that reach each other directly, in groups; two halves where nothing is known of the links."""
     if any(device.type != "cuda" for device in devices):

@@ -12,6 +12,7 @@ import torch
 
 from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.reducers.local import add_in_place
 from lightning_dpx.registry import Registry
 
 Gradients = list[torch.Tensor | None]
@@ -130,14 +131,13 @@ class GradientReducer(ABC):
 
     def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
         """D x n: replicas of one place are summed there, in replica order."""
-        lists: dict[torch.device, Dense] = {}
+        lists: dict[torch.device, list[Dense]] = {place: [] for place in self.places}
         for device, row in zip(self.devices, grads, strict=True):
-            mine = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in _chosen(row, dense)]
-            if device not in lists:
-                lists[device] = mine
-            elif mine:
-                torch._foreach_add_(lists[device], mine)
-        return [lists[place] for place in self.places]
+            mine = _chosen(row, dense)
+            lists[device].append([tensor.float() if tensor.dtype in HALVES else tensor for tensor in mine])
+        for first, *others in lists.values():
+            add_in_place(first, others)
+        return [lists[place][0] for place in self.places]
 
     def _check(self, grads: Sequence[Gradients]) -> None:
         if len(grads) != len(self.devices) or len({len(row) for row in grads}) != 1:

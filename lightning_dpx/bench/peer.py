@@ -1,0 +1,49 @@
+"""One process of the reduce bench's peer: ``python -m lightning_dpx.bench.peer RANK WORLD PORT BACKEND``.
+
+For every line with a number of elements it all-reduces as many float32 in DDP's buckets and, on rank 0, prints the
+seconds as JSON.
+"""
+
+import datetime
+import json
+import sys
+import time
+
+import torch
+from torch import distributed
+
+BUCKET = 25 * 2**20 // 4  # elements of DDP's default bucket of 25 MiB
+
+
+def main() -> None:
+    """Serves until its standard input ends."""
+    rank, world, port, backend = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, world, rank == 0, timeout=datetime.timedelta(seconds=60)
+    )
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
+    print(json.dumps({"ready": True}), flush=True)
+    buffers: dict[int, torch.Tensor] = {}
+    for line in sys.stdin:
+        size = int(line)
+        if size not in buffers:
+            buffers = {size: torch.empty(size, device=device)}
+        buffers[size].fill_(1.0)
+        distributed.barrier()
+        started = time.perf_counter()
+        works = [distributed.all_reduce(bucket, async_op=True) for bucket in torch.split(buffers[size], BUCKET)]
+        for work in works:
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        if rank == 0:
+            print(json.dumps({"seconds": seconds}), flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""``dpx bench reduce``: summing the gradients of K replicas, by every mode, next to DDP's all-reduce and a plain copy.
+
+All contestants take turns on the same lists. DDP's part is an all-reduce in its buckets among K processes (gloo on
+CPUs, NCCL on GPUs). The limit is what the machine's plain copies allow: a sum to one owner must read K lists and write
+one, an all-reduce must read and write K.
+"""
+
+import json
+import math
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, is_host, synchronize
+from lightning_dpx.errors import BenchError, UnsupportedError
+from lightning_dpx.reducers import REDUCERS, GradientReducer, make_reducer
+
+SIZES = ("1e5", "1e6", "1e7", "2.5e7", "1e8", "resnet50", "gpt2")
+SETTLE_SECONDS = 0.05  # thread pools spin on for a while, and would take the cores of whoever comes next
+PEER = "ddp all-reduce"
+LIMIT = "copy limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What one way of summing cost.
+
+    Attributes:
+        elements: float32 values of one list.
+        mode: A reducer and what it does, or the peer, or the limit.
+        ms: Median time, in milliseconds.
+        gb_per_s: Bytes of one list over that time, in 1e9 bytes a second.
+        than_peer: How many times faster than DDP.
+        than_limit: How many times slower than the limit for this kind of sum.
+    """
+
+    size: str
+    elements: int
+    mode: str
+    ms: float
+    gb_per_s: float
+    than_peer: float | None
+    than_limit: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def shapes_of(size: str) -> list[tuple[int, ...]]:
+    """The parameters of a model by name (``"resnet50"``, ``"gpt2"``), or a number of elements in ten parameters.
+
+    Raises:
+        BenchError: neither.
+    """
+    if size in MODELS_BY_SHAPE:
+        return MODELS_BY_SHAPE[size]()
+    try:
+        elements = int(float(size))
+    except ValueError:
+        elements = 0
+    if elements < 10:
+        raise BenchError(f"size {size!r} is not allowed; give a number of elements from 10, 'resnet50' or 'gpt2'.")
+    tenth = elements // 10
+    return [*[(tenth,)] * 9, (elements - 9 * tenth,)]
+
+
+def _resnet50() -> list[tuple[int, ...]]:
+    """He et al. 2015: bottleneck blocks of 3, 4, 6 and 3."""
+
+    def conv(outputs: int, inputs: int, kernel: int) -> list[tuple[int, ...]]:
+        return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]
+
+    shapes, inputs = conv(64, 3, 7), 64
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(depth):
+            shapes += conv(width, inputs, 1) + conv(width, width, 3) + conv(4 * width, width, 1)
+            if block == 0:
+                shapes += conv(4 * width, inputs, 1)
+            inputs = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def _gpt2(width: int = 768, depth: int = 12) -> list[tuple[int, ...]]:
+    """Radford et al. 2019, the small one."""
+    norm = [(width,), (width,)]
+    block = [
+        *norm, (3 * width, width), (3 * width,), (width, width), (width,),
+        *norm, (4 * width, width), (4 * width,), (width, 4 * width), (width,),
+    ]  # fmt: skip
+    return [(50257, width), (1024, width), *(block * depth), *norm]
+
+
+MODELS_BY_SHAPE = {"resnet50": _resnet50, "gpt2": _gpt2}
+
+
+class _Peers:
+    """K processes that all-reduce on demand."""
+
+    def __init__(self, world: int, backend: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "lightning_dpx.bench.peer"]
+        self._processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), str(port), backend],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        self._read("ready")
+
+    def run(self, elements: int) -> float:
+        for process in self._processes:
+            assert process.stdin is not None, "opened as a pipe"
+            process.stdin.write(f"{elements}\n")
+            process.stdin.flush()
+        return float(self._read("seconds"))
+
+    def _read(self, key: str) -> Any:
+        assert self._processes[0].stdout is not None, "opened as a pipe"
+        line = self._processes[0].stdout.readline()
+        if not line:
+            raise BenchError(f"A process of the peer ended before it reported {key}.")
+        return json.loads(line)[key]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+def compare_reductions(
+    sizes: Sequence[str] = SIZES,
+    devices: Sequence[str] = ("cpu",) * 4,
+    rounds: int = 9,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Reduction]:
+    """Measures every mode that these devices allow.
+
+    Args:
+        sizes: See :func:`shapes_of`.
+        devices: One per replica.
+        rounds: Turns of every contestant.
+        progress: Told what happens next.
+
+    Raises:
+        BenchError: a size is not known, or a process of the peer failed.
+    """
+    placed = [canonical_device(device) for device in devices]
+    backend = "nccl" if has_nccl(placed) else "gloo"
+    progress(f"starting {len(placed)} processes for {PEER} ({backend})")
+    peers, results = _Peers(len(placed), backend), []
+    try:
+        for size in sizes:
+            progress(f"{size} on {', '.join(map(str, placed))}")
+            results += _compare(size, shapes_of(size), placed, rounds, peers)
+    finally:
+        peers.close()
+    return results
+
+
+def _compare(
+    size: str, shapes: list[tuple[int, ...]], devices: list[torch.device], rounds: int, peers: _Peers
+) -> list[Reduction]:
+    grads = [[torch.zeros(shape, device=device) for shape in shapes] for device in devices]
+    elements = sum(math.prod(shape) for shape in shapes)
+    contestants: dict[str, Callable[[], float]] = {}
+    for reducer_name, reducer in _possible(devices).items():
+        contestants[f"{reducer_name}, to owners"] = _timed(lambda r=reducer: r.reduce(grads), devices)  # type: ignore[misc]
+        contestants[f"{reducer_name}, to all"] = _timed(lambda r=reducer: r.all_reduce(grads), devices)  # type: ignore[misc]
+    source = [torch.zeros(shape, device=devices[0]) for shape in shapes]
+    target = [torch.zeros(shape, device=devices[-1]) for shape in shapes]
+    contestants["copy"] = _timed(lambda: torch._foreach_copy_(target, source), devices)
+    contestants[PEER] = lambda: peers.run(elements)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            time.sleep(SETTLE_SECONDS)
+            seconds[name].append(contestants[name]())
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up
+    copy, peer = medians.pop("copy"), medians[PEER]
+    # A copy reads one list and writes one.
+    passes = {"to owners": len(devices) + 1, "to all": 2 * len(devices)}
+    limits = {kind: copy * count / 2 for kind, count in passes.items()}
+    if not all(is_host(device) for device in devices):
+        limits = {}  # links differ from device to device: see the bytes that each mode moves instead
+    rows = []
+    for name, median in {**medians, **{f"{LIMIT}, {kind}": limit for kind, limit in limits.items()}}.items():
+        limit = limits.get(name.rpartition(", ")[2])
+        rows.append(
+            Reduction(
+                size,
+                elements,
+                name,
+                median * 1e3,
+                elements * 4 / median / 1e9,
+                peer / median,
+                median / limit if limit else None,
+            )
+        )
+    return rows
+
+
+def _possible(devices: Sequence[torch.device]) -> dict[str, GradientReducer]:
+    """All modes, or one where all replicas share one memory and the modes do the same."""
+    if len(distinct_devices(devices)) == 1:
+        return {"dpx": make_reducer("auto", devices)}
+    return {name: make_reducer(name, devices) for name in REDUCERS if name != "nccl" or has_nccl(devices)}
+
+
+def _timed(call: Callable[[], object], devices: Sequence[torch.device]) -> Callable[[], float]:
+    def run() -> float:
+        for device in devices:
+            synchronize(device)
+        started = time.perf_counter()
+        call()
+        for device in devices:
+            synchronize(device)
+        return time.perf_counter() - started
+
+    return run
+
+
+def format_reductions(results: Sequence[Reduction]) -> str:
+    """One row per size and mode."""
+    lines = [f"{'size':9} {'mode':26} {'ms':>9} {'GB/s':>7} {'x DDP':>7} {'/ limit':>7}"]
+    for row in results:
+        than_peer = "" if row.than_peer is None else f"{row.than_peer:.2f}"
+        than_limit = "" if row.than_limit is None else f"{row.than_limit:.2f}"
+        lines.append(f"{row.size:9} {row.mode:26} {row.ms:9.3f} {row.gb_per_s:7.2f} {than_peer:>7} {than_limit:>7}")
+    return "\n".join(lines)
+
+
+def plot_reductions(results: Sequence[Reduction], path: Path) -> None:
+    """Bandwidth over size, a line per mode, as a picture.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError("A plot needs matplotlib; pip install 'lightning-dpx[plots]'.") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for mode in dict.fromkeys(row.mode for row in results):
+        rows = sorted((row for row in results if row.mode == mode), key=lambda row: row.elements)
+        numbers = [row for row in rows if row.size not in MODELS_BY_SHAPE]
+        style = "--" if mode.startswith(LIMIT) else "o-"
+        (line,) = axes.plot([row.elements * 4 for row in numbers], [row.gb_per_s for row in numbers], style, label=mode)
+        for row in rows:
+            if row.size in MODELS_BY_SHAPE and not mode.startswith(LIMIT):
+                axes.plot(row.elements * 4, row.gb_per_s, "D", color=line.get_color(), fillstyle="none")
+                axes.annotate(row.size, (row.elements * 4, row.gb_per_s), xytext=(6, -10), textcoords="offset points")
+    axes.set(xscale="log", yscale="log", xlabel="bytes of one replica's gradients", ylabel="GB/s (1e9 bytes)")
+    axes.set_title("Summing the gradients of all replicas")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=150)
