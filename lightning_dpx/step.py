@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils import _pytree
 
-from lightning_dpx.reducers import EagerReduction, GradientReducer, make_reducer
+from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, check_choice, gather, weighted_mean
 
 LossReduction = Literal["mean", "sum"]
@@ -55,6 +55,7 @@ class TrainingStep:
         communication_dtype: What gradients travel in between devices; their own dtype unless given.
         gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
             on all replicas; 0 sends all after backward.
+        processes: Averages the owners' gradients over several processes, where there are several.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -67,6 +68,7 @@ class TrainingStep:
         loss_reduction: LossReduction = "mean",
         communication_dtype: torch.dtype | None = None,
         gradient_packs: int = 8,
+        processes: ProcessReducer | None = None,
     ) -> None:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas, self._loss_reduction = replicas, loss_reduction
@@ -76,6 +78,7 @@ class TrainingStep:
         replicas.state.set_owners(self._owners)
         several = len(self._reducer.places) > 1 and gradient_packs > 0 and bool(parameters[0])
         self._eager = EagerReduction(parameters, gradient_packs, self._reduce_only) if several else None
+        self._processes, self._rows = processes, 0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._unreduced = False
@@ -95,6 +98,7 @@ class TrainingStep:
             if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
         """
         self._replicas.state.synchronize()
+        self._rows += sum(share.num_rows for share in shares)
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
         kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
@@ -147,6 +151,7 @@ class TrainingStep:
     def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
         self._replicas.state.synchronize()
+        self._rows += sum(share.num_rows for share in shares)
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
         self._collect_buffers()
@@ -205,6 +210,16 @@ class TrainingStep:
         self._reduce_only([index for index in range(len(self._owners)) if index not in done])
         if self._eager is not None:
             self._eager.forget()
+        if self._processes is not None:
+            self._reduce_processes(self._processes)
+
+    def _reduce_processes(self, processes: ProcessReducer) -> None:
+        parameters = self.owner_parameters
+        rows = -1 if self._loss_reduction == "sum" else self._rows
+        means = processes.mean([parameter.grad for parameter in parameters], parameters, rows)
+        for parameter, gradient in zip(parameters, means, strict=True):
+            parameter.grad = gradient
+        self._rows = 0
 
     @torch.no_grad()
     def _reduce_only(self, indices: Sequence[int]) -> None:

@@ -8,9 +8,11 @@ from lightning_dpx.replicas import current_rank
 class StepAwareRank(int):
     """The rank of the process, that compares as the rank of the running replica inside a step."""
 
+    first_replica = 0  # of this process, among those of all processes
+
     def __eq__(self, other: object) -> bool:
         rank = current_rank()
-        return int(self) == other if rank is None else rank.rank == other
+        return int(self) == other if rank is None else self.first_replica + rank.rank == other
 
     def __hash__(self) -> int:
         return int.__hash__(self)
@@ -19,7 +21,8 @@ class StepAwareRank(int):
         return self != 0
 
 
-def make_step_aware() -> None:
-    """``rank_zero_only`` functions run on the first replica only from now on; doing it twice changes nothing."""
-    rank = getattr(rank_zero_only, "rank", None) or 0
-    vars(rank_zero_only)["rank"] = StepAwareRank(rank)
+def make_step_aware(process_rank: int, first_replica: int = 0) -> None:
+    """``rank_zero_only`` functions run on the first replica of all only, from now on."""
+    rank = StepAwareRank(process_rank)
+    rank.first_replica = first_replica
+    vars(rank_zero_only)["rank"] = rank

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -18,7 +19,7 @@ from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.reducers import REDUCERS, GradientReducer, choose_reducer
+from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, choose_reducer
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
@@ -39,6 +40,7 @@ from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.precision import DPXPrecision
+from lightning_dpx.trainer.processes import agree, between_processes, connect, fingerprint, on_wire, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
 
 Workload = Literal["even", "auto"] | list[float]
@@ -64,6 +66,9 @@ class DPXStrategy(ParallelStrategy):
         communication_dtype: What gradients travel in between devices, "float16" or "bfloat16"; sums stay in their own.
         gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
             on all replicas; 0 sends all after backward.
+        process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
+            NCCL beside it for CUDA devices, unless given.
+        timeout: Seconds that processes wait for each other.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -86,6 +91,8 @@ class DPXStrategy(ParallelStrategy):
         loss_reduction: LossReduction = "mean",
         communication_dtype: CommunicationDtype | None = None,
         gradient_packs: int = 8,
+        process_group_backend: str | None = None,
+        timeout: float = 300.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -100,6 +107,11 @@ class DPXStrategy(ParallelStrategy):
             check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
         if isinstance(gradient_packs, bool) or not isinstance(gradient_packs, int) or gradient_packs < 0:
             raise ConfigurationError(f"gradient_packs={gradient_packs!r} is not allowed; give 0 or a positive integer.")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+            raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
+        self._process_group_backend, self._timeout = process_group_backend, float(timeout)
+        self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
+        self.num_nodes = 1  # Lightning sets it
         self._wire = None if communication_dtype is None else getattr(torch, communication_dtype)
         self._gradient_packs = gradient_packs
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
@@ -121,15 +133,31 @@ class DPXStrategy(ParallelStrategy):
         return self.parallel_devices[0]
 
     @property
+    def num_processes(self) -> int:
+        """Processes that train together, each with its own replicas."""
+        return super().world_size
+
+    @property
+    def process_rank(self) -> int:
+        """This process among them."""
+        return super().global_rank
+
+    @property
     def is_distributed(self) -> bool:
-        """False: there is one process, so Lightning needs no distributed sampler."""
-        return False
+        """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
+        return self.num_processes > 1
+
+    def set_world_ranks(self) -> None:
+        """Where no launcher says otherwise, there is one process per node."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_world_size(self.num_nodes)
+            self.cluster_environment.set_global_rank(self.node_rank)
 
     @property
     def global_rank(self) -> int:
         """The replica inside a step, the process outside."""
         rank = current_rank()
-        return super().global_rank if rank is None else rank.rank
+        return super().global_rank if rank is None else self._replica_offset + rank.rank
 
     @property
     def local_rank(self) -> int:
@@ -141,12 +169,14 @@ class DPXStrategy(ParallelStrategy):
     def world_size(self) -> int:
         """The replicas that take part in the step, or the number of processes outside."""
         rank = current_rank()
-        return super().world_size if rank is None else rank.world_size
+        if rank is None:
+            return super().world_size
+        return rank.world_size if self.num_processes == 1 else self._all_replicas
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Counts processes: replicas share one loader."""
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.num_processes, "rank": self.process_rank}
 
     @property
     def precision_plugin(self) -> Precision:
@@ -162,16 +192,14 @@ class DPXStrategy(ParallelStrategy):
     # ---- set-up and tear-down ----
 
     def setup_environment(self) -> None:
-        """Refuses what one process cannot drive yet, then sets up the root device."""
-        if super().world_size > 1:
-            raise UnsupportedError(
-                f"DPXStrategy drives one process, but {super().world_size} were started; use num_nodes=1 and start the "
-                "script without a launcher."
-            )
+        """Sets up the root device and joins the other processes, if there are any."""
         super().setup_environment()
+        if self.num_processes > 1:
+            assert self.cluster_environment is not None, "it said that there are others"
+            connect(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
         if isinstance(self.precision_plugin, DPXPrecision):
             self.precision_plugin.place(self.root_device)
-        make_step_aware()
+        make_step_aware(self.process_rank)
 
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
@@ -200,12 +228,27 @@ class DPXStrategy(ParallelStrategy):
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
             copied._trainer = module._trainer  # LightningModule drops it from its copies
-        if len(devices) > 1:
-            self._consider_threads(module, replicas)
+        if self.num_processes > 1:
+            self._meet_processes(module, len(devices))
+        if len(devices) > 1 or self.num_processes > 1:
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
-            self._step = TrainingStep(replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs)
+            several = ProcessReducer(self._gradient_packs, self._wire) if self.num_processes > 1 else None
+            self._step = TrainingStep(
+                replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs, several
+            )
+            if several is None:
+                self._consider_threads(module, replicas)
             self._announce_reducer(replicas.devices)
         return model
+
+    def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
+        """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
+        agree(fingerprint(module, loss_reduction=self._loss_reduction, communication_dtype=str(self._wire)))
+        counts: list[Any] = [None] * self.num_processes
+        torch.distributed.all_gather_object(counts, num_replicas)
+        self._replica_offset, self._all_replicas = sum(counts[: self.process_rank]), sum(counts)
+        make_step_aware(self.process_rank, self._replica_offset)
+        start_equal(module)
 
     def _announce_reducer(self, devices: Sequence[torch.device]) -> None:
         if self._reducer == "auto" and len(set(devices)) > 1:
@@ -288,7 +331,8 @@ class DPXStrategy(ParallelStrategy):
         assert replicas is not None, "the step came with them"
         # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
         by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
-        if len(shares) == 1 and not by_hand and not self._step.has_other_owners:
+        alone_here = len(shares) == 1 and self.num_processes == 1
+        if alone_here and not by_hand and not self._step.has_other_owners:
             replicas.release_cores()
             alone = super().training_step
             if self._undecided:
@@ -465,43 +509,78 @@ class DPXStrategy(ParallelStrategy):
 
     def _leave_training(self) -> None:
         self._mark_changed()
+        if self._is_connected and (module := self.lightning_module) is not None:
+            between_processes("sharing buffers", lambda: share(list(module.buffers())))
         if self._replicas is not None:
             self._replicas.release_cores()
 
     on_train_start = on_validation_end = _mark_changed
     on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_training
 
-    # ---- collectives: between replicas inside a step, with nobody outside, as there is one process ----
+    # ---- collectives: between replicas inside a step, between processes outside ----
 
     def barrier(self, name: str | None = None) -> None:
-        """Inside a step waits for the other replicas."""
-        if (rank := _rank_with_peers()) is not None:
+        """Waits for the other replicas inside a step, for the other processes outside."""
+        if (rank := self._rank_with_peers()) is not None:
             rank.meet("barrier", None)
+        elif current_rank() is None and self._is_connected:
+            between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Inside a step replica ``src``'s object, outside the object itself."""
-        rank = _rank_with_peers()
-        return obj if rank is None else collectives.broadcast(rank, obj, src)
+        """Replica ``src``'s object inside a step, process ``src``'s outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            return collectives.broadcast(rank, obj, src)
+        if current_rank() is not None or not self._is_connected:
+            return obj
+        box = [obj]
+        between_processes("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
+        return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Inside a step the mean (sum, min, max) over the replicas, outside the tensor itself."""
-        rank = _rank_with_peers()
-        if rank is None or not isinstance(tensor, Tensor):
+        """The mean (sum, min, max) over the replicas inside a step, over the processes outside."""
+        if not isinstance(tensor, Tensor):
             return tensor
-        return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
+        if (rank := self._rank_with_peers()) is not None:
+            return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
+        if current_rank() is not None or not self._is_connected:
+            return tensor
+        wire = on_wire(tensor)
+        reduced = between_processes("reduce", lambda: _sync_ddp_if_available(wire, group, reduce_op))
+        return reduced.to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Inside a step (K, ...) from (...) of K replicas, outside the tensor itself."""
-        rank = _rank_with_peers()
-        return tensor if rank is None else collectives.all_gather(rank, tensor, sync_grads)
+        """(K, ...) from (...) of K replicas inside a step, of K processes outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            return collectives.all_gather(rank, tensor, sync_grads)
+        if current_rank() is not None or not self._is_connected:
+            return tensor
+        wire = on_wire(tensor)
+        gathered: Tensor = between_processes(
+            "all_gather", lambda: _all_gather_ddp_if_available(wire, group, sync_grads)
+        )
+        return gathered.to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Inside a step whether all (or any) replicas say yes."""
-        rank = _rank_with_peers()
-        if rank is None:
+        """Whether all (or any) say yes: replicas inside a step, processes outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            votes = sum(rank.meet("reduce_boolean_decision", bool(decision)))
+            return bool(votes == rank.world_size if all else votes)
+        if current_rank() is not None or not self._is_connected:
             return decision
-        votes = sum(rank.meet("reduce_boolean_decision", bool(decision)))
-        return bool(votes == rank.world_size if all else votes)
+        return super().reduce_boolean_decision(decision, all)
+
+    @property
+    def _is_connected(self) -> bool:
+        return self.num_processes > 1 and torch.distributed.is_initialized()
+
+    def _rank_with_peers(self) -> ReplicaRank | None:
+        rank = current_rank()
+        if rank is not None and self.num_processes > 1:
+            raise UnsupportedError(
+                "A collective inside a step reaches only the replicas of one process, and there are "
+                f"{self.num_processes} processes; call it in a hook between the steps, or start one process."
+            )
+        return rank if rank is not None and rank.world_size > 1 else None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -509,11 +588,6 @@ class DPXStrategy(ParallelStrategy):
         for name, options in {"dpx": {}, **{f"dpx_{reducer}": {"reducer": reducer} for reducer in REDUCERS}}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=f"one process, replicas; {options}", **options)
-
-
-def _rank_with_peers() -> ReplicaRank | None:
-    rank = current_rank()
-    return rank if rank is not None and rank.world_size > 1 else None
 
 
 def check_reducer(reducer: str | GradientReducer) -> None:

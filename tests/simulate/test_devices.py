@@ -1,5 +1,6 @@
 """Memory, traffic and the accelerator of simulated devices."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 
 @pytest.fixture
 def sim() -> Iterator[object]:
-    """``torch.sim`` with eight devices without limits, also afterwards."""
+    """``torch.sim`` with eight empty devices without limits, also afterwards."""
+    gc.collect()  # trainers of earlier tests are in reference cycles
     dpx.simulate(8)
     yield torch.get_device_module("sim")
     dpx.simulate(8)

@@ -1,0 +1,106 @@
+"""Several processes, each with its own replicas: connecting, agreeing on what is trained, and starting out equal."""
+
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from torch import distributed, nn
+
+from lightning_dpx.errors import CollectiveError, ReplicationError
+from lightning_dpx.reducers.internode import describe_loss
+
+Fingerprint = Mapping[str, Any]
+
+
+def connect(environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: float) -> None:
+    """Joins the default process group.
+
+    Args:
+        environment: Lightning's view of the launcher.
+        backend: Of torch.distributed; gloo, and NCCL beside it for CUDA devices, unless given.
+        device: The first device of this process.
+        timeout: Seconds that any collective may take, this one included.
+
+    Raises:
+        CollectiveError: not all processes came in time.
+    """
+    chosen = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        _init_dist_connection(environment, chosen, timeout=datetime.timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise CollectiveError(
+            f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
+            f"{environment.main_address}:{environment.main_port} for the others ({error})"
+        ) from error
+
+
+def between_processes(what: str, call: Callable[[], Any]) -> Any:
+    """What ``call``, a collective of torch.distributed, returns.
+
+    Raises:
+        CollectiveError: another process is lost; names its rank.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        raise CollectiveError(f"{describe_loss(what)} ({error})") from error
+
+
+def on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` where a process group can send it from; a copy of its own."""
+    detached = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
+    return detached.clone().contiguous()
+
+
+def fingerprint(module: nn.Module, **settings: Any) -> Fingerprint:
+    """What must be equal on all processes."""
+    parameters = {name: f"{list(value.shape)} {value.dtype}" for name, value in module.named_parameters()}
+    return {"torch": torch.__version__, **settings, "parameters": parameters}
+
+
+def agree(mine: Fingerprint) -> None:
+    """Compares the fingerprints of all processes, before anything large is sent.
+
+    Raises:
+        ReplicationError: on every process, with the first difference and its ranks.
+    """
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, dict(mine))
+    for rank, theirs in enumerate(everyone):
+        difference = _first_difference(everyone[0], theirs)
+        if difference is not None:
+            what, first, other = difference
+            raise ReplicationError(
+                f"The processes do not train the same thing: {what} is {first} on rank 0 and {other} on rank {rank}."
+            )
+
+
+def _first_difference(first: Fingerprint, other: Fingerprint) -> tuple[str, Any, Any] | None:
+    for key, value in first.items():
+        if key == "parameters":
+            for name in (*value, *other[key]):
+                if value.get(name) != other[key].get(name):
+                    return f"parameter {name}", value.get(name, "missing"), other[key].get(name, "missing")
+            if list(value) != list(other[key]):
+                return "the order of the parameters", list(value), list(other[key])
+        elif value != other.get(key):
+            return key, value, other.get(key)
+    return None
+
+
+@torch.no_grad()
+def start_equal(module: nn.Module) -> None:
+    """Parameters and buffers become those of rank 0."""
+    share([*module.parameters(), *module.buffers()])
+
+
+@torch.no_grad()
+def share(tensors: list[torch.Tensor]) -> None:
+    """Every tensor becomes rank 0's."""
+    for tensor in tensors:
+        wire = on_wire(tensor.detach())
+        distributed.broadcast(wire, 0)
+        tensor.copy_(wire)

@@ -1,0 +1,102 @@
+"""What every process of ``test_processes`` runs: ``process_program.py CASE FOLDER``."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from tests.conftest import Classifier, make_loader, make_trainer
+
+
+class Running(Callback):
+    """Leaves a file once a few steps are done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            self.path.touch()
+
+
+class Checked(Classifier):
+    """Ranks count the replicas of all processes inside a step, and the processes outside."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.trainer.world_size == 4
+        assert 0 <= self.global_rank < 4
+        self.log("rows_of_all", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        assert self.trainer.world_size == 2
+        assert self.trainer.strategy.broadcast(self.global_rank) == 0
+        assert self.all_gather(torch.tensor(self.global_rank)).tolist() == [0, 1]
+        assert self.trainer.strategy.reduce(torch.tensor(float(self.global_rank)), reduce_op="sum") == 1
+
+
+class Summed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+def own_loader(rank: int, first: int) -> DataLoader[Any]:
+    """Of every sixteen rows the ``first`` ones for rank 0 and the rest for rank 1."""
+    rows, labels = make_loader(48).dataset.tensors  # type: ignore[attr-defined]
+    parts = [slice(at, at + first) if rank == 0 else slice(at + first, at + 16) for at in (0, 16, 32)]
+    chosen = TensorDataset(torch.cat([rows[part] for part in parts]), torch.cat([labels[part] for part in parts]))
+    return DataLoader(chosen, first if rank == 0 else 16 - first)
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dealt = case == "dealt"  # by Lightning's sampler, which always shuffles
+    options: dict[str, Any] = {"num_nodes": 2, "use_distributed_sampler": dealt}
+    arguments: dict[str, Any] = {"execution": "inline", "timeout": 60.0}
+    loader, model = make_loader(48, 8), Checked(optimizer="adam")
+    if case == "colocate":
+        options["accelerator"], arguments["reducer"] = "sim", "colocate"
+    elif case == "sum-accumulated":
+        options["accumulate_grad_batches"], arguments["loss_reduction"] = 2, "sum"
+        model = Summed(optimizer="sgd")
+    elif case == "checkpoint":
+        del options["num_nodes"]
+    elif case == "endless":
+        options["max_epochs"] = 10_000
+        arguments["timeout"] = 20.0
+    trainer = make_trainer(strategy=dpx.DPXStrategy(**arguments), devices=2, **options)
+    rank = trainer.global_rank
+    if not dealt:
+        loader = own_loader(rank, first=10 if case == "uneven" else 8)
+    if case == "different":
+        model = Classifier()
+        if rank == 1:
+            model.net[2] = nn.Linear(16, 5)
+    elif case == "endless":
+        trainer.callbacks.append(Running(folder / f"running_{rank}"))
+    started = time.monotonic()
+    try:
+        trainer.fit(model, loader, loader)
+    except dpx.ReplicationError:
+        print(f"refused after {time.monotonic() - started:.1f} s", flush=True)
+        raise
+    if dealt:
+        sampler = trainer.train_dataloader.sampler
+        assert (sampler.num_replicas, sampler.rank, len(sampler)) == (2, rank, 24)
+    if case == "checkpoint":
+        trainer.save_checkpoint(folder / "half.ckpt")
+    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / f"{case}_{rank}.pt")
+    print("ended well", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Several processes, each with its own replicas: equal to one device, and clear about what goes wrong."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_dpx as dpx
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
+from tests.trainer.process_program import Summed
+
+pytestmark = pytest.mark.timeout(170)
+
+PROGRAM = Path(__file__).with_name("process_program.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(case: str, folder: Path, world: int = 2) -> list[subprocess.Popen[str]]:
+    """The processes of a run, as a cluster's launcher would start them: one per node."""
+    port = str(free_port())
+    processes = []
+    for rank in range(world):
+        environment = {
+            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(rank),
+            "PYTHONPATH": str(PROGRAM.parents[2]),
+        }  # fmt: skip
+        command = [sys.executable, str(PROGRAM), case, str(folder)]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    return processes
+
+
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 150) -> list[str]:
+    try:
+        return [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def one_device(model: Classifier | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    start = Classifier(optimizer="adam")
+    model = start if model is None else model
+    model.load_state_dict(start.state_dict())
+    make_trainer(**options).fit(model, make_loader(48), make_loader(48))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("case", ["even", "colocate", "uneven", "sum-accumulated", "dealt"])
+def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str, tmp_path: Path) -> None:
+    printed = finish(start(case, tmp_path))
+    assert "ended well" in printed[0], printed[0]
+    assert "ended well" in printed[1], printed[1]
+    seen = [torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
+    assert_equal(seen[1], seen[0], bitwise=True)
+    if case == "sum-accumulated":
+        assert_equal(seen[0], one_device(Summed(optimizer="sgd"), accumulate_grad_batches=2))
+    elif case != "dealt":  # by a sampler that shuffles
+        assert_equal(seen[0], one_device())
+
+
+def test_under_torchrun_files_are_written_once_and_resume_in_one_process(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
+        str(PROGRAM), "checkpoint", str(tmp_path),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.stdout.count("ended well") == 2, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["half.ckpt"]
+    model = Classifier(optimizer="adam")
+    trainer = make_trainer(max_epochs=3, strategy=dpx.DPXStrategy(execution="inline"), devices=3)
+    trainer.fit(model, make_loader(48), make_loader(48), ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(model.state_dict(), one_device(max_epochs=3))
+
+
+def test_different_models_are_refused_at_setup_by_name(tmp_path: Path) -> None:
+    printed = finish(start("different", tmp_path), 60)
+    for text in printed:
+        assert "parameter net.2.weight is [3, 16] torch.float32 on rank 0 and [5, 16] torch.float32 on rank 1" in text
+        seconds = float(text.partition("refused after ")[2].split()[0])
+        assert seconds < 5
+
+
+def test_a_process_that_ends_is_named_by_the_others(tmp_path: Path) -> None:
+    processes = start("endless", tmp_path)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("running_*"))) < 2:
+        assert time.monotonic() < deadline, finish(processes, 1)
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGKILL)
+    printed = finish(processes, 60)
+    assert processes[0].returncode not in (0, -signal.SIGKILL)
+    assert "Process 0 lost rank 1 of 2 processes during" in printed[0], printed[0]
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="timeout=0 is not allowed"):
+        dpx.DPXStrategy(timeout=0)
