@@ -67,7 +67,9 @@ def main() -> None:
         options["accelerator"], arguments["reducer"] = "sim", "colocate"
     elif case == "sum-accumulated":
         options["accumulate_grad_batches"], arguments["loss_reduction"] = 2, "sum"
-        model = Summed(optimizer="sgd")
+        summed = Summed(optimizer="sgd")
+        summed.load_state_dict(model.state_dict())
+        model = summed  # type: ignore[assignment]
     elif case == "checkpoint":
         del options["num_nodes"]
     elif case == "endless":
