@@ -496,8 +496,8 @@ class DPXStrategy(ParallelStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps on the owners; the replicas follow before their next forward."""
-        if self._step is not None:
-            self._step.reduce()  # what manual optimization accumulated on the replicas in earlier steps
+        if self._step is not None and not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            self._step.reduce()  # what the replicas accumulated in earlier steps
         result = super().optimizer_step(*args, **kwargs)
         if self._replicas is not None:
             self._replicas.state.optimizer_stepped()
