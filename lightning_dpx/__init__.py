@@ -9,6 +9,7 @@ import sys
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dpx.activations import Activation, trace_activations
 from lightning_dpx.errors import (
     CollectiveError,
     ConfigurationError,
@@ -21,12 +22,14 @@ from lightning_dpx.errors import (
 from lightning_dpx.group import ReplicaGroup
 from lightning_dpx.monitor import TensorMonitor
 from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
+from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
 from lightning_dpx.simulate import simulate
 from lightning_dpx.trainer import DPXPrecision, DPXStrategy, SimAccelerator
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "CollectiveError",
     "ConfigurationError",
     "DPXError",
@@ -41,8 +44,13 @@ __all__ = [
     "TensorMonitor",
     "UnsupportedError",
     "least_loaded_placement",
+    "park_activations",
     "register_reducer",
+    "shift_activations",
     "simulate",
+    "trace_activations",
+    "unpark_activations",
+    "unshift_activations",
 ]
 
 DPXStrategy.register_strategies(StrategyRegistry)

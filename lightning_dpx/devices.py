@@ -3,8 +3,8 @@
 import os
 import re
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -83,6 +83,20 @@ def num_usable_cpus() -> int:
 def host_random_state() -> torch.Tensor:
     """A snapshot of the process-wide CPU generator, to notice that somebody drew from it."""
     return torch.get_rng_state()
+
+
+@contextmanager
+def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """The generators of the host and of ``devices`` continue afterwards as if nothing had been drawn."""
+    host = torch.get_rng_state()
+    others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
+    states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        for device, state in states:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 class Stopwatch:

@@ -225,10 +225,14 @@ class TrainingStep:
     def _reduce_only(self, indices: Sequence[int]) -> None:
         columns = [replica.parameters for replica in self._replicas.replicas]
         owners = [self._owners[index] for index in indices]
-        grads = self._reducer.reduce([[column[i].grad for i in indices] for column in columns], owners=owners)
+        devices = self._replicas.devices
+        grads = self._reducer.reduce(
+            [[_on(column[i].grad, device) for i in indices] for column, device in zip(columns, devices, strict=True)],
+            owners=owners,
+        )
         for replica, column in enumerate(columns):
             for index, owner, total in zip(indices, owners, grads, strict=True):
-                column[index].grad = total if replica == owner else None
+                column[index].grad = _on(total, column[index].device) if replica == owner else None
 
     def discard(self) -> None:
         """After an error: forgets the forward and the gradients of the other replicas."""
@@ -242,3 +246,8 @@ class TrainingStep:
         """Takes its hooks off the parameters."""
         if self._eager is not None:
             self._eager.close()
+
+
+def _on(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Parameters of shifted parts live elsewhere than their replica."""
+    return gradient if gradient is None or gradient.device == device else gradient.to(device)

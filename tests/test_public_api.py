@@ -3,6 +3,7 @@ import lightning_dpx as dpx
 
 def test_the_public_names_are_frozen_and_sorted() -> None:
     expected = [
+        "Activation",
         "CollectiveError",
         "ConfigurationError",
         "DPXError",
@@ -17,8 +18,13 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "TensorMonitor",
         "UnsupportedError",
         "least_loaded_placement",
+        "park_activations",
         "register_reducer",
+        "shift_activations",
         "simulate",
+        "trace_activations",
+        "unpark_activations",
+        "unshift_activations",
     ]
     assert dpx.__all__ == expected == sorted(expected)
     assert all(name in vars(dpx) for name in expected)

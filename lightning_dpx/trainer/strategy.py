@@ -1,7 +1,7 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dpx import shifting
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, choose_reducer
 from lightning_dpx.replicas import (
@@ -35,6 +36,7 @@ from lightning_dpx.replicas import (
     restore_batch_norm,
     synchronize_batch_norm,
 )
+from lightning_dpx.shifting import applied_shift, check_shifts, unshift_activations
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
@@ -66,6 +68,9 @@ class DPXStrategy(ParallelStrategy):
         communication_dtype: What gradients travel in between devices, "float16" or "bfloat16"; sums stay in their own.
         gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
             on all replicas; 0 sends all after backward.
+        shifts: {from: to}: parts of the replica on one device run, with what they keep for backward, on another one;
+            several replicas may share a target.
+        shift_activations: Which parts: submodules by name or pattern ("encoder.layers.[0-3]").
         process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
             NCCL beside it for CUDA devices, unless given.
         timeout: Seconds that processes wait for each other.
@@ -91,6 +96,8 @@ class DPXStrategy(ParallelStrategy):
         loss_reduction: LossReduction = "mean",
         communication_dtype: CommunicationDtype | None = None,
         gradient_packs: int = 8,
+        shifts: dict[str, str] | None = None,
+        shift_activations: list[str] | None = None,
         process_group_backend: str | None = None,
         timeout: float = 300.0,
         accelerator: Accelerator | None = None,
@@ -107,6 +114,13 @@ class DPXStrategy(ParallelStrategy):
             check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
         if isinstance(gradient_packs, bool) or not isinstance(gradient_packs, int) or gradient_packs < 0:
             raise ConfigurationError(f"gradient_packs={gradient_packs!r} is not allowed; give 0 or a positive integer.")
+        if (shifts is None) != (shift_activations is None):
+            given, missing = ("shifts", "shift_activations") if shifts is not None else ("shift_activations", "shifts")
+            raise ConfigurationError(f"{given} needs {missing}: where from and to, and which parts of the module.")
+        if isinstance(shifts, str):
+            raise ConfigurationError(f"shifts={shifts!r} is not allowed; give {{from: to}}.")
+        self._shifts = check_shifts(shifts) if shifts is not None else {}
+        self._shifted_parts = list(shift_activations or [])
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
             raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
@@ -228,6 +242,7 @@ class DPXStrategy(ParallelStrategy):
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
             copied._trainer = module._trainer  # LightningModule drops it from its copies
+        self._shift([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
             self._meet_processes(module, len(devices))
         if len(devices) > 1 or self.num_processes > 1:
@@ -240,6 +255,30 @@ class DPXStrategy(ParallelStrategy):
                 self._consider_threads(module, replicas)
             self._announce_reducer(replicas.devices)
         return model
+
+    def _shift(self, modules: Sequence[Module], devices: Sequence[torch.device]) -> None:
+        """Moves the chosen parts of every replica, before the optimizers exist."""
+        for source, target in self._shifts.items():
+            if source not in devices:
+                raise ConfigurationError(
+                    f"shifts names {source}, but the replicas live on {', '.join(map(str, devices))}."
+                )
+            if target in devices:
+                raise ConfigurationError(
+                    f"shifts[{str(source)!r}]={str(target)!r}: a replica lives on {target}; shift to a device without."
+                )
+        for replica, device in zip(modules, devices, strict=True):
+            if device in self._shifts:
+                shift = shifting.shift_activations(replica, self._shifted_parts, {device: self._shifts[device]})
+                parts = ", ".join(shift.chosen)
+                rank_zero_info(f"dpx: of the replica on {device}, {parts} runs on {shift.target}.")
+
+    @contextmanager
+    def _shifted(self, module: Module | None = None) -> Iterator[None]:
+        """Whatever runs a replica's own step runs in here."""
+        shift = applied_shift(module or self.lightning_module) if self._shifts else None  # type: ignore[arg-type]
+        with shift.active() if shift is not None else nullcontext():
+            yield
 
     def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
         """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
@@ -273,7 +312,7 @@ class DPXStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of every parameter to where its owner is."""
-        if self._step is None or not self._step.has_other_owners:
+        if not self._shifts and (self._step is None or not self._step.has_other_owners):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -308,6 +347,8 @@ class DPXStrategy(ParallelStrategy):
             self._replicas.close()
         if self.lightning_module is not None:
             restore_batch_norm(self.lightning_module)
+            if applied_shift(self.lightning_module) is not None:
+                unshift_activations(self.lightning_module)
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
         Strategy.teardown(self)
 
@@ -326,7 +367,8 @@ class DPXStrategy(ParallelStrategy):
         and it computes the loss from those of the whole batch; gradients flow back through every replica.
         """
         if self._step is None:
-            return self._finished("training_step", super().training_step(*args, **kwargs))
+            with self._shifted():
+                return self._finished("training_step", super().training_step(*args, **kwargs))
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
         # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
@@ -339,7 +381,8 @@ class DPXStrategy(ParallelStrategy):
                 return self._choosing_step(
                     lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
                 )
-            return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
+            with self._shifted():
+                return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
         replicas.claim_cores()
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
@@ -420,11 +463,13 @@ class DPXStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._replicas is None:
-            return self._finished(name, alone(*args, **kwargs))
+            with self._shifted():
+                return self._finished(name, alone(*args, **kwargs))
         shares = self._shares(name, args)
         dataloader_idx = args[2] if len(args) > 2 else 0
         if len(shares) == 1:
-            return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
+            with self._shifted():
+                return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
         self._replicas.state.synchronize()
         with self._logs(shares) as call, self.precision_plugin.val_step_context():
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
@@ -458,7 +503,7 @@ class DPXStrategy(ParallelStrategy):
         def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Callable[[Share], Any]:
             def call(share: Share) -> Any:
                 module: Any = share.replica.module
-                with logs[share.replica.index].recording(module):
+                with logs[share.replica.index].recording(module), self._shifted(module):
                     return getattr(module, name)(self._transfer(share, idx), *args, **kwargs)
 
             return call

@@ -1,0 +1,146 @@
+"""What a model keeps between forward and backward: which module call keeps how many bytes, in the order of forward.
+
+Autograd reports every tensor that it saves to a pack hook; forward hooks tell which module call is running. Nothing is
+changed: buffers, gradients, train flags and random generators are put back after the traced run.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.devices import random_states_kept
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """One tensor that backward keeps.
+
+    Attributes:
+        name: The path of the innermost module that was running, with ``#2``, ``#3``, ... for its later calls, and
+            ``:1``, ``:2``, ... for what it keeps beside the first tensor. The root module's own are under ``""``.
+        module: The path alone.
+        shape: Of the tensor that was saved.
+        dtype: Of the tensor that was saved.
+        num_bytes: Of its storage; 0 where an earlier activation keeps the same one.
+        device: Where it is.
+        operator: The autograd node that keeps it.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    device: torch.device
+    operator: str
+
+
+def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
+    """The activations of one forward, in order.
+
+    Args:
+        module: Any module. One with a ``training_step`` runs that, as Lightning does, with the batch and index 0.
+        batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
+
+    Returns:
+        One entry per saved tensor, without parameters, buffers and the inputs themselves.
+    """
+    step = getattr(module, "training_step", None)
+    run = (lambda: step(batch[0] if len(batch) == 1 else batch, 0)) if step is not None else (lambda: module(*batch))
+    return trace_run(module, run, tree_leaves(batch))
+
+
+def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation]:
+    """The activations of ``run``, which calls ``module`` or parts of it."""
+    found: list[Activation] = []
+    known = [*module.parameters(), *module.buffers(), *(leaf for leaf in inputs if isinstance(leaf, torch.Tensor))]
+    given = {tensor.untyped_storage()._cdata for tensor in known}
+    kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
+    calls, counts = CallStack(module), Counter[str]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata in given:
+            return tensor
+        number = counts[calls.name]
+        counts[calls.name] += 1
+        name = f"{calls.name}:{number}" if number else calls.name
+        size = 0 if storage._cdata in kept else storage.nbytes()
+        kept[storage._cdata] = storage
+        operator = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
+        found.append(Activation(name, calls.path, tuple(tensor.shape), tensor.dtype, size, tensor.device, operator))
+        return tensor
+
+    with nothing_changed(module), calls.tracked(), torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run()
+    return found
+
+
+class CallStack:
+    """Which module call is running, by forward hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._stack: list[tuple[str, int]] = [("", 1)]
+        self._calls: Counter[str] = Counter()
+
+    @property
+    def path(self) -> str:
+        """The innermost running module."""
+        return self._stack[-1][0]
+
+    @property
+    def name(self) -> str:
+        """The path, with the number of the call from the second one on."""
+        path, call = self._stack[-1]
+        return path if call == 1 else f"{path}#{call}"
+
+    @contextmanager
+    def tracked(self) -> Iterator[None]:
+        """Follows the calls for a while."""
+        handles = []
+        for path, child in self._module.named_modules():
+            if child is self._module:
+                continue
+
+            def enter(_module: nn.Module, _inputs: Any, path: str = path) -> None:
+                self._calls[path] += 1
+                self._stack.append((path, self._calls[path]))
+
+            def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+                self._stack.pop()
+
+            handles.append(child.register_forward_pre_hook(enter))
+            handles.append(child.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def nothing_changed(module: nn.Module) -> Iterator[None]:
+    """Buffers, gradients and random generators are put back afterwards."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    try:
+        with random_states_kept(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

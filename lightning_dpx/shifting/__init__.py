@@ -1,0 +1,14 @@
+"""Third sibling: parts of a model, with what they keep for backward, on another device (Caffe2's device shifts)."""
+
+from lightning_dpx.shifting.park import park_activations, unpark_activations
+from lightning_dpx.shifting.shift import Shift, applied_shift, check_shifts, shift_activations, unshift_activations
+
+__all__ = [
+    "Shift",
+    "applied_shift",
+    "check_shifts",
+    "park_activations",
+    "shift_activations",
+    "unpark_activations",
+    "unshift_activations",
+]

@@ -1,0 +1,327 @@
+"""Chosen module calls, with their operators, parameters and what they keep for backward, run on another device.
+
+Labels are propagated as in Caffe2's ShiftActivationDevices: what is chosen runs on the target, everything else where it
+was, and an operator that gets tensors of both devices runs where its output belongs. In PyTorch the running module call
+tells where that is, so the labels need no graph: a stack of chosen calls, and a function mode that brings the operands
+of every operator to the device on top of the stack. A tensor is copied to a device once per step, however many
+operators use it there; autograd brings its gradient back once.
+"""
+
+import difflib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
+
+_SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
+_LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
+                    "cpu", "cuda", "data_ptr", "requires_grad_", "register_hook", "backward", "detach", "__len__",
+                    "untyped_storage", "storage_offset", "is_contiguous", "type", "item", "tolist"})  # fmt: skip
+
+
+def shift_activations(module: nn.Module, activations: str | Sequence[str], shifts: Mapping[Any, Any]) -> "Shift":
+    """Runs parts of ``module`` on another device from now on.
+
+    Args:
+        module: The model; it keeps its class, its names and its state dict.
+        activations: Names of submodules, or patterns as for file names (``"encoder.layers.[0-3]"``). A submodule's own
+            submodules go with it. Names of activations from :func:`trace_activations` name their modules.
+        shifts: ``{from: to}``; parts of the model that live on ``from`` move to ``to``.
+
+    Returns:
+        The shift, which :func:`unshift_activations` takes back.
+
+    Raises:
+        ConfigurationError: a device is both source and target, a pattern matches nothing (with the nearest names), or
+            the module is shifted already.
+    """
+    if module in _SHIFTS:
+        raise ConfigurationError("The module is shifted already; call unshift_activations(module) first.")
+    placed = check_shifts(shifts)
+    chosen = choose_modules(module, [activations] if isinstance(activations, str) else activations)
+    shift = Shift(module, chosen, placed)
+    shift.install()
+    _SHIFTS[module] = shift
+    return shift
+
+
+def unshift_activations(module: nn.Module) -> None:
+    """Everything runs, and lives, where it did before.
+
+    Raises:
+        ConfigurationError: the module is not shifted.
+    """
+    shift = _SHIFTS.pop(module, None)
+    if shift is None:
+        raise ConfigurationError("The module is not shifted.")
+    shift.remove()
+
+
+def applied_shift(module: nn.Module) -> "Shift | None":
+    """The shift of ``module``, if there is one."""
+    return _SHIFTS.get(module)
+
+
+def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
+    """``{from: to}`` with real devices.
+
+    Raises:
+        ConfigurationError: nothing to shift, an unknown device, one that is both source and target.
+    """
+    if not shifts:
+        raise ConfigurationError("shifts is empty; give {from: to}, for example {'cuda:0': 'cuda:1'}.")
+    placed = {}
+    for source, target in shifts.items():
+        try:
+            placed[canonical_device(source)] = canonical_device(target)
+        except RuntimeError as error:
+            raise ConfigurationError(f"shifts[{source!r}]={target!r} names an unknown device: {error}") from error
+    for source, target in placed.items():
+        if target in placed:
+            what = "itself" if source == target else "a device that is shifted too"
+            raise ConfigurationError(
+                f"shifts[{str(source)!r}]={str(target)!r} shifts to {what}; sources and targets must differ."
+            )
+    return placed
+
+
+def choose_modules(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Paths of the chosen submodules, without those inside of another chosen one.
+
+    Raises:
+        ConfigurationError: no patterns, or one that matches nothing; with the nearest names.
+    """
+    if not patterns:
+        raise ConfigurationError("activations is empty; name at least one submodule.")
+    names = [name for name, _ in module.named_modules() if name]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        path = pattern.partition("#")[0].partition(":")[0]
+        matching = [name for name in names if fnmatchcase(name, path)]
+        if not matching:
+            near = difflib.get_close_matches(path, names, n=3, cutoff=0.3)
+            raise ConfigurationError(
+                f"activations names {pattern!r}, which matches no submodule; the nearest are: {', '.join(near)}."
+            )
+        chosen.update(matching)
+    return [name for name in names if name in chosen and not _has_ancestor(name, chosen)]
+
+
+def _has_ancestor(name: str, chosen: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in chosen for length in range(1, len(parts)))
+
+
+class Shift:
+    """Chosen submodules of one module, and where they run.
+
+    Attributes:
+        chosen: Their paths.
+        source: Where the rest of the module runs.
+        target: Where they run.
+    """
+
+    def __init__(self, module: nn.Module, chosen: list[str], shifts: Mapping[torch.device, torch.device]) -> None:
+        homes = {canonical_device(parameter.device) for parameter in module.parameters()}
+        sources = [device for device in shifts if device in homes]
+        if len(sources) != 1:
+            lives = ", ".join(sorted(map(str, homes)))
+            raise ConfigurationError(
+                f"The module lives on {lives}; shifts must name exactly one of its devices, not "
+                f"{', '.join(map(str, shifts))}."
+            )
+        self._module = weakref.ref(module)
+        self.chosen, self.source, self.target = chosen, sources[0], shifts[sources[0]]
+        self._handles: list[RemovableHandle] = []
+        self._local = threading.local()
+
+    def install(self) -> None:
+        """Moves what only the chosen submodules use, and hooks them."""
+        module = self._module()
+        assert module is not None, "held by the caller"
+        for tensor in self._own_tensors(module):
+            _relocate(tensor, self.target)
+        for name in self.chosen:
+            child = module.get_submodule(name)
+            self._handles.append(child.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            self._handles.append(child.register_forward_hook(self._leave, always_call=True))
+        for name, child in module.named_modules():
+            if not _has_ancestor(f"{name}.", set(self.chosen)):
+                self._handles.append(child.register_forward_pre_hook(self._enter_home, with_kwargs=True, prepend=True))
+                self._handles.append(child.register_forward_hook(self._end, always_call=True))
+
+    def remove(self) -> None:
+        """Takes the hooks off and moves everything back."""
+        for handle in self._handles:
+            handle.remove()
+        module = self._module()
+        if module is not None:
+            for tensor in self._own_tensors(module):
+                _relocate(tensor, self.source)
+
+    def _own_tensors(self, module: nn.Module) -> list[torch.Tensor]:
+        """Parameters and buffers of the chosen submodules that nobody else uses."""
+        inside = [child for name in self.chosen for child in module.get_submodule(name).modules()]
+        members = set(inside)
+        outside = {id(t) for child in module.modules() if child not in members for t in _tensors(child)}
+        own = {id(tensor): tensor for child in inside for tensor in _tensors(child)}
+        return [tensor for key, tensor in own.items() if key not in outside]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """For code that runs parts of the module outside of its ``forward``, such as a training step."""
+        if self._mode is not None:
+            yield
+            return
+        self._local.mode = mode = _OnDevice(self)
+        try:
+            with mode:
+                yield
+        finally:
+            self._local.mode = None
+
+    @property
+    def _mode(self) -> "_OnDevice | None":
+        mode: _OnDevice | None = getattr(self._local, "mode", None)
+        return mode
+
+    def _begin(self) -> bool:
+        """Whether this is an outermost call: of the module, or of a part of it that backward recomputes."""
+        outermost = self._mode is None
+        if outermost:
+            self._local.entered, self._local.depth = self.active(), 0
+            self._local.entered.__enter__()
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        return outermost
+
+    def _enter_home(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._begin() or self._mode is None:
+            return None
+        return self._mode.brought(args, self.source), self._mode.brought(kwargs, self.source)
+
+    def _end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self._local.depth -= 1
+        entered, mode = getattr(self._local, "entered", None), self._mode
+        if entered is None or mode is None or self._local.depth:
+            return output
+        output = mode.brought(output, self.source)
+        self._local.entered = None
+        entered.__exit__(None, None, None)
+        return output
+
+    def _enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._begin()
+        mode = self._mode
+        assert mode is not None, "begun"
+        mode.stack.append(self.target)
+        return mode.brought(args, self.target), mode.brought(kwargs, self.target)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._mode is not None:
+            self._mode.stack.pop()
+        return self._end(module, inputs, output)
+
+
+class _OnDevice(TorchFunctionMode):
+    """Brings the operands of every operator to the device on top of the stack."""
+
+    def __init__(self, shift: Shift) -> None:
+        super().__init__()
+        self.shift, self.stack = shift, [shift.source]
+        self._pair = (shift.source, shift.target)
+        self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
+        self._copies: MutableMapping[torch.Tensor, dict[torch.device, tuple[int, torch.Tensor]]]
+        self._copies = WeakTensorKeyDictionary()  # a copy lives as long as its original may be used again
+        self._originals: MutableMapping[torch.Tensor, tuple[int, TensorWeakRef]] = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _LOOKS:
+            return func(*args, **kwargs)
+        here = self.stack[-1]
+        self._refuse_split_recomputation(here)
+        foreign: list[torch.Tensor] = []
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.ndim == 0 and tensor.device.type == "cpu":
+                return tensor  # scalars mix with every device
+            if tensor.device == here or tensor.device not in self._pair:
+                return tensor
+            foreign.append(tensor)
+            return self.copy(tensor, here)
+
+        brought_args, brought_kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
+        if foreign and _writes(name, kwargs) and args and args[0] is not brought_args[0]:
+            raise UnsupportedError(
+                f"{resolve_name(func) or name} writes into a tensor on {foreign[0].device} from code that runs on "
+                f"{here}: an in-place operator cannot cross the cut at {', '.join(self.shift.chosen)}. Write it "
+                "without the underscore, or choose another cut."
+            )
+        return func(*brought_args, **brought_kwargs)
+
+    def _refuse_split_recomputation(self, here: torch.device) -> None:
+        """PyTorch recomputes a checkpointed region from whichever device's backward thread comes first, unguarded."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook"):
+            return
+        if self._regions.setdefault(hooks[0], here) != here:
+            raise UnsupportedError(
+                f"A region of torch.utils.checkpoint runs on {self._regions[hooks[0]]} and on {here}: it must lie on "
+                f"one side of the cut at {', '.join(self.shift.chosen)}. Checkpoint the two sides one by one."
+            )
+
+    def brought(self, value: Any, device: torch.device) -> Any:
+        """A nested value with its tensors on ``device``."""
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            away = tensor.device != device and tensor.device in self._pair
+            return self.copy(tensor, device) if away else tensor
+
+        return tree_map_only(torch.Tensor, bring, value)
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The one copy of ``tensor`` on ``device``; made anew where the tensor was written since."""
+        if tensor.is_inference():
+            return tensor.to(device, non_blocking=True)
+        entry = self._copies.get(tensor, {}).get(device)
+        if entry is not None and entry[0] == tensor._version:
+            held: torch.Tensor = entry[1]
+            return held
+        version, reference = self._originals.get(tensor, (-1, None))
+        original = reference() if reference is not None and version == tensor._version else None
+        if isinstance(original, torch.Tensor) and original.device == device:
+            return original
+        arrived = tensor.to(device, non_blocking=True)
+        self._copies.setdefault(tensor, {})[device] = tensor._version, arrived
+        self._originals[arrived] = arrived._version, TensorWeakRef(tensor)
+        return arrived
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__") or "out" in kwargs
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    values = (*module._parameters.values(), *module._buffers.values())
+    return [value for value in values if value is not None]
+
+
+def _relocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """The same object, with its values and gradient on ``device``."""
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(device)
+    if gradient is not None:
+        tensor.grad = gradient.to(device)

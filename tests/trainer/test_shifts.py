@@ -1,0 +1,118 @@
+"""``DPXStrategy(shifts=..., shift_activations=...)`` trains to the weights of one device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from lightning_dpx.simulate import clear_traffic, traffic
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run
+from tests.test_parity import strip_rows
+
+pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+
+
+class Stacked(Classifier):
+    """Functional operators of the step use tensors of both sides."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adam")
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 3))
+        self.extra = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0]) + F.gelu(self.extra(batch[0]))
+        self.log("train_loss", F.cross_entropy(logits, batch[1]))
+        return F.cross_entropy(logits, batch[1])
+
+
+def stacked() -> Stacked:
+    torch.manual_seed(0)
+    model = Stacked()
+    model.net[3] = nn.LayerNorm(32)
+    return model
+
+
+PARTS = ["net.[1-3]", "extra"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "shifts"),
+    [
+        (1, {"sim:0": "sim:5"}),
+        (2, {"sim:0": "sim:4", "sim:1": "sim:5"}),
+        (2, {"sim:0": "sim:5", "sim:1": "sim:5"}),
+        (2, {"sim:1": "sim:5"}),
+    ],
+    ids=["one", "each its own", "one spare for both", "only the second"],
+)
+@pytest.mark.parametrize("reducer", ["naive", "collective", "colocate"])
+def test_shifted_replicas_train_to_the_weights_of_one_device(
+    devices: int, shifts: dict[str, str], reducer: str, execution: str
+) -> None:
+    strategy = dpx.DPXStrategy(reducer=reducer, execution=execution, shifts=shifts, shift_activations=PARTS)
+    clear_traffic()
+    ours = run(stacked(), strategy=strategy, accelerator="sim", devices=devices)
+    assert any(t.target == torch.device("sim:5") for t in traffic())
+    assert_equal(strip_rows(ours), strip_rows(run(stacked())))
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}]
+)
+def test_with_mixed_precision_accumulation_and_clipping(options: dict[str, Any]) -> None:
+    shifts = {"sim:0": "sim:4", "sim:1": "sim:5"}
+    strategy = dpx.DPXStrategy(shifts=shifts, shift_activations=PARTS)
+    ours = run(stacked(), strategy=strategy, accelerator="sim", devices=2, **options)
+    expected = run(stacked(), strategy=dpx.DPXStrategy(), accelerator="sim", devices=2, **options)
+    assert_equal(ours, expected)
+
+
+def test_everything_is_back_after_fit_and_files_load_anywhere(tmp_path: Path) -> None:
+    model = stacked()
+    strategy = dpx.DPXStrategy(shifts={"sim:0": "sim:5"}, shift_activations=PARTS)
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=1, max_epochs=1)
+    trainer.fit(model, make_loader(), make_loader())
+    trainer.save_checkpoint(tmp_path / "shifted.ckpt")
+    assert len({p.device for p in model.parameters()}) == 1
+    assert not any(child._forward_pre_hooks for child in model.modules())
+    straight = stacked()
+    make_trainer(max_epochs=2).fit(straight, make_loader(), make_loader())
+    again = dpx.DPXStrategy(shifts={"sim:0": "sim:5"}, shift_activations=PARTS)
+    for options in ({}, {"strategy": again, "accelerator": "sim", "devices": 1}):
+        resumed = stacked()
+        trainer = make_trainer(max_epochs=2, **options)
+        trainer.fit(resumed, make_loader(), make_loader(), ckpt_path=tmp_path / "shifted.ckpt")
+        assert_equal({name: value.cpu() for name, value in resumed.state_dict().items()}, straight.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shifts": {"sim:0": "sim:4"}}, "shifts needs shift_activations"),
+        ({"shift_activations": ["net"]}, "shift_activations needs shifts"),
+        ({"shifts": {"sim:0": "sim:0"}, "shift_activations": ["net"]}, "shifts to itself"),
+        ({"shifts": "sim:1", "shift_activations": ["net"]}, "shifts='sim:1' is not allowed"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        dpx.DPXStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("shifts", "parts", "message"),
+    [
+        ({"sim:3": "sim:4"}, ["net"], "shifts names sim:3, but the replicas live on sim:0, sim:1"),
+        ({"sim:0": "sim:1"}, ["net"], "a replica lives on sim:1"),
+        ({"sim:0": "sim:4"}, ["next"], "'next', which matches no submodule; the nearest are: net"),
+    ],
+)
+def test_bad_arguments_are_refused_at_setup(shifts: dict[str, str], parts: list[str], message: str) -> None:
+    strategy = dpx.DPXStrategy(shifts=shifts, shift_activations=parts)
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        make_trainer(strategy=strategy, accelerator="sim", devices=2).fit(stacked(), make_loader(), make_loader())
