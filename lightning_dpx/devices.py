@@ -132,6 +132,25 @@ class Stopwatch:
         return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
 
 
+def spare_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Accelerators of the same type as ``devices`` that are not among them."""
+    kind = devices[0].type
+    if is_host(devices[0]):
+        return []
+    everyone = [torch.device(kind, index) for index in range(torch.get_device_module(kind).device_count())]
+    return [device for device in everyone if device not in devices]
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on ``device``, cached blocks included."""
+    if is_host(device):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free + max(0, cached))
+
+
 def seed_apart(devices: Sequence[torch.device]) -> None:
     """Gives every accelerator but the first another seed, where all have the process's.
 

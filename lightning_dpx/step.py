@@ -243,7 +243,7 @@ class TrainingStep:
             replica.module.zero_grad(set_to_none=True)
 
     def close(self) -> None:
-        """Takes its hooks off the parameters."""
+        """Takes its hooks off the parameters; the next backward puts them on again."""
         if self._eager is not None:
             self._eager.close()
 

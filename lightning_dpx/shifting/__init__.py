@@ -1,13 +1,18 @@
 """Third sibling: parts of a model, with what they keep for backward, on another device (Caffe2's device shifts)."""
 
+from lightning_dpx.shifting.auto import Part, choose_parts, parts_of, scaled
 from lightning_dpx.shifting.park import park_activations, unpark_activations
 from lightning_dpx.shifting.shift import Shift, applied_shift, check_shifts, shift_activations, unshift_activations
 
 __all__ = [
+    "Part",
     "Shift",
     "applied_shift",
     "check_shifts",
+    "choose_parts",
     "park_activations",
+    "parts_of",
+    "scaled",
     "shift_activations",
     "unpark_activations",
     "unshift_activations",

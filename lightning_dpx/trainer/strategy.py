@@ -24,6 +24,7 @@ from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, ch
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
+    Replica,
     ReplicaRank,
     ReplicaSet,
     Share,
@@ -38,6 +39,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.shifting import applied_shift, check_shifts, unshift_activations
 from lightning_dpx.step import LossReduction, TrainingStep
+from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.metrics import ReplicaMetrics
@@ -69,7 +71,7 @@ class DPXStrategy(ParallelStrategy):
         gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
             on all replicas; 0 sends all after backward.
         shifts: {from: to}: parts of the replica on one device run, with what they keep for backward, on another one;
-            several replicas may share a target.
+            several replicas may share a target. "auto" traces the first batch and shifts what does not fit.
         shift_activations: Which parts: submodules by name or pattern ("encoder.layers.[0-3]").
         process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
             NCCL beside it for CUDA devices, unless given.
@@ -96,7 +98,7 @@ class DPXStrategy(ParallelStrategy):
         loss_reduction: LossReduction = "mean",
         communication_dtype: CommunicationDtype | None = None,
         gradient_packs: int = 8,
-        shifts: dict[str, str] | None = None,
+        shifts: dict[str, str] | Literal["auto"] | None = None,
         shift_activations: list[str] | None = None,
         process_group_backend: str | None = None,
         timeout: float = 300.0,
@@ -114,11 +116,17 @@ class DPXStrategy(ParallelStrategy):
             check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
         if isinstance(gradient_packs, bool) or not isinstance(gradient_packs, int) or gradient_packs < 0:
             raise ConfigurationError(f"gradient_packs={gradient_packs!r} is not allowed; give 0 or a positive integer.")
-        if (shifts is None) != (shift_activations is None):
+        self._shifts_open = shifts == "auto"
+        if isinstance(shifts, str):
+            if not self._shifts_open:
+                raise ConfigurationError(f"shifts={shifts!r} is not allowed; give 'auto' or {{from: to}}.")
+            if shift_activations is not None:
+                raise ConfigurationError("shifts='auto' chooses the parts itself; leave shift_activations out.")
+            shifts = None
+        elif (shifts is None) != (shift_activations is None):
             given, missing = ("shifts", "shift_activations") if shifts is not None else ("shift_activations", "shifts")
             raise ConfigurationError(f"{given} needs {missing}: where from and to, and which parts of the module.")
-        if isinstance(shifts, str):
-            raise ConfigurationError(f"shifts={shifts!r} is not allowed; give {{from: to}}.")
+        self._auto_shifts = self._shifts_open
         self._shifts = check_shifts(shifts) if shifts is not None else {}
         self._shifted_parts = list(shift_activations or [])
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
@@ -245,7 +253,7 @@ class DPXStrategy(ParallelStrategy):
         self._shift([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
             self._meet_processes(module, len(devices))
-        if len(devices) > 1 or self.num_processes > 1:
+        if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts:
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
             several = ProcessReducer(self._gradient_packs, self._wire) if self.num_processes > 1 else None
             self._step = TrainingStep(
@@ -273,10 +281,29 @@ class DPXStrategy(ParallelStrategy):
                 parts = ", ".join(shift.chosen)
                 rank_zero_info(f"dpx: of the replica on {device}, {parts} runs on {shift.target}.")
 
+    def _shift_what_does_not_fit(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first batch tells what a step keeps; before its first allocation, ``shifts="auto"`` is decided."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        self._shifts_open = False
+        if not self._replicas.root.module.automatic_optimization:
+            raise UnsupportedError(
+                "shifts='auto' traces a step, which manual optimization makes impossible; give shifts."
+            )
+
+        def run(module: Any, rows: Any, num_rows: int) -> Any:
+            share = Share(Replica(0, self.root_device, module), num_rows, rows)
+            with StepLog(share).recording(module), self.precision_plugin.train_step_context():
+                return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
+
+        self._step.close()  # its hooks hold on to where the parameters were
+        shift_what_does_not_fit(self._replicas, shares, run, self.optimizers)
+
     @contextmanager
     def _shifted(self, module: Module | None = None) -> Iterator[None]:
         """Whatever runs a replica's own step runs in here."""
-        shift = applied_shift(module or self.lightning_module) if self._shifts else None  # type: ignore[arg-type]
+        shifting_at_all = self._shifts or self._auto_shifts
+        shift = applied_shift(module or self.lightning_module) if shifting_at_all else None  # type: ignore[arg-type]
         with shift.active() if shift is not None else nullcontext():
             yield
 
@@ -312,7 +339,7 @@ class DPXStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of every parameter to where its owner is."""
-        if not self._shifts and (self._step is None or not self._step.has_other_owners):
+        if not self._shifts and not self._auto_shifts and (self._step is None or not self._step.has_other_owners):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -350,6 +377,7 @@ class DPXStrategy(ParallelStrategy):
             if applied_shift(self.lightning_module) is not None:
                 unshift_activations(self.lightning_module)
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
+        self._shifts_open = self._auto_shifts
         Strategy.teardown(self)
 
     # ---- the step ----
@@ -371,6 +399,8 @@ class DPXStrategy(ParallelStrategy):
                 return self._finished("training_step", super().training_step(*args, **kwargs))
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
+        if self._shifts_open:
+            self._shift_what_does_not_fit(shares, args, kwargs)
         # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
         by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
         alone_here = len(shares) == 1 and self.num_processes == 1

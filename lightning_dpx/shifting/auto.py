@@ -1,0 +1,109 @@
+"""``shifts="auto"``: the last parts of a model that do not fit on its device, by name.
+
+The parts are the submodules in the order of forward. Shifting the last ones cuts the model once on the way in and once
+on the way out, and what they keep is freed first in backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_dpx.activations import Activation
+from lightning_dpx.errors import ConfigurationError
+
+MARGIN = 0.05  # of the free bytes, left for what no trace sees: workspaces, fragmentation
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A submodule with what it holds.
+
+    Attributes:
+        name: Its path.
+        kept: Bytes that it keeps from forward to backward.
+        parameters: Bytes of its parameters.
+    """
+
+    name: str
+    kept: int
+    parameters: int
+
+
+def scaled(few: Sequence[Activation], more: Sequence[Activation], rows: tuple[int, int], target: int) -> dict[str, int]:
+    """Bytes kept by every module for ``target`` rows, extrapolated from traces with ``rows``."""
+    bytes_few, bytes_more = _by_module(few), _by_module(more)
+    predicted = {}
+    for name, larger in bytes_more.items():
+        smaller = bytes_few.get(name, 0)
+        slope = (larger - smaller) / (rows[1] - rows[0])
+        predicted[name] = max(0, round(larger + slope * (target - rows[1])))
+    return predicted
+
+
+def parts_of(module: nn.Module, kept: dict[str, int]) -> list[Part]:
+    """The parts, in the order of forward; a container that keeps nothing itself is taken apart."""
+    own = {name for name, size in kept.items() if size}
+
+    def inside(name: str) -> int:
+        return sum(size for other, size in kept.items() if other == name or other.startswith(f"{name}."))
+
+    def expand(name: str, child: nn.Module) -> list[tuple[str, nn.Module]]:
+        children = [(f"{name}.{key}" if name else key, value) for key, value in child.named_children()]
+        if not children or name in own:
+            return [(name, child)]
+        return [entry for path, value in children for entry in expand(path, value)]
+
+    units = [entry for key, value in module.named_children() for entry in expand(key, value)]
+    order = {name: position for position, name in enumerate(kept)}
+    positions: dict[str, int] = {}
+    following = len(order)
+    for name, _ in reversed(units):  # one that keeps nothing runs before the next that does, as far as anyone can tell
+        ran = [position for other, position in order.items() if other == name or other.startswith(f"{name}.")]
+        following = positions[name] = min(ran, default=following)
+    return [
+        Part(name, inside(name), sum(parameter.nbytes for parameter in child.parameters()))
+        for name, child in sorted(units, key=lambda unit: positions[unit[0]])
+    ]
+
+
+def choose_parts(
+    parts: Sequence[Part], elsewhere: int, free: tuple[int, int], per_parameter: int = 3
+) -> tuple[list[str], tuple[int, int]]:
+    """The fewest last parts to shift so that both devices have room, and the bytes that each will need.
+
+    Args:
+        parts: In the order of forward.
+        elsewhere: Bytes on the source that no part answers for: kept by functional operators between them, the batch.
+        free: Bytes that the source and the target have now, with the parameters on the source.
+        per_parameter: Gradients and optimizer state, in parameters' worth of bytes.
+
+    Raises:
+        ConfigurationError: no cut fits; with the nearest one and what it lacks.
+    """
+    room = tuple(int(size * (1 - MARGIN)) for size in free)
+    transient = 2 * max((part.kept for part in parts), default=0)
+    nearest: tuple[int, int, tuple[int, int]] | None = None
+    for count in range(len(parts) + 1):
+        stay, go = parts[: len(parts) - count], parts[len(parts) - count :]
+        source = elsewhere + sum(part.kept + per_parameter * part.parameters for part in stay) + transient
+        source -= sum(part.parameters for part in go)
+        target = sum(part.kept + (1 + per_parameter) * part.parameters for part in go) + (transient if go else 0)
+        lacking = max(0, source - room[0]) + max(0, target - room[1])
+        if lacking == 0:
+            return [part.name for part in go], (source, target)
+        if nearest is None or lacking < nearest[0]:
+            nearest = lacking, count, (source, target)
+    assert nearest is not None, "the loop runs at least once"
+    raise ConfigurationError(
+        f"shifts='auto' found no cut that fits: with the last {nearest[1]} of {len(parts)} parts shifted the devices "
+        f"need {nearest[2][0] / 2**20:.0f} and {nearest[2][1] / 2**20:.0f} MiB and have {room[0] / 2**20:.0f} and "
+        f"{room[1] / 2**20:.0f}. Use a smaller batch, or more devices."
+    )
+
+
+def _by_module(activations: Sequence[Activation]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for activation in activations:
+        sizes[activation.module] = sizes.get(activation.module, 0) + activation.num_bytes
+    return sizes

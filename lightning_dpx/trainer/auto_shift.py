@@ -1,0 +1,93 @@
+"""Chooses the shifts of ``shifts="auto"`` at the first training step, when a batch is there to be traced."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.activations import Activation, trace_run
+from lightning_dpx.devices import free_bytes, spare_devices
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.replicas import ReplicaSet, Share, slice_batch, stand_in
+from lightning_dpx.shifting import Shift, choose_parts, parts_of, scaled, shift_activations
+
+Step = Callable[[Any, Any, int], Any]
+
+
+def shift_what_does_not_fit(
+    replicas: ReplicaSet, shares: Sequence[Share], run: Step, optimizers: Sequence[Any]
+) -> list[Shift]:
+    """Traces a few rows on one replica, predicts the whole share, and shifts what does not fit on any device.
+
+    Args:
+        replicas: The replicas.
+        shares: The parts of the first batch.
+        run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+        optimizers: Their state follows the parameters.
+
+    Raises:
+        ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
+    """
+    kept, total = _predict(replicas, shares[0], run)
+    per_parameter = 1 + max((_states_of(optimizer) for optimizer in optimizers), default=2)
+    spares = spare_devices(replicas.devices)
+    parts = parts_of(replicas.root.module, kept)
+    elsewhere = total - sum(part.kept for part in parts)
+    if len(shares) > 1:  # gradients on their way between the replicas, in packs
+        elsewhere += 3 * sum(part.parameters for part in parts)
+    chosen: list[Shift] = []
+    for share in shares:
+        device = share.replica.device
+        target = max(spares, key=free_bytes, default=None)
+        free = free_bytes(device), free_bytes(target) if target is not None else 0
+        rows = sum(leaf.nbytes for leaf in tree_leaves(share.batch) if isinstance(leaf, torch.Tensor))
+        names, needs = choose_parts(parts, elsewhere + rows, free, per_parameter)
+        if not names:
+            rank_zero_info(f"dpx: {device} needs {_mib(needs[0])} of its {_mib(free[0])}; nothing is shifted.")
+            continue
+        if target is None:
+            raise ConfigurationError(
+                f"shifts='auto': {device} needs more than its {_mib(free[0])}, and no device is spare; start fewer "
+                "replicas."
+            )
+        spares.remove(target)
+        chosen.append(shift_activations(share.replica.module, names, {device: target}))
+        rank_zero_info(
+            f"dpx: shifts {device} -> {target}: {', '.join(names)}\n"
+            f"     {device}: {_mib(needs[0])} of {_mib(free[0])}    {target}: {_mib(needs[1])} of {_mib(free[1])}"
+        )
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    state[name] = value.to(parameter.device)
+    return chosen
+
+
+def _predict(replicas: ReplicaSet, share: Share, run: Step) -> tuple[dict[str, int], int]:
+    if share.num_rows < 4:
+        raise ConfigurationError(
+            f"shifts='auto' extrapolates from two and four rows, and a replica gets {share.num_rows}; give shifts and "
+            "shift_activations by hand."
+        )
+    traces: list[list[Activation]] = []
+    for rows in (2, 4):
+        few = slice_batch(share.batch, [rows, share.num_rows - rows], replicas.batch_dim)[0]
+        twin = stand_in(replicas.root)
+        traces.append(trace_run(twin, lambda t=twin, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
+    kept = scaled(traces[0], traces[1], (2, 4), share.num_rows)
+    return kept, sum(kept.values())
+
+
+def _states_of(optimizer: Any) -> int:
+    """Tensors of a parameter's size that the optimizer keeps for it."""
+    defaults = optimizer.defaults
+    if "betas" in defaults:
+        return 3 if defaults.get("amsgrad") else 2
+    return 1 if defaults.get("momentum") else (0 if "momentum" in defaults else 2)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,126 @@
+"""``shifts="auto"``: a model that does not fit on its device trains beside one that has room."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.shifting import Part, choose_parts
+from tests.conftest import SIMULATED, assert_equal, make_trainer
+
+pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+MIB = 2**20
+
+
+class Tall(LightningModule):
+    """Twenty layers over rows (B, 256) that keep some 110 MiB for 4096 rows; notes what it logs and appends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(20)))
+        self.head = nn.Linear(256, 3)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(len(batch[0]))
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def loader(rows: int = 4096) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(2 * rows, 256, generator=generator)
+    return DataLoader(TensorDataset(data, torch.randint(3, (2 * rows,), generator=generator)), rows)
+
+
+@pytest.fixture
+def two_devices() -> Any:
+    """A hundredth of 4 GiB and 12 GiB."""
+    gc.collect()
+    dpx.simulate(2, memory=["40MiB", "120MiB"])
+    yield torch.get_device_module("sim")
+    gc.collect()
+    dpx.simulate(8)
+
+
+def fit(model: LightningModule, rows: int = 4096, **options: Any) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(max_epochs=1, **options)
+    trainer.fit(model, loader(rows))
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def tall() -> Tall:
+    torch.manual_seed(0)
+    return Tall()
+
+
+def test_a_model_that_needs_more_than_its_device_trains_and_says_how(two_devices: Any, caplog: Any) -> None:
+    kept = sum(a.num_bytes for a in dpx.trace_activations(tall().net, next(iter(loader()))[0]))
+    assert 80 * MIB <= kept < 120 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tall(), strategy="dpx", accelerator="sim", devices=1)
+    gc.collect()
+    for device in range(2):
+        two_devices.reset_peak_memory_stats(device)
+    model = tall()
+    with caplog.at_level("INFO"):
+        ours = fit(model, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
+    assert_equal(ours, fit(tall()))
+    assert model.seen == [4096, 4096], "the trace ran on a stand-in"
+    told = next(record.message for record in caplog.records if "dpx: shifts" in record.message)
+    assert "sim:0 -> sim:1: net." in told
+    assert "of 4" in told or "of 3" in told
+    predicted = [int(text.split()[-2]) for text in told.splitlines()[1].split(" of ")[:2]]
+    for device, need in enumerate(predicted):
+        peak = two_devices.max_memory_allocated(device) / MIB
+        assert peak < 1.15 * need + 3, f"sim:{device} was predicted {need} MiB and took {peak:.0f}"
+
+
+def test_a_model_that_fits_stays_where_it_is(two_devices: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        ours = fit(tall(), 512, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
+    assert_equal(ours, fit(tall(), 512))
+    assert any("nothing is shifted" in record.message for record in caplog.records)
+
+
+def test_every_replica_gets_a_spare_device() -> None:
+    dpx.simulate(4, memory=["36MiB", "36MiB", "80MiB", "80MiB"])
+    try:
+        ours = fit(tall(), strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=2)
+    finally:
+        dpx.simulate(8)
+    assert_equal(ours, fit(tall()))
+
+
+def test_what_cannot_fit_says_what_it_lacks(two_devices: Any) -> None:
+    with pytest.raises(
+        dpx.ConfigurationError, match=r"no cut that fits: with the last \d+ of \d+ parts .* smaller batch"
+    ):
+        fit(tall(), 8192, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
+    with pytest.raises(dpx.ConfigurationError, match="a replica gets 3; give shifts and shift_activations by hand"):
+        fit(tall(), 3, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
+
+
+def test_the_fewest_last_parts_are_chosen() -> None:
+    parts = [Part(f"p{index}", 10, 2) for index in range(5)]
+    assert choose_parts(parts, 5, (1000, 0))[0] == []
+    names, (source, target) = choose_parts(parts, 5, (80, 100), per_parameter=1)
+    assert names == ["p4"], "25 elsewhere and in transit, 48 stay, the parameters of p4 are freed"
+    assert (source, target) == (71, 34)
+    with pytest.raises(dpx.ConfigurationError, match="found no cut that fits"):
+        choose_parts(parts, 5, (20, 20))
+
+
+def test_by_hand_and_auto_exclude_each_other() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="leave shift_activations out"):
+        dpx.DPXStrategy(shifts="auto", shift_activations=["net"])
