@@ -65,11 +65,13 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
     given = {tensor.untyped_storage()._cdata for tensor in known}
     kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
     calls, counts = CallStack(module), Counter[str]()
+    saved: list[list[torch.Tensor]] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
+        saved.append([tensor])
         storage = tensor.untyped_storage()
         if storage._cdata in given:
-            return tensor
+            return saved[-1]
         number = counts[calls.name]
         counts[calls.name] += 1
         name = f"{calls.name}:{number}" if number else calls.name
@@ -77,11 +79,13 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
         kept[storage._cdata] = storage
         operator = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
         found.append(Activation(name, calls.path, tuple(tensor.shape), tensor.dtype, size, tensor.device, operator))
-        return tensor
+        return saved[-1]
 
     with nothing_changed(module), calls.tracked(), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]):
             run()
+    for box in saved:
+        box.clear()  # a graph that never runs backward and holds its own outputs would never be freed
     return found
 
 

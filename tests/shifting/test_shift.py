@@ -1,6 +1,7 @@
 """Shifted models compute the same bits, free the memory that the trace promised, and copy every cut tensor once."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -339,3 +340,14 @@ def test_a_recomputed_region_across_the_cut_is_refused() -> None:
         dpx.UnsupportedError, match=r"runs on sim:0 and on sim:1: it must lie on one side of the cut at"
     ):
         model(torch.randn(ROWS).to(HOME))
+
+
+def test_a_trace_leaves_nothing_behind() -> None:
+    sim = torch.get_device_module("sim")
+    gc.collect()
+    before = sim.memory_allocated(3)
+    model = TiedModel().to("sim:3")
+    dpx.trace_activations(model, torch.randn(ROWS).to("sim:3"))
+    del model
+    gc.collect()
+    assert sim.memory_allocated(3) == before
