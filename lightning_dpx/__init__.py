@@ -24,7 +24,7 @@ from lightning_dpx.monitor import TensorMonitor
 from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
 from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
 from lightning_dpx.simulate import simulate
-from lightning_dpx.trainer import DPXPrecision, DPXStrategy, SimAccelerator
+from lightning_dpx.trainer import DeviceMemoryMonitor, DPXPrecision, DPXStrategy, SimAccelerator
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,7 @@ __all__ = [
     "DPXError",
     "DPXPrecision",
     "DPXStrategy",
+    "DeviceMemoryMonitor",
     "GatherError",
     "GradientPacker",
     "GradientReducer",

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -149,6 +149,56 @@ def free_bytes(device: torch.device) -> int:
     free, _ = module.mem_get_info(device)
     cached = module.memory_reserved(device) - module.memory_allocated(device)
     return int(free + max(0, cached))
+
+
+class Memory(NamedTuple):
+    """Bytes on a device.
+
+    Attributes:
+        allocated: By this process's tensors.
+        reserved: By its allocator.
+        peak: The most that was allocated since the last reset.
+        total: The capacity; 0 where there is no limit.
+        others: Held by other processes.
+    """
+
+    allocated: int
+    reserved: int
+    peak: int
+    total: int
+    others: int
+
+
+NO_LIMIT = 2**62  # bytes; simulated devices without a capacity say more
+_host_peak = 0
+
+
+def memory_of(device: torch.device) -> Memory:
+    """What the allocator of ``device`` counts; on the host, the resident memory of the process."""
+    global _host_peak
+    if is_host(device):
+        page = os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * page
+        _host_peak = max(_host_peak, resident)
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        return Memory(resident, resident, _host_peak, total, max(0, total - free_bytes(device) - resident))
+    module = torch.get_device_module(device)
+    free, total = (int(size) for size in module.mem_get_info(device))
+    allocated, peak = int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+    reserved = int(module.memory_reserved(device))
+    if total > NO_LIMIT:
+        return Memory(allocated, reserved, peak, 0, 0)
+    return Memory(allocated, reserved, peak, total, max(0, total - free - reserved))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """The peak of ``device`` begins anew at what is allocated now."""
+    global _host_peak
+    if is_host(device):
+        _host_peak = 0
+    else:
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def seed_apart(devices: Sequence[torch.device]) -> None:

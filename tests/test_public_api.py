@@ -9,6 +9,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "DPXError",
         "DPXPrecision",
         "DPXStrategy",
+        "DeviceMemoryMonitor",
         "GatherError",
         "GradientPacker",
         "GradientReducer",

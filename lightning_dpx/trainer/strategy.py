@@ -155,6 +155,11 @@ class DPXStrategy(ParallelStrategy):
         return self.parallel_devices[0]
 
     @property
+    def replica_modules(self) -> list[Module]:
+        """The modules of all replicas during a run, the user's own first; empty with one device."""
+        return [] if self._replicas is None else [replica.module for replica in self._replicas.replicas]
+
+    @property
     def num_processes(self) -> int:
         """Processes that train together, each with its own replicas."""
         return super().world_size

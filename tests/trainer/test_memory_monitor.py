@@ -1,0 +1,176 @@
+"""The monitor's bytes are the devices' own, with any strategy; loggers, files and the table get them."""
+
+import csv
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+import lightning_dpx as dpx
+from tests.conftest import SIMULATED, Classifier, make_loader, make_trainer, seeded
+
+sim_only = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+on_sim = {"accelerator": "sim", "max_epochs": 1}
+
+
+class Ledger(Callback):
+    """What the simulated devices themselves count, after the monitor has had its turn."""
+
+    def __init__(self) -> None:
+        self.allocated: list[list[int]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        sim = torch.get_device_module("sim")
+        self.allocated.append([sim.memory_allocated(index) for index in range(3)])
+
+
+class Noted(dpx.DeviceMemoryMonitor):
+    """Keeps every step's report."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.steps: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.steps.append({str(device): memory for device, memory in self.last.items()})
+
+
+@sim_only
+@pytest.mark.parametrize("reducer", ["collective", "colocate"])
+def test_bytes_equal_the_devices_own_count(reducer: str, execution: str) -> None:
+    monitor, ledger = Noted(table=False), Ledger()
+    model = seeded(optimizer="adam", norm=True)
+    strategy = dpx.DPXStrategy(reducer=reducer, execution=execution)
+    trainer = make_trainer(strategy=strategy, devices=3, callbacks=[monitor, ledger], log_every_n_steps=1, **on_sim)
+    trainer.fit(model, make_loader(), make_loader())
+    for step, counted in zip(monitor.steps, ledger.allocated, strict=True):
+        assert [step[f"sim:{index}"].allocated for index in range(3)] == counted
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    for memory in monitor.steps[0].values():
+        assert (memory.parameters, memory.buffers) == (parameters, buffers)
+        assert memory.activations > 0
+        assert memory.peak == max(memory.peak_by_phase.values()) >= memory.allocated
+        assert set(memory.peak_by_phase) == {"forward", "backward", "optimizer"}
+    first = list(monitor.steps[0].values())
+    assert sum(memory.gradients for memory in first) == parameters
+    assert sum(memory.optimizer for memory in first) == 2 * parameters, "Adam counts its steps on the host"
+    held = [memory.gradients for memory in first]
+    assert (min(held) > 0) == (reducer == "colocate"), "owners everywhere, or on the first device alone"
+
+
+@sim_only
+def test_peaks_are_those_of_the_same_run_without_the_monitor() -> None:
+    sim = torch.get_device_module("sim")
+
+    class Peak(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            sim.reset_peak_memory_stats(0)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.peak = sim.max_memory_allocated(0)
+
+    def fit(callback: Callback) -> None:
+        gc.collect()
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3))
+        classifier = seeded()
+        classifier.net = model
+        options = {"limit_train_batches": 1, "strategy": "dpx", "devices": 1, "callbacks": [callback], **on_sim}
+        make_trainer(**options).fit(classifier, make_loader(), make_loader())
+
+    plain, monitor = Peak(), dpx.DeviceMemoryMonitor(table=False)
+    fit(plain)
+    fit(monitor)
+    assert monitor.highest[torch.device("sim:0")] == plain.peak
+
+
+@sim_only
+def test_shifted_parts_show_where_they_went() -> None:
+    monitor = Noted(table=False)
+    strategy = dpx.DPXStrategy(shifts={"sim:0": "sim:5"}, shift_activations=["net.2"])
+    model = seeded()
+    make_trainer(strategy=strategy, devices=1, callbacks=[monitor], **on_sim).fit(model, make_loader(), make_loader())
+    moved = monitor.steps[0]["sim:5"]
+    assert moved.parameters == moved.gradients == sum(p.nbytes for p in model.net[2].parameters())
+    assert moved.activations > 0
+
+
+@sim_only
+def test_loggers_get_names_that_all_of_them_keep(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
+    options = {"logger": logger, "log_every_n_steps": 1, "callbacks": [dpx.DeviceMemoryMonitor(table=False)], **on_sim}
+    make_trainer(strategy="dpx", devices=2, **options).fit(seeded(), make_loader(), make_loader())
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("dpx/memory/sim1/peak_gib")]
+    assert len(rows) == 4
+    assert {name for name in rows[0] if name.startswith("dpx/memory/sim0/")} >= {
+        f"dpx/memory/sim0/{kind}_gib"
+        for kind in ("allocated", "activations", "parameters", "optimizer", "peak_backward")
+    }
+    assert 0 < float(rows[0]["dpx/memory/sim1/peak_gib"]) < 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dpx"])
+def test_on_the_host_and_with_other_strategies(strategy: str, tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "reports" / "memory.json"
+    monitor = dpx.DeviceMemoryMonitor(save_to=path, prog_bar=True)
+    options = {} if strategy == "auto" else {"strategy": strategy}
+    with caplog.at_level("INFO"):
+        make_trainer(max_epochs=1, callbacks=[monitor], **options).fit(seeded(), make_loader(), make_loader())
+    rows = json.loads(path.read_text())
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["device"] == "cpu" and row["peak"] >= row["allocated"] > 10 * 2**20 for row in rows)
+    assert rows[0]["parameters"] == sum(parameter.nbytes for parameter in seeded().parameters())
+    table = next(record.message for record in caplog.records if "memory of the last step" in record.message)
+    assert table.splitlines()[1].split()[:3] == ["device", "parameters", "gradients"]
+    assert table.splitlines()[2].split()[0] == "cpu"
+
+
+@sim_only
+def test_a_nearly_full_device_is_announced_once(tmp_path: Path) -> None:
+    path = tmp_path / "memory.csv"
+    dpx.simulate(2, memory="1MB")
+    try:
+        monitor = dpx.DeviceMemoryMonitor(table=False, warn_at=1e-3, save_to=path)
+        trainer = make_trainer(strategy="dpx", devices=2, callbacks=[monitor], **on_sim)
+        with pytest.warns(UserWarning, match=r"sim:\d is nearly full: a step's peak was \d+ of 1 MiB") as caught:
+            trainer.fit(seeded(), make_loader(), make_loader())
+    finally:
+        dpx.simulate(8)
+    assert len([warning for warning in caught if "nearly full" in str(warning.message)]) == 2
+    with path.open() as file:
+        assert {(row["step"], row["device"]) for row in csv.DictReader(file)} == {
+            (str(step), f"sim:{index}") for step in range(4) for index in range(2)
+        }
+
+
+@sim_only
+def test_after_running_out_the_table_tells_what_was_there(caplog: Any) -> None:
+    class Grows(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                torch.ones(10**6, device=self.device)
+            return super().training_step(batch, batch_idx)
+
+    dpx.simulate(1, memory="1MB")
+    try:
+        trainer = make_trainer(strategy="dpx", devices=1, callbacks=[dpx.DeviceMemoryMonitor()], **on_sim)
+        with caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
+            trainer.fit(Grows(), make_loader(), make_loader())
+    finally:
+        dpx.simulate(8)
+    assert any("memory of the last step" in record.message for record in caplog.records)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"save_to='memory\.txt' is not allowed"):
+        dpx.DeviceMemoryMonitor(save_to="memory.txt")
+    with pytest.raises(dpx.ConfigurationError, match="warn_at=0 is not allowed"):
+        dpx.DeviceMemoryMonitor(warn_at=0)
