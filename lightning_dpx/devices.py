@@ -2,6 +2,8 @@
 
 import os
 import re
+import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -151,20 +153,16 @@ def free_bytes(device: torch.device) -> int:
     return int(free + max(0, cached))
 
 
-class Memory(NamedTuple):
-    """Bytes on a device.
+class Capacity(NamedTuple):
+    """Bytes of a device.
 
     Attributes:
-        allocated: By this process's tensors.
-        reserved: By its allocator.
-        peak: The most that was allocated since the last reset.
+        reserved: By this process's allocator.
         total: The capacity; 0 where there is no limit.
         others: Held by other processes.
     """
 
-    allocated: int
     reserved: int
-    peak: int
     total: int
     others: int
 
@@ -173,23 +171,41 @@ NO_LIMIT = 2**62  # bytes; simulated devices without a capacity say more
 _host_peak = 0
 
 
-def memory_of(device: torch.device) -> Memory:
-    """What the allocator of ``device`` counts; on the host, the resident memory of the process."""
+def allocated_and_peak(device: torch.device) -> tuple[int, int]:
+    """Bytes of this process's tensors on ``device``, and the most since the last :func:`reset_peak_memory`.
+
+    On the host, the resident memory of the process, and the most that anyone asked for.
+    """
     global _host_peak
     if is_host(device):
-        page = os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[1]) * page
+        resident = _resident_bytes()
         _host_peak = max(_host_peak, resident)
-        total = os.sysconf("SC_PHYS_PAGES") * page
-        return Memory(resident, resident, _host_peak, total, max(0, total - free_bytes(device) - resident))
+        return resident, _host_peak
+    module = torch.get_device_module(device)
+    return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+
+
+def capacity_of(device: torch.device) -> Capacity:
+    """What ``device`` has, and who holds it."""
+    if is_host(device):
+        total, resident = os.sysconf("SC_PHYS_PAGES") * _PAGE, _resident_bytes()
+        return Capacity(resident, total, max(0, total - free_bytes(device) - resident))
     module = torch.get_device_module(device)
     free, total = (int(size) for size in module.mem_get_info(device))
-    allocated, peak = int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
     reserved = int(module.memory_reserved(device))
-    if total > NO_LIMIT:
-        return Memory(allocated, reserved, peak, 0, 0)
-    return Memory(allocated, reserved, peak, total, max(0, total - free - reserved))
+    return Capacity(reserved, 0, 0) if total > NO_LIMIT else Capacity(reserved, total, max(0, total - free - reserved))
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) * _PAGE
+    except FileNotFoundError:  # not Linux: the most so far is all there is
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_peak_memory(device: torch.device) -> None:

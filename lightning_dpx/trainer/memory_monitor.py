@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_dpx.devices import canonical_device, distinct_devices, memory_of, reset_peak_memory
+from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-WEIGHED = ("parameters", "gradients", "buffers", "optimizer")
+WEIGHED = ("parameters", "gradients", "buffers", "optimizer", "reserved", "total", "others")
 GIB = 2**30
 
 
@@ -107,17 +107,16 @@ class DeviceMemoryMonitor(Callback):
             self.devices = distinct_devices([*own, *used])
         self._before = self.last
         self.last = {device: DeviceMemory() for device in self.devices}
-        self._idle = {device: memory_of(device).allocated for device in self.devices}
+        self._idle = {device: allocated_and_peak(device)[0] for device in self.devices}
         self._begin_phase()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Forward is done; gradient accumulation and several backwards add up."""
         if not self.last:
             return
-        self._end_phase("forward")
-        for device, memory in self.last.items():
-            held = memory_of(device).allocated - self._idle[device]
-            memory.activations = max(memory.activations, held)
+        for device, allocated in self._end_phase("forward").items():
+            memory = self.last[device]
+            memory.activations = max(memory.activations, allocated - self._idle[device])
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gradients are on their owners."""
@@ -139,19 +138,17 @@ class DeviceMemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The optimizer has stepped."""
-        self._end_phase("optimizer")
+        allocated = self._end_phase("optimizer")
         if self._due:
             self._weigh(trainer, pl_module)
         for device, memory in self.last.items():
-            now = memory_of(device)
-            memory.allocated, memory.reserved = now.allocated, now.reserved
-            memory.total, memory.others = now.total, now.others
+            memory.allocated = allocated[device]
             memory.peak = max(memory.peak_by_phase.values())
             self.highest[device] = max(self.highest.get(device, 0), memory.peak)
-            self._warn(device, memory)
             if not self._due:
                 for kind in WEIGHED:
                     setattr(memory, kind, getattr(self._before[device], kind))
+            self._warn(device, memory)
         self._report(trainer, pl_module)
 
     def _weigh(self, trainer: Trainer, module: LightningModule) -> None:
@@ -169,6 +166,7 @@ class DeviceMemoryMonitor(Callback):
         for device, memory in self.last.items():
             memory.parameters, memory.buffers = parameters.get(device, 0), buffers.get(device, 0)
             memory.optimizer = states.get(device, 0)
+            memory.reserved, memory.total, memory.others = capacity_of(device)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file and prints the table."""
@@ -202,10 +200,13 @@ class DeviceMemoryMonitor(Callback):
         for device in self.devices:
             reset_peak_memory(device)
 
-    def _end_phase(self, phase: Phase) -> None:
+    def _end_phase(self, phase: Phase) -> dict[torch.device, int]:
+        allocated = {}
         for device, memory in self.last.items():
-            memory.peak_by_phase[phase] = max(memory.peak_by_phase.get(phase, 0), memory_of(device).peak)
+            allocated[device], peak = allocated_and_peak(device)
+            memory.peak_by_phase[phase] = max(memory.peak_by_phase.get(phase, 0), peak)
         self._begin_phase()
+        return allocated
 
     def _warn(self, device: torch.device, memory: DeviceMemory) -> None:
         full = self._warn_at < 1 and memory.total and memory.peak > self._warn_at * memory.total
