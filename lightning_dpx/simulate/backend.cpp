@@ -45,6 +45,16 @@ void claim(int device, int64_t bytes) {
   ledger.peak = std::max(ledger.peak, ledger.live);
 }
 
+double link_bytes_per_second = 0, link_latency = 0;  // 0: copies take no time
+
+void charge_copy(int device, int64_t bytes) {
+  if (device < 0) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (link_bytes_per_second > 0) {
+    ledgers.at(device).busy += link_latency + static_cast<double>(bytes) / link_bytes_per_second;
+  }
+}
+
 void charge(int device, int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   auto& ledger = ledgers.at(device);
@@ -380,7 +390,10 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   for (const auto& [tensor, alias] : call.pairs) take_over(tensor, alias, call.device);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
-    for_each_tensor((*stack)[i], [&](const at::Tensor& result) { touched += weight(result); });
+    const auto& returned = schema.returns()[i - (stack->size() - schema.returns().size())];
+    if (!returned.alias_info()) {  // what an operator writes into was counted among its arguments
+      for_each_tensor((*stack)[i], [&](const at::Tensor& result) { touched += weight(result); });
+    }
     (*stack)[i] = changed((*stack)[i], [&](const at::Tensor& result) { return call.sim(result); });
   }
   if (!is_view(schema)) charge(call.device, touched);
@@ -432,6 +445,9 @@ at::Tensor& copy_(at::Tensor& target, const at::Tensor& source, bool) {
     auto& entry = traffic[{index_of(source), index_of(target), name}];
     entry.count += 1;
     entry.bytes += static_cast<int64_t>(source.nbytes());
+  }
+  if (index_of(target) != index_of(source)) {
+    for (int end : {index_of(source), index_of(target)}) charge_copy(end, static_cast<int64_t>(source.nbytes()));
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   auto host = index_of(target) < 0 ? target : to_host(target);
@@ -611,6 +627,12 @@ void set_speed(int64_t device, double bytes_per_second) {
   ledgers[device].bytes_per_second = bytes_per_second;
 }
 
+void set_link(double bytes_per_second, double latency) {
+  std::lock_guard<std::mutex> lock(mutex);
+  link_bytes_per_second = bytes_per_second;
+  link_latency = latency;
+}
+
 double busy(int64_t device) {
   check_index(device);
   std::lock_guard<std::mutex> lock(mutex);
@@ -666,6 +688,7 @@ TORCH_LIBRARY(dpx_sim, m) {
   m.def("seed(int device, int value) -> ()", seed);
   m.def("initial_seed(int device) -> int", initial_seed);
   m.def("set_speed(int device, float bytes_per_second) -> ()", set_speed);
+  m.def("set_link(float bytes_per_second, float latency) -> ()", set_link);
   m.def("busy(int device) -> float", busy);
   m.def("random_state(int device) -> Tensor", random_state);
   m.def("set_random_state(int device, Tensor state) -> ()", set_random_state);

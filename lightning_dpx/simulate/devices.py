@@ -36,6 +36,8 @@ def simulate(
     num_devices: int = 8,
     memory: int | str | Sequence[int | str] | None = None,
     speed: float | Sequence[float] = 1.0,
+    link: int | str | None = None,
+    latency: float = 0.0,
 ) -> None:
     """Makes ``sim:0`` to ``sim:{num_devices - 1}``; a later call changes their number and capacities.
 
@@ -47,6 +49,9 @@ def simulate(
         memory: Capacity of each device, in bytes or as ``"8GiB"``, or one per device; ``None`` for no limit.
         speed: Speed of each device, or one per device. Time on a simulated device, as its events measure it, is
             modelled: an operator takes as long as its operands and results take at ``speed`` x 1e11 bytes a second.
+        link: Bytes per second of a copy between two devices, or with the host, as a number or ``"25GB"``; it takes the
+            time of both. ``None``: copies take no time.
+        latency: Seconds that every such copy takes beside.
 
     Raises:
         ConfigurationError: a number or size that is not allowed.
@@ -62,6 +67,9 @@ def simulate(
     speeds = [speed] * num_devices if isinstance(speed, int | float) else list(speed)
     if len(speeds) != num_devices or not all(0 < value < float("inf") for value in speeds):
         raise ConfigurationError(f"speed={speed!r} is not allowed; give one positive number, or {num_devices} of them.")
+    bandwidth = 0.0 if link is None else float(parse_bytes("link", link))
+    if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
+        raise ConfigurationError(f"latency={latency!r} is not allowed; give seconds, 0 or more.")
     capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
     load_backend()
     torch.get_device_module("sim").set_device_count(num_devices)
@@ -69,6 +77,7 @@ def simulate(
         torch.ops.dpx_sim.set_capacity(index, capacities[index] if index < num_devices else 0)
         torch.ops.dpx_sim.set_speed(index, BYTES_PER_SECOND * (speeds[index] if index < num_devices else 1.0))
         torch.ops.dpx_sim.reset_peak(index)
+    torch.ops.dpx_sim.set_link(bandwidth, float(latency))
     torch.ops.dpx_sim.set_observer(cast(_observe, c_void_p).value)
     clear_traffic()
 

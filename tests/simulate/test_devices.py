@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -251,3 +251,30 @@ def test_a_compilation_that_was_killed_is_simply_done_again(tmp_path) -> None:
     again = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "tensor(2., device='sim:1')" in again.stdout, again.stderr
     assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+def modelled_ms(call: Callable[[], object], device: str) -> float:
+    module = torch.get_device_module("sim")
+    with module.device(torch.device(device).index):
+        start, end = module.Event(), module.Event()
+        start.record()
+        call()
+        end.record()
+    return start.elapsed_time(end)
+
+
+def test_time_is_bytes_over_speed_and_copies_take_the_link(sim) -> None:
+    rows = torch.ones(1000, device="sim:0")
+    dpx.simulate(2, speed=[1, 0.25])
+    slow_rows = rows.to("sim:1")
+    fast, slow = modelled_ms(lambda: rows + rows, "sim:0"), modelled_ms(lambda: slow_rows + slow_rows, "sim:1")
+    assert fast == pytest.approx(3 * 4000 / 1e11 * 1e3)
+    assert slow == pytest.approx(4 * fast)
+    assert modelled_ms(lambda: rows.view(10, 100).t(), "sim:0") == 0, "views are free"
+    assert modelled_ms(lambda: rows.to("sim:1"), "sim:0") == 0, "and so are copies without a link"
+    dpx.simulate(2, link="1MB", latency=1e-3)
+    for device in ("sim:0", "sim:1"):
+        assert modelled_ms(lambda: rows.to("sim:1"), device) == pytest.approx(1 + 4)
+    for options, message in (({"link": -1}, "link=-1"), ({"latency": -1.0}, r"latency=-1\.0")):
+        with pytest.raises(dpx.ConfigurationError, match=message):
+            dpx.simulate(2, **options)
