@@ -74,10 +74,11 @@ class TrainingStep:
         self._replicas, self._loss_reduction = replicas, loss_reduction
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
         parameters = [replica.parameters for replica in replicas.replicas]
+        self._names = [name for name, _ in replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         replicas.state.set_owners(self._owners)
         several = len(self._reducer.places) > 1 and gradient_packs > 0 and bool(parameters[0])
-        self._eager = EagerReduction(parameters, gradient_packs, self._reduce_only) if several else None
+        self._eager = EagerReduction(parameters, gradient_packs, self._reduce_only, self._names) if several else None
         self._processes, self._rows = processes, 0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
@@ -229,6 +230,7 @@ class TrainingStep:
         grads = self._reducer.reduce(
             [[_on(column[i].grad, device) for i in indices] for column, device in zip(columns, devices, strict=True)],
             owners=owners,
+            names=[self._names[index] for index in indices],
         )
         for replica, column in enumerate(columns):
             for index, owner, total in zip(indices, owners, grads, strict=True):

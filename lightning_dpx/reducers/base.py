@@ -52,7 +52,12 @@ class GradientReducer(ABC):
 
     @torch.no_grad()
     def reduce(
-        self, grads: Sequence[Gradients], *, average: bool = False, owners: Sequence[int] | None = None
+        self,
+        grads: Sequence[Gradients],
+        *,
+        average: bool = False,
+        owners: Sequence[int] | None = None,
+        names: Sequence[str] = (),
     ) -> Gradients:
         """N gradients, each on its owner's device, summed (or averaged) over the replicas.
 
@@ -61,11 +66,12 @@ class GradientReducer(ABC):
                 parameter without a gradient everywhere stays ``None``. The tensors may be reused for the result.
             average: Divide by K.
             owners: A replica per parameter; the reducer's own choice unless given.
+            names: Of the parameters, for errors.
 
         Raises:
             ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
         """
-        self._check(grads)
+        self._check(grads, names)
         if owners is None:
             owners = self.owners([_num_elements(column) for column in zip(*grads, strict=True)])
         targets = [self.places.index(self.devices[owner]) for owner in owners]
@@ -139,7 +145,7 @@ class GradientReducer(ABC):
             add_in_place(first, others)
         return [lists[place][0] for place in self.places]
 
-    def _check(self, grads: Sequence[Gradients]) -> None:
+    def _check(self, grads: Sequence[Gradients], names: Sequence[str] = ()) -> None:
         if len(grads) != len(self.devices) or len({len(row) for row in grads}) != 1:
             raise ConfigurationError(
                 f"reduce() needs {len(self.devices)} lists of equal length (one per device), got lengths "
@@ -149,8 +155,9 @@ class GradientReducer(ABC):
             kinds = {(tuple(g.shape), g.dtype, g.layout) for g in column if g is not None}
             if len(kinds) > 1:
                 described = " and ".join(sorted(f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in kinds))
+                name = names[index] if names else index
                 raise ConfigurationError(
-                    f"The gradients of parameter {index} differ between the replicas: {described}; all must agree."
+                    f"The gradients of parameter {name} differ between the replicas: {described}; all must agree."
                 )
 
 

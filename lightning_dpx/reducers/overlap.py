@@ -23,12 +23,17 @@ class EagerReduction:
         columns: K x N parameters, one list per replica.
         num_splits: Packs; see :func:`split_at_boundaries`.
         reduce: Reduces the parameters with these indices; called from whichever thread completes a pack.
+        names: Of the parameters, for errors.
     """
 
     def __init__(
-        self, columns: Sequence[Sequence[nn.Parameter]], num_splits: int, reduce: Callable[[list[int]], None]
+        self,
+        columns: Sequence[Sequence[nn.Parameter]],
+        num_splits: int,
+        reduce: Callable[[list[int]], None],
+        names: Sequence[str],
     ) -> None:
-        self._columns, self._reduce, self._lock = columns, reduce, threading.Lock()
+        self._columns, self._reduce, self._names, self._lock = columns, reduce, names, threading.Lock()
         splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_splits)
         self._split_of = {index: number for number, split in enumerate(splits) for index in split}
         self._handles: list[RemovableHandle] = []
@@ -83,8 +88,8 @@ class EagerReduction:
             self._fired[replica, index] += 1
             if index in self._done:
                 raise ReplicationError(
-                    f"Parameter {index} got a second gradient in one backward after its first was reduced; use "
-                    "DPXStrategy(gradient_packs=0) for modules whose recomputation changes from step to step."
+                    f"Parameter {self._names[index]} got a second gradient in one backward, after the first was sent: "
+                    "use DPXStrategy(gradient_packs=0) for modules whose recomputation changes from step to step."
                 )
             number = self._split_of[index]
             waiting = self._waiting[number]

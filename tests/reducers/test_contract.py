@@ -217,6 +217,8 @@ def test_lists_that_do_not_fit_and_unknown_names_are_refused() -> None:
         make_reducer("naive", [CPU] * 2).reduce([[torch.ones(1)], []])
     with pytest.raises(dpx.ConfigurationError, match=r"parameter 1 differ between the replicas: \[2\] .* and \[3\]"):
         make_reducer("naive", [CPU] * 2).reduce([[None, torch.ones(2)], [None, torch.ones(3)]])
+    with pytest.raises(dpx.ConfigurationError, match=r"parameter net\.bias differ between"):
+        make_reducer("naive", [CPU] * 2).reduce([[torch.ones(2)], [torch.ones(3)]], names=["net.bias"])
     with pytest.raises(
         dpx.ConfigurationError, match=r"Unknown reducer 'naiv'; available: .*naive.*Did you mean 'naive'"
     ):
