@@ -160,8 +160,8 @@ class ReplicaGroup:
             self._set.root.module.train(is_train)
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
         self._shares = self._set.shares(named)
-        self._set.state.synchronize()
         self._set.python_state.share()
+        self._set.state.synchronize()
         self._shares = [Share(share.replica, share.num_rows, self._place(share)) for share in self._shares]
 
         def run_forward(share: Share) -> Any:

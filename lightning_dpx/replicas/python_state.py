@@ -45,13 +45,14 @@ class PythonState:
         self._sizes: dict[int, list[Any]] = {}
 
     def share(self) -> None:
-        """Before a step: the replicas get what was set on the user's module since the last one.
+        """Before a step, first of all: the replicas get what was set on the user's module since the last one.
 
         Raises:
             ReplicationError: submodules were added or removed.
         """
         if not self._others:
             return
+        self._root.refresh()
         modules = self._looked_after(self._root)
         if len(modules) != len(self._seen):
             raise ReplicationError(

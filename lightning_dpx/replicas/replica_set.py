@@ -147,7 +147,6 @@ class ReplicaSet:
         Raises:
             SliceError: the batch cannot be cut.
         """
-        self.root.refresh()
         sizes = self.sizes(batch_size(batch, self.batch_dim))
         if self._balancer is not None and self.root.module.training:
             self._balancer.begin(sizes)

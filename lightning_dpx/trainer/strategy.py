@@ -1,7 +1,7 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -304,13 +304,12 @@ class DPXStrategy(ParallelStrategy):
         self._step.close()  # its hooks hold on to where the parameters were
         shift_what_does_not_fit(self._replicas, shares, run, self.optimizers)
 
-    @contextmanager
-    def _shifted(self, module: Module | None = None) -> Iterator[None]:
+    def _shifted(self, module: Module | None = None) -> AbstractContextManager[None]:
         """Whatever runs a replica's own step runs in here."""
-        shifting_at_all = self._shifts or self._auto_shifts
-        shift = applied_shift(module or self.lightning_module) if shifting_at_all else None  # type: ignore[arg-type]
-        with shift.active() if shift is not None else nullcontext():
-            yield
+        if not self._shifts and not self._auto_shifts:
+            return nullcontext()
+        shift = applied_shift(module or self.lightning_module)  # type: ignore[arg-type]
+        return nullcontext() if shift is None else shift.active()
 
     def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
         """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
@@ -432,7 +431,11 @@ class DPXStrategy(ParallelStrategy):
 
     def _finisher(self, name: str) -> Callable[[Any], Any] | None:
         """The user's hook that sees the merged outputs of ``name``, if there is one."""
-        return getattr(self.lightning_module, f"{name}_end", None)
+        module = self.lightning_module
+        if getattr(type(module), f"{name}_end", None) is None:  # asked of the class: a miss costs a module much more
+            return None
+        hook: Callable[[Any], Any] = getattr(module, f"{name}_end")
+        return hook
 
     def _finished(self, name: str, outputs: Any) -> Any:
         finish = self._finisher(name)
@@ -505,8 +508,8 @@ class DPXStrategy(ParallelStrategy):
         if len(shares) == 1:
             with self._shifted():
                 return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
-        self._replicas.state.synchronize()
         with self._logs(shares) as call, self.precision_plugin.val_step_context():
+            self._replicas.state.synchronize()
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
             merged = gather(outputs, [share.num_rows for share in shares], self.root_device)
         return self._finished(name, merged)
