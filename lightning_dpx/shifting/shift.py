@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from lightning_dpx.devices import canonical_device
+from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
@@ -44,8 +44,8 @@ def shift_activations(module: nn.Module, activations: str | Sequence[str], shift
         The shift, which :func:`unshift_activations` takes back.
 
     Raises:
-        ConfigurationError: a device is both source and target, a pattern matches nothing (with the nearest names), or
-            the module is shifted already.
+        ConfigurationError: a device is both source and target, a pattern matches nothing (with the nearest names), the
+            target has no room for the parameters, or the module is shifted already.
     """
     if module in _SHIFTS:
         raise ConfigurationError("The module is shifted already; call unshift_activations(module) first.")
@@ -151,7 +151,14 @@ class Shift:
         """Moves what only the chosen submodules use, and hooks them."""
         module = self._module()
         assert module is not None, "held by the caller"
-        for tensor in self._own_tensors(module):
+        own = self._own_tensors(module)
+        needed, free = sum(tensor.nbytes for tensor in own), free_bytes(self.target)
+        if needed > free:
+            raise ConfigurationError(
+                f"shifts[{str(self.source)!r}]={str(self.target)!r}: the parameters of {', '.join(self.chosen)} need "
+                f"{needed} bytes, and {self.target} has {free} free; shift fewer parts, or to another device."
+            )
+        for tensor in own:
             _relocate(tensor, self.target)
         for name in self.chosen:
             child = module.get_submodule(name)

@@ -314,6 +314,18 @@ def test_bad_shifts_are_refused(chosen: list[str], shifts: dict[str, str], messa
         dpx.shift_activations(Functional().to(HOME), chosen, shifts)
 
 
+def test_a_full_target_is_refused_before_anything_moves() -> None:
+    gc.collect()
+    dpx.simulate(8, memory=["1GiB", "1KiB", *["1GiB"] * 6])
+    try:
+        model = Functional().to(HOME)
+        with pytest.raises(dpx.ConfigurationError, match=r"parameters of b need 1088 bytes, and sim:1 has \d+ free"):
+            dpx.shift_activations(model, "b", {HOME: SPARE})
+        assert {parameter.device for parameter in model.parameters()} == {HOME}
+    finally:
+        dpx.simulate(8)
+
+
 def test_shifting_twice_and_writing_across_the_cut_are_refused() -> None:
     model = Functional().to(HOME)
     dpx.shift_activations(model, "b", {HOME: SPARE})
