@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,6 +52,16 @@ def autocast_types() -> tuple[str, ...]:
 def has_nccl(devices: Sequence[torch.device]) -> bool:
     """Whether NCCL can work between these devices from one process."""
     return all(device.type == "cuda" for device in devices) and torch.distributed.is_nccl_available()
+
+
+def wire_device(device: torch.device) -> torch.device:
+    """Where torch.distributed can send a tensor of ``device`` from: the device itself, or the host."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of torch.distributed for processes whose first device this is."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def synchronize(device: torch.device) -> None:
@@ -146,7 +155,7 @@ def spare_devices(devices: Sequence[torch.device]) -> list[torch.device]:
 def free_bytes(device: torch.device) -> int:
     """What can still be allocated on ``device``, cached blocks included."""
     if is_host(device):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
     module = torch.get_device_module(device)
     free, _ = module.mem_get_info(device)
     cached = module.memory_reserved(device) - module.memory_allocated(device)
@@ -204,6 +213,8 @@ def _resident_bytes() -> int:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read(64).split()[1]) * _PAGE
     except FileNotFoundError:  # not Linux: the most so far is all there is
+        import resource  # not on Windows
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.packing import alike, flatten, unpack_like
+from lightning_dpx.reducers.packing import alike, flatten, hand_out
 
 
 @register_reducer("collective")
@@ -21,7 +21,7 @@ class CollectiveReducer(GradientReducer):
         for indices in alike(lists[0], targets):
             shares = self._shares([[row[index] for index in indices] for row in lists])
             place = self.places[targets[indices[0]]]
-            self._hand_out(shares, lists[0], indices, place, result)
+            hand_out(self._gathered(shares, place), lists[0], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
@@ -29,7 +29,7 @@ class CollectiveReducer(GradientReducer):
         for indices in alike(lists[0], [0] * len(lists[0])):
             shares = self._shares([[row[index] for index in indices] for row in lists])
             for place, result in zip(self.places, spread, strict=True):
-                self._hand_out(shares, lists[0], indices, place, result)
+                hand_out(self._gathered(shares, place), lists[0], indices, result)
         return spread
 
     def _shares(self, lists: Sequence[Dense]) -> Dense:
@@ -44,7 +44,5 @@ class CollectiveReducer(GradientReducer):
             shares.append(total)
         return shares
 
-    def _hand_out(self, shares: Dense, like: Dense, indices: Sequence[int], place: torch.device, result: Dense) -> None:
-        pack = torch.cat([self._move(share, place) for share in shares])
-        for index, tensor in zip(indices, unpack_like(pack, [like[index] for index in indices]), strict=True):
-            result[index] = tensor
+    def _gathered(self, shares: Dense, place: torch.device) -> torch.Tensor:
+        return torch.cat([self._move(share, place) for share in shares])

@@ -7,7 +7,7 @@ import torch
 from lightning_dpx.devices import linked_groups
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
+from lightning_dpx.reducers.packing import alike, flatten, hand_out, split_at_boundaries
 
 
 @register_reducer("hierarchical")
@@ -47,7 +47,7 @@ class HierarchicalReducer(GradientReducer):
             groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
             leaders = [self._sum_group(packs, group, turn) for group in groups]
             pack = self._move(self._sum_leaders(leaders), self.places[target])
-            _take(pack, lists[target], indices, result)
+            hand_out(pack, lists[target], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
@@ -60,7 +60,7 @@ class HierarchicalReducer(GradientReducer):
             for group, place in zip(self.groups, places, strict=True):
                 arrived = self._move(total, place)
                 for member in group:
-                    _take(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
+                    hand_out(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
         return spread
 
     def _packs(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
@@ -85,8 +85,3 @@ class HierarchicalReducer(GradientReducer):
         for other in leaders[1:]:
             total = total.add_(self._move(other, total.device))
         return total
-
-
-def _take(pack: torch.Tensor, like: Dense, indices: Sequence[int], result: Dense) -> None:
-    for index, tensor in zip(indices, unpack_like(pack, [like[index] for index in indices]), strict=True):
-        result[index] = tensor

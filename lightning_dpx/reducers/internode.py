@@ -1,15 +1,18 @@
 """Between processes: the mean of the owners' gradients over torch.distributed, weighted by samples."""
 
 import datetime
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
+from lightning_dpx.devices import wire_device
 from lightning_dpx.errors import CollectiveError, UnsupportedError
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
+
+Result = TypeVar("Result")
 
 ROLL_CALL_SECONDS = 3.0  # how long a survivor waits for the others to report, before it names the lost ones
 
@@ -40,19 +43,14 @@ class ProcessReducer:
             UnsupportedError: a gradient is sparse.
         """
         self._calls += 1
-        try:
-            return self._mean(grads, like, rows)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, UnsupportedError):
-                raise
-            raise CollectiveError(f"{describe_loss(f'reduction {self._calls}')} ({error})") from error
-
-    def _mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
         for index, gradient in enumerate(grads):
             if gradient is not None and gradient.layout != torch.strided:
                 raise UnsupportedError(
                     f"Gradient {index} is sparse, which several processes do not support yet; use sparse=False."
                 )
+        return between_processes(f"reduction {self._calls}", lambda: self._mean(grads, like, rows))
+
+    def _mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
         present = torch.tensor([max(rows, 0.0), *(float(gradient is not None) for gradient in grads)])
         distributed.all_reduce(present)
         used = [index for index in range(len(grads)) if present[index + 1] > 0]
@@ -78,7 +76,21 @@ class ProcessReducer:
     def _on_wire(self, pack: torch.Tensor) -> torch.Tensor:
         dtype = self._wire if self._wire is not None and self._wire.itemsize < pack.dtype.itemsize else pack.dtype
         dtype = torch.float32 if pack.dtype in HALVES else dtype
-        return pack.to(device=pack.device if pack.device.type == "cuda" else "cpu", dtype=dtype)
+        return pack.to(device=wire_device(pack.device), dtype=dtype)
+
+
+def between_processes(what: str, call: Callable[[], Result]) -> Result:
+    """What ``call``, a collective of torch.distributed, returns.
+
+    Raises:
+        CollectiveError: another process is lost; names its rank.
+    """
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise  # its own story, and others know it by its type
+    except RuntimeError as error:
+        raise CollectiveError(f"{describe_loss(what)} ({error})") from error
 
 
 def describe_loss(during: str) -> str:

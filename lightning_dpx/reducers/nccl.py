@@ -8,7 +8,7 @@ from torch.cuda import nccl
 from lightning_dpx.devices import has_nccl
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.packing import alike, flatten, unpack_like
+from lightning_dpx.reducers.packing import alike, flatten, hand_out
 
 
 @register_reducer("nccl")
@@ -35,7 +35,7 @@ class NCCLReducer(GradientReducer):
             target = targets[indices[0]]
             packs = self._packs(lists, indices)
             nccl.reduce(packs, output=packs[target], root=target)  # type: ignore[no-untyped-call]
-            self._take(packs[target], lists[target], indices, result)
+            hand_out(packs[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
@@ -44,7 +44,7 @@ class NCCLReducer(GradientReducer):
             packs = self._packs(lists, indices)
             nccl.all_reduce(packs)  # type: ignore[no-untyped-call]
             for pack, row, result in zip(packs, lists, spread, strict=True):
-                self._take(pack, row, indices, result)
+                hand_out(pack.to(row[indices[0]].dtype), row, indices, result)
         return spread
 
     def _packs(self, lists: Sequence[Dense], indices: Sequence[int]) -> Dense:
@@ -52,9 +52,3 @@ class NCCLReducer(GradientReducer):
         wire = self.communication_dtype
         narrower = wire is not None and packs[0].is_floating_point() and wire.itemsize < packs[0].dtype.itemsize
         return [pack.to(wire) for pack in packs] if narrower else packs
-
-    @staticmethod
-    def _take(pack: torch.Tensor, like: Dense, indices: Sequence[int], result: Dense) -> None:
-        own = [like[index] for index in indices]
-        for index, tensor in zip(indices, unpack_like(pack.to(own[0].dtype), own), strict=True):
-            result[index] = tensor

@@ -137,6 +137,14 @@ def alike(tensors: Sequence[torch.Tensor], targets: Sequence[int]) -> list[list[
     return list(groups.values())
 
 
+def hand_out(
+    pack: torch.Tensor, like: Sequence[torch.Tensor], indices: Sequence[int], result: list[torch.Tensor]
+) -> None:
+    """Puts the tensors of ``pack`` at ``indices`` of ``result``; they look like those at ``indices`` of ``like``."""
+    for index, tensor in zip(indices, unpack_like(pack, [like[index] for index in indices]), strict=True):
+        result[index] = tensor
+
+
 def unpack_like(pack: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of ``pack`` with the shapes of ``like``; copies where those are not contiguous (channels last)."""
     parts = unflatten(pack, [tensor.shape for tensor in like])

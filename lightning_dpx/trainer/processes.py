@@ -1,7 +1,7 @@
 """Several processes, each with its own replicas: connecting, agreeing on what is trained, and starting out equal."""
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import distributed, nn
 
+from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ReplicationError
-from lightning_dpx.reducers.internode import describe_loss
 
 Fingerprint = Mapping[str, Any]
 
@@ -27,9 +27,10 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     Raises:
         CollectiveError: not all processes came in time.
     """
-    chosen = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
-        _init_dist_connection(environment, chosen, timeout=datetime.timedelta(seconds=timeout))
+        _init_dist_connection(
+            environment, backend or default_backend(device), timeout=datetime.timedelta(seconds=timeout)
+        )
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
             f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
@@ -37,22 +38,9 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
         ) from error
 
 
-def between_processes(what: str, call: Callable[[], Any]) -> Any:
-    """What ``call``, a collective of torch.distributed, returns.
-
-    Raises:
-        CollectiveError: another process is lost; names its rank.
-    """
-    try:
-        return call()
-    except RuntimeError as error:
-        raise CollectiveError(f"{describe_loss(what)} ({error})") from error
-
-
 def on_wire(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` where a process group can send it from; a copy of its own."""
-    detached = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
-    return detached.clone().contiguous()
+    return tensor.to(wire_device(tensor.device), copy=True).contiguous()
 
 
 def fingerprint(module: nn.Module, **settings: Any) -> Fingerprint:

@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, choose_reducer
+from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, between_processes, choose_reducer
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
@@ -44,7 +44,7 @@ from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.precision import DPXPrecision
-from lightning_dpx.trainer.processes import agree, between_processes, connect, fingerprint, on_wire, share, start_equal
+from lightning_dpx.trainer.processes import agree, connect, fingerprint, on_wire, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
 
 Workload = Literal["even", "auto"] | list[float]
