@@ -1,7 +1,7 @@
 """What a model keeps between forward and backward: which module call keeps how many bytes, in the order of forward.
 
 Autograd reports every tensor that it saves to a pack hook; forward hooks tell which module call is running. Nothing is
-changed: buffers, gradients, train flags and random generators are put back after the traced run.
+changed: buffers, gradients and random generators are put back after the traced run.
 """
 
 from collections import Counter

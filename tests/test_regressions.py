@@ -269,11 +269,11 @@ class StructuredOutputs(Base):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
-        return Result(Record(logits, [f"row {x:.3f}" for x in batch[0][:, 0].tolist()]).logits, "logits").logits
+        return Result(logits, "logits"), Record(logits, [f"row {x:.3f}" for x in batch[0][:, 0].tolist()])
 
 
-class NoneOnSomeReplicas(Base):
-    """A step that returned None on one replica failed in gather; the others are weighted anew."""
+class NoneFromAll(Base):
+    """A step that returned None failed in gather; it is skipped as on one device (some replicas: test_strategy)."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         keep = batch[1] > 5  # no row has such a label: one device skips the second batch, and so do all replicas
@@ -336,7 +336,7 @@ class WrittenInPlace(Base):
 CASES = [
     ParameterLists, FlatWeights, Tied, WeightNorm, OldWeightNorm, HooksWithSelf, SelfDevice, TrainerInStep,
     UnusedParameters, UsedByOneReplica, SparseGradients, Frozen, SpectralNorm, Counter, Collected, BatchHooks,
-    ScalarOutputs, StructuredOutputs, NoneOnSomeReplicas, Attention, GradientPenalty, Metrics, AutocastInStep,
+    ScalarOutputs, NoneFromAll, Attention, GradientPenalty, Metrics, AutocastInStep,
     WrittenInPlace,
 ]  # fmt: skip
 
@@ -360,6 +360,19 @@ def test_trains_as_on_one_device(case: type[Base], execution: str, hardware: str
             torch.testing.assert_close(ours[name], value, **loose)
     else:
         assert_equal(ours, expected)
+
+
+def test_structured_outputs_keep_their_types(execution: str) -> None:
+    model, loader = StructuredOutputs(), make_loader()
+    predictions = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3).predict(model, loader)
+    expected = make_trainer().predict(model, loader)
+    for (result, record), (plain_result, plain_record) in zip(predictions, expected, strict=True):
+        assert isinstance(result, Result)
+        assert isinstance(record, Record)
+        assert result.kind == "logits"
+        assert record.names == plain_record.names
+        torch.testing.assert_close(result.logits.cpu(), plain_result.logits)
+        torch.testing.assert_close(record.logits.cpu(), plain_record.logits)
 
 
 class Texts(Dataset[Any]):

@@ -107,17 +107,9 @@ def replicate(
     return tuple(replicas)
 
 
-def stand_in(replica: Replica) -> nn.Module:
-    """A copy that shares the replica's parameters, for runs that must leave its other state alone."""
-    twin: Any = _copy(replica.module, replica.device, True, _frameworks(replica.module), {})
-    if hasattr(replica.module, "_trainer"):
-        twin._trainer = replica.module._trainer
-    return twin  # type: ignore[no-any-return]
-
-
-def _frameworks(module: nn.Module) -> list[object]:
-    trainer = getattr(module, "_trainer", None)
-    return [] if trainer is None else [trainer, *getattr(trainer, "loggers", [])]
+def stand_in(replica: Replica, keep: Iterable[object] = ()) -> nn.Module:
+    """A copy that shares the replica's parameters, for runs that must leave its other state alone; see replicate()."""
+    return _copy(replica.module, replica.device, True, keep, {})
 
 
 def _copy(

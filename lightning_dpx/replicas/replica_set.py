@@ -20,7 +20,7 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
 from lightning_dpx.replicas.python_state import PythonState
-from lightning_dpx.replicas.replica import Replica, replicate
+from lightning_dpx.replicas.replica import Replica, replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
@@ -83,7 +83,8 @@ class ReplicaSet:
         self._workload = parse_workload(workload, len(devices))
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
-        self.replicas = replicate(module, self.devices, keep, existing)
+        self._keep = tuple(keep)
+        self.replicas = replicate(module, self.devices, self._keep, existing)
         seed_apart(self.devices)
         self.state = StateSync(self.replicas, buffers)
         self.python_state = PythonState(self.replicas, private, skip)
@@ -103,6 +104,10 @@ class ReplicaSet:
     def root(self) -> Replica:
         """Replica 0: the user's own module."""
         return self.replicas[0]
+
+    def stand_in(self) -> nn.Module:
+        """A copy of replica 0 that shares its parameters, for runs that must leave its other state alone."""
+        return stand_in(self.root, self._keep)
 
     @property
     def always_merged(self) -> bool:

@@ -164,8 +164,9 @@ class Shift:
             child = module.get_submodule(name)
             self._handles.append(child.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
             self._handles.append(child.register_forward_hook(self._leave, always_call=True))
+        chosen = set(self.chosen)
         for name, child in module.named_modules():
-            if not _has_ancestor(f"{name}.", set(self.chosen)):
+            if name not in chosen and not _has_ancestor(name, chosen):
                 self._handles.append(child.register_forward_pre_hook(self._enter_home, with_kwargs=True, prepend=True))
                 self._handles.append(child.register_forward_hook(self._end, always_call=True))
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.replicas import ReplicaSet, Share, slice_batch, stand_in
+from lightning_dpx.replicas import ReplicaSet, Share, slice_batch
 from lightning_dpx.shifting import Shift, choose_parts, parts_of, scaled, shift_activations
 
 Step = Callable[[Any, Any, int], Any]
@@ -75,7 +75,8 @@ def _predict(replicas: ReplicaSet, share: Share, run: Step) -> tuple[dict[str, i
     traces: list[list[Activation]] = []
     for rows in (2, 4):
         few = slice_batch(share.batch, [rows, share.num_rows - rows], replicas.batch_dim)[0]
-        twin = stand_in(replicas.root)
+        twin: Any = replicas.stand_in()
+        twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
         traces.append(trace_run(twin, lambda t=twin, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
     kept = scaled(traces[0], traces[1], (2, 4), share.num_rows)
     return kept, sum(kept.values())
