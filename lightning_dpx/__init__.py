@@ -15,21 +15,32 @@ from lightning_dpx.errors import (
     ConfigurationError,
     DPXError,
     GatherError,
+    PlanError,
     ReplicationError,
     SliceError,
     UnsupportedError,
 )
 from lightning_dpx.group import ReplicaGroup
 from lightning_dpx.monitor import TensorMonitor
+from lightning_dpx.recompute import (
+    CheckpointPlan,
+    apply_plan,
+    estimate_cost,
+    register_planner,
+    remove_plan,
+    search_plan,
+)
 from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
 from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
 from lightning_dpx.simulate import simulate
-from lightning_dpx.trainer import DeviceMemoryMonitor, DPXPrecision, DPXStrategy, SimAccelerator
+from lightning_dpx.trainer import ActivationPlanner, DeviceMemoryMonitor, DPXPrecision, DPXStrategy, SimAccelerator
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Activation",
+    "ActivationPlanner",
+    "CheckpointPlan",
     "CollectiveError",
     "ConfigurationError",
     "DPXError",
@@ -39,14 +50,20 @@ __all__ = [
     "GatherError",
     "GradientPacker",
     "GradientReducer",
+    "PlanError",
     "ReplicaGroup",
     "ReplicationError",
     "SliceError",
     "TensorMonitor",
     "UnsupportedError",
+    "apply_plan",
+    "estimate_cost",
     "least_loaded_placement",
     "park_activations",
+    "register_planner",
     "register_reducer",
+    "remove_plan",
+    "search_plan",
     "shift_activations",
     "simulate",
     "trace_activations",

@@ -7,6 +7,7 @@ DPXError
 ├── ReplicationError (TypeError)         a module that cannot be copied faithfully
 ├── GatherError (ValueError)             replica results that cannot be merged into one
 ├── CollectiveError (RuntimeError)       replicas that cannot meet in a collective inside a step
+├── PlanError (ValueError)               a memory plan that cannot be made, read or applied
 └── BenchError (RuntimeError)            a job of a bench that did not finish
 
 Errors raised by user code inside a replica are never wrapped: the original object is raised again, with a note that
@@ -40,6 +41,18 @@ class GatherError(DPXError, ValueError):
 
 class CollectiveError(DPXError, RuntimeError):
     """A collective inside a step cannot complete: a replica has ended, failed, or called something else."""
+
+
+class PlanError(DPXError, ValueError):
+    """No plan meets the budget, or a plan does not belong to this model.
+
+    Attributes:
+        smallest: Where a budget cannot be met, the bytes of activations that can be.
+    """
+
+    def __init__(self, message: str, smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class BenchError(DPXError, RuntimeError):

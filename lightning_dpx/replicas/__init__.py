@@ -4,7 +4,7 @@ from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
-from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replica import Replica, stand_in
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, slice_batch
 from lightning_dpx.replicas.state import BufferMode
@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "restore_batch_norm",
     "slice_batch",
+    "stand_in",
     "synchronize_batch_norm",
     "weighted_mean",
 ]

@@ -1,8 +1,9 @@
 """The Lightning face: the only part of the package that imports lightning and torchmetrics."""
 
 from lightning_dpx.trainer.accelerator import SimAccelerator
+from lightning_dpx.trainer.activation_planner import ActivationPlanner
 from lightning_dpx.trainer.memory_monitor import DeviceMemory, DeviceMemoryMonitor
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.strategy import DPXStrategy
 
-__all__ = ["DPXPrecision", "DPXStrategy", "DeviceMemory", "DeviceMemoryMonitor", "SimAccelerator"]
+__all__ = ["ActivationPlanner", "DPXPrecision", "DPXStrategy", "DeviceMemory", "DeviceMemoryMonitor", "SimAccelerator"]

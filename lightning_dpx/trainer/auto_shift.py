@@ -31,7 +31,7 @@ def shift_what_does_not_fit(
         ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
     """
     kept, total = _predict(replicas, shares[0], run)
-    per_parameter = 1 + max((_states_of(optimizer) for optimizer in optimizers), default=2)
+    per_parameter = 1 + max((states_of(optimizer) for optimizer in optimizers), default=2)
     spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)
     elsewhere = total - sum(part.kept for part in parts)
@@ -82,7 +82,7 @@ def _predict(replicas: ReplicaSet, share: Share, run: Step) -> tuple[dict[str, i
     return kept, sum(kept.values())
 
 
-def _states_of(optimizer: Any) -> int:
+def states_of(optimizer: Any) -> int:
     """Tensors of a parameter's size that the optimizer keeps for it."""
     defaults = optimizer.defaults
     if "betas" in defaults:

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.recompute import CheckpointPlan, Planner, planned
 from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, between_processes, choose_reducer
 from lightning_dpx.replicas import (
     BufferMode,
@@ -42,6 +43,7 @@ from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
+from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, on_wire, share, start_equal
@@ -73,6 +75,10 @@ class DPXStrategy(ParallelStrategy):
         shifts: {from: to}: parts of the replica on one device run, with what they keep for backward, on another one;
             several replicas may share a target. "auto" traces the first batch and shifts what does not fit.
         shift_activations: Which parts: submodules by name or pattern ("encoder.layers.[0-3]").
+        memory_budget: What training may take on each device: bytes, "8GiB", a fraction of the device (0 to 1), or
+            "auto" for what is free. The first batch is profiled, and what must be is computed again in backward.
+        planner: Who decides that: "auto", "optimal", "search", "threshold", or a Planner.
+        plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
         process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
             NCCL beside it for CUDA devices, unless given.
         timeout: Seconds that processes wait for each other.
@@ -100,6 +106,9 @@ class DPXStrategy(ParallelStrategy):
         gradient_packs: int = 8,
         shifts: dict[str, str] | Literal["auto"] | None = None,
         shift_activations: list[str] | None = None,
+        memory_budget: int | float | str | None = None,
+        planner: str | Planner = "auto",
+        plan: CheckpointPlan | str | None = None,
         process_group_backend: str | None = None,
         timeout: float = 300.0,
         accelerator: Accelerator | None = None,
@@ -131,6 +140,7 @@ class DPXStrategy(ParallelStrategy):
         self._shifted_parts = list(shift_activations or [])
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
             raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
+        self._planning = MemoryPlanning(memory_budget, planner, plan)
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
         self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
         self.num_nodes = 1  # Lightning sets it
@@ -256,15 +266,16 @@ class DPXStrategy(ParallelStrategy):
             copied: Any = replica.module
             copied._trainer = module._trainer  # LightningModule drops it from its copies
         self._shift([replica.module for replica in replicas.replicas], replicas.devices)
+        self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
             self._meet_processes(module, len(devices))
-        if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts:
+        if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts or self._planning.wanted:
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
             several = ProcessReducer(self._gradient_packs, self._wire) if self.num_processes > 1 else None
             self._step = TrainingStep(
                 replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs, several
             )
-            if several is None:
+            if several is None and not self._planning.wanted:  # a plan is for slices of one size
                 self._consider_threads(module, replicas)
             self._announce_reducer(replicas.devices)
         return model
@@ -295,21 +306,36 @@ class DPXStrategy(ParallelStrategy):
             raise UnsupportedError(
                 "shifts='auto' traces a step, which manual optimization makes impossible; give shifts."
             )
+        self._step.close()  # its hooks hold on to where the parameters were
+        shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs), self.optimizers)
+
+    def _plan_memory(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        several = len(set(self._replicas.devices)) > 1
+        owned = owned_bytes(self._step.owner_parameters, self.optimizers, several)
+        self._planning.decide(self._replicas, shares, self._rehearsal(args, kwargs), owned)
+
+    def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:
+        """The training step of a stand-in, whose logs nobody reads."""
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
             share = Share(Replica(0, self.root_device, module), num_rows, rows)
             with StepLog(share).recording(module), self.precision_plugin.train_step_context():
                 return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
 
-        self._step.close()  # its hooks hold on to where the parameters were
-        shift_what_does_not_fit(self._replicas, shares, run, self.optimizers)
+        return run
 
-    def _shifted(self, module: Module | None = None) -> AbstractContextManager[None]:
-        """Whatever runs a replica's own step runs in here."""
-        if not self._shifts and not self._auto_shifts:
+    def _arranged(self, module: Module | None = None) -> AbstractContextManager[None]:
+        """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
+        shifted = bool(self._shifts or self._auto_shifts)
+        if not shifted and not self._planning.plans:
             return nullcontext()
-        shift = applied_shift(module or self.lightning_module)  # type: ignore[arg-type]
-        return nullcontext() if shift is None else shift.active()
+        module = module or self.lightning_module
+        assert module is not None, "connect() sets the module first"
+        shift = applied_shift(module) if shifted else None
+        return planned(module) if shift is None else _both(shift.active(), planned(module))
 
     def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
         """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
@@ -378,10 +404,13 @@ class DPXStrategy(ParallelStrategy):
             self._replicas.close()
         if self.lightning_module is not None:
             restore_batch_norm(self.lightning_module)
+            if self._replicas is not None:
+                self._planning.remove(self._replicas)
             if applied_shift(self.lightning_module) is not None:
                 unshift_activations(self.lightning_module)
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
         self._shifts_open = self._auto_shifts
+        self._planning.forget()
         Strategy.teardown(self)
 
     # ---- the step ----
@@ -399,12 +428,15 @@ class DPXStrategy(ParallelStrategy):
         and it computes the loss from those of the whole batch; gradients flow back through every replica.
         """
         if self._step is None:
-            with self._shifted():
+            with self._arranged():
                 return self._finished("training_step", super().training_step(*args, **kwargs))
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
         if self._shifts_open:
             self._shift_what_does_not_fit(shares, args, kwargs)
+        if self._planning.is_open(args[0]):
+            self._plan_memory(shares, args, kwargs)
+        self._planning.begin_step()
         # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
         by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
         alone_here = len(shares) == 1 and self.num_processes == 1
@@ -412,10 +444,11 @@ class DPXStrategy(ParallelStrategy):
             replicas.release_cores()
             alone = super().training_step
             if self._undecided:
-                return self._choosing_step(
-                    lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
-                )
-            with self._shifted():
+                with self._arranged():
+                    return self._choosing_step(
+                        lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
+                    )
+            with self._arranged():
                 return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
         replicas.claim_cores()
         try:
@@ -501,12 +534,12 @@ class DPXStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._replicas is None:
-            with self._shifted():
+            with self._arranged():
                 return self._finished(name, alone(*args, **kwargs))
         shares = self._shares(name, args)
         dataloader_idx = args[2] if len(args) > 2 else 0
         if len(shares) == 1:
-            with self._shifted():
+            with self._arranged():
                 return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
         with self._logs(shares) as call, self.precision_plugin.val_step_context():
             self._replicas.state.synchronize()
@@ -541,7 +574,7 @@ class DPXStrategy(ParallelStrategy):
         def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Callable[[Share], Any]:
             def call(share: Share) -> Any:
                 module: Any = share.replica.module
-                with logs[share.replica.index].recording(module), self._shifted(module):
+                with logs[share.replica.index].recording(module), self._arranged(module):
                     return getattr(module, name)(self._transfer(share, idx), *args, **kwargs)
 
             return call
@@ -563,6 +596,7 @@ class DPXStrategy(ParallelStrategy):
         except BaseException:
             self._step.discard()
             raise
+        self._planning.end_backward()
         if not self._accumulating:
             self._step.reduce()
 
@@ -671,6 +705,12 @@ class DPXStrategy(ParallelStrategy):
         for name, options in {"dpx": {}, **{f"dpx_{reducer}": {"reducer": reducer} for reducer in REDUCERS}}.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=f"one process, replicas; {options}", **options)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def check_reducer(reducer: str | GradientReducer) -> None:

@@ -1,0 +1,56 @@
+"""Memory planning: which activations are kept, and which are computed again in backward.
+
+profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor
+planner   profile x budget -> what to drop         threshold | search | optimal | auto
+forecast  profile x choice -> peak and extra time, exactly as the run will have them
+plan      the choice as a file
+apply     the plan on a module: saved-tensor hooks (values), and how operators are repeated (recipes)
+"""
+
+from lightning_dpx.recompute.apply import (
+    AppliedPlan,
+    applied_plan,
+    apply_plan,
+    bytes_of_budget,
+    estimate_cost,
+    forecast_plan,
+    planned,
+    profile_module,
+    remove_plan,
+    search_plan,
+)
+from lightning_dpx.recompute.auto import make_planner, plan_profile
+from lightning_dpx.recompute.extrapolate import extrapolate, scaled
+from lightning_dpx.recompute.memory_trace import MemoryTrace
+from lightning_dpx.recompute.plan import CheckpointPlan, Decision, format_plan, summary
+from lightning_dpx.recompute.planner import PLANNERS, Planner, register_planner
+from lightning_dpx.recompute.profile import Profile, profile_step
+from lightning_dpx.recompute.threshold import ThresholdPlanner
+
+__all__ = [
+    "AppliedPlan",
+    "CheckpointPlan",
+    "Decision",
+    "MemoryTrace",
+    "PLANNERS",
+    "Planner",
+    "Profile",
+    "ThresholdPlanner",
+    "applied_plan",
+    "apply_plan",
+    "bytes_of_budget",
+    "estimate_cost",
+    "extrapolate",
+    "forecast_plan",
+    "format_plan",
+    "make_planner",
+    "plan_profile",
+    "planned",
+    "profile_module",
+    "profile_step",
+    "register_planner",
+    "remove_plan",
+    "scaled",
+    "search_plan",
+    "summary",
+]

@@ -1,0 +1,217 @@
+"""Plans on modules: made, priced, put on and taken off, without touching the module's names, classes or code."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.activations import Run as AnyRun
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.recompute.auto import plan_profile
+from lightning_dpx.recompute.forecast import Forecast
+from lightning_dpx.recompute.plan import CheckpointPlan
+from lightning_dpx.recompute.planner import Planner, Problem
+from lightning_dpx.recompute.profile import Profile, profile_step
+from lightning_dpx.recompute.search import SearchPlanner
+from lightning_dpx.recompute.values import CallNames, Rematerialisation
+
+_APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
+
+
+def search_plan(
+    module: nn.Module,
+    *batch: Any,
+    budget: int | float | None = None,
+    planner: str | Planner = "auto",
+    num_trials: int = 6,
+) -> CheckpointPlan:
+    """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
+
+    Runs a forward without and one with its backward; parameters, gradients, buffers and random generators stay as they
+    were. The time grows with the size of the step, not with that of the search.
+
+    Args:
+        module: Any module. One with a ``training_step`` runs that, with the batch and index 0; from the outputs of any
+            other, all that require grad are summed.
+        batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
+        budget: Bytes of activations at the most; a fraction (0 to 1) of what they need without a plan; or as few as
+            possible. Activations are what the step allocates and frees again: not parameters and their gradients.
+        planner: ``"auto"``, ``"optimal"``, ``"search"``, ``"threshold"``, another registered name or a planner.
+        num_trials: Steps of the grid of ``"search"``.
+
+    Raises:
+        PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan.
+        ConfigurationError: an argument has a value that is not allowed.
+    """
+    profile = profile_module(module, *batch)
+    chosen = SearchPlanner(num_trials) if planner == "search" else planner
+    return plan_profile(module, profile, bytes_of_budget(budget, profile.peak), chosen)
+
+
+def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
+    """A fraction is one of the unplanned peak.
+
+    Raises:
+        ConfigurationError: neither positive bytes nor a fraction.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0 or budget != budget:
+        raise ConfigurationError(f"budget={budget!r} is not allowed; give positive bytes, or a fraction up to 1.0.")
+    if isinstance(budget, int):
+        return budget
+    return int(budget * peak) if budget <= 1 else int(budget)
+
+
+def profile_module(module: nn.Module, *batch: Any) -> Profile:
+    """What a step of ``module`` on ``batch`` saves; see :func:`search_plan`."""
+    return profile_step(module, loss_of(module, *batch), device_of(module, batch))
+
+
+def loss_of(module: nn.Module, *batch: Any) -> AnyRun:
+    """One forward that ends in something to run backward from."""
+    step = getattr(module, "training_step", None)
+
+    def run() -> torch.Tensor:
+        out = step(batch[0] if len(batch) == 1 else batch, 0) if step is not None else module(*batch)
+        if isinstance(out, dict) and "loss" in out:
+            out = out["loss"]
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not results:
+            raise PlanError("There is nothing to plan: no output of the module depends on its parameters.")
+        if len(results) == 1 and results[0].ndim == 0:
+            return results[0]
+        return torch.stack([result.float().sum() for result in results]).sum()
+
+    return run
+
+
+def device_of(module: nn.Module, batch: Any) -> torch.device:
+    """Where the module lives."""
+    for tensor in (*module.parameters(), *tree_leaves(batch)):
+        if isinstance(tensor, torch.Tensor):
+            return canonical_device(tensor.device)
+    return torch.device("cpu")
+
+
+def estimate_cost(module: nn.Module, plan: CheckpointPlan, *batch: Any) -> dict[str, float]:
+    """What ``plan`` would do to a step on ``batch``, for example after an edit or for another batch size.
+
+    Returns:
+        ``"peak"``: bytes of activations at the most; ``"saved"``: bytes kept from forward to backward;
+        ``"recompute_share"``: extra time as a share of a step.
+
+    Raises:
+        PlanError: the plan does not belong to the module.
+    """
+    plan.check(module)
+    profile = profile_module(module, *batch)
+    result = forecast_plan(profile, plan)
+    return {"peak": result.peak, "saved": result.kept, "recompute_share": result.seconds / profile.step_seconds}
+
+
+def forecast_plan(profile: Profile, plan: CheckpointPlan) -> Forecast:
+    """The step of ``profile`` with a plan that may have been made for another one."""
+    problem = Problem(profile)
+    named = {value.name: index for index, value in enumerate(profile.values) if value.name}
+    can = problem.values_of(problem.droppable)
+    dropped = {named[name] for name in plan.dropped if name in named} & can
+    fleeting = {named[name] for name in plan.names("recompute each time") if name in named} & can
+    return problem.forecast_values(dropped, fleeting)
+
+
+class AppliedPlan:
+    """A plan at work on a module.
+
+    Attributes:
+        plan: Which.
+    """
+
+    def __init__(self, module: nn.Module, plan: CheckpointPlan) -> None:
+        self.plan = plan
+        self._names = CallNames(module)
+        self._values = Rematerialisation(self._names, plan.dropped, plan.names("recompute each time"))
+        self._local = threading.local()
+        self._handles = [
+            module.register_forward_pre_hook(self._enter, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """What runs in here follows the plan; within itself it does nothing more."""
+        if getattr(self._local, "active", False) or not torch.is_grad_enabled():
+            yield
+            return
+        self._local.active = True
+        try:
+            with self._values.active():
+                yield
+        finally:
+            self._local.active = False
+
+    def _enter(self, _module: nn.Module, _inputs: Any) -> None:
+        stack = ExitStack()
+        stack.enter_context(self.active())
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
+        self._local.entered.append(stack)
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._local.entered.pop().close()
+
+    @property
+    def not_found(self) -> dict[str, str]:
+        """Values that the plan drops but that had to be kept, and why."""
+        return {name: why for name, why in self._values.refused.items() if name in self.plan.dropped}
+
+    def remove(self) -> None:
+        """Takes its hooks off."""
+        self._names.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+def apply_plan(module: nn.Module, plan: CheckpointPlan) -> AppliedPlan:
+    """From now on forward passes of ``module`` that record gradients follow ``plan``.
+
+    Gradients stay what they were, to the bit on the host. What runs beside ``module.forward`` (a ``training_step`` that
+    calls submodules) follows it inside ``applied.active()``; the strategy and the callback take care of that.
+
+    Raises:
+        PlanError: the plan does not belong to the module, or one is applied already.
+    """
+    if module in _APPLIED:
+        raise PlanError("A plan is applied already; call remove_plan(module) first.")
+    plan.check(module)
+    applied = _APPLIED[module] = AppliedPlan(module, plan)
+    return applied
+
+
+def remove_plan(module: nn.Module) -> None:
+    """Everything is kept again.
+
+    Raises:
+        PlanError: no plan is applied.
+    """
+    applied = _APPLIED.pop(module, None)
+    if applied is None:
+        raise PlanError("No plan is applied to the module.")
+    applied.remove()
+
+
+def applied_plan(module: nn.Module) -> AppliedPlan | None:
+    """The plan at work on ``module``."""
+    return _APPLIED.get(module)
+
+
+def planned(module: nn.Module) -> AbstractContextManager[None]:
+    """What runs in here follows the plan of ``module``, if it has one."""
+    applied = _APPLIED.get(module)
+    return nullcontext() if applied is None else applied.active()

@@ -1,0 +1,86 @@
+"""From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
+
+from torch import nn
+
+from lightning_dpx.errors import PlanError
+from lightning_dpx.recompute.optimal import OptimalPlanner
+from lightning_dpx.recompute.plan import CheckpointPlan, Decision, fingerprint_of
+from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, register_planner
+from lightning_dpx.recompute.profile import Profile
+from lightning_dpx.recompute.search import SearchPlanner
+
+
+@register_planner("auto")
+class AutoPlanner(Planner):
+    """What ``"search"`` and ``"optimal"`` find, whichever is better."""
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """The fastest within the budget; without one, the smallest."""
+        planners: list[Planner] = [SearchPlanner(), OptimalPlanner()]
+        return best(problem, [planner.choose(problem, budget) for planner in planners], budget)
+
+
+def make_planner(planner: str | Planner) -> Planner:
+    """A planner by name, or the one that was given.
+
+    Raises:
+        ConfigurationError: there is no planner of this name.
+    """
+    return planner if isinstance(planner, Planner) else PLANNERS[planner]()
+
+
+def plan_profile(
+    module: nn.Module, profile: Profile, budget: int | None, planner: str | Planner = "auto"
+) -> CheckpointPlan:
+    """The plan for ``module``, whose step is ``profile``.
+
+    Raises:
+        PlanError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
+    """
+    problem, chosen = Problem(profile), make_planner(planner)
+    choice = Choice() if budget is not None and profile.peak <= budget else chosen.choose(problem, budget)
+    result = problem.forecast(choice)
+    if budget is not None and result.peak > budget:
+        smallest = problem.forecast(AutoPlanner().choose(problem, None)).peak
+        raise PlanError(
+            f"A budget of {_mib(budget)} for activations cannot be met"
+            + (f" by planner={chosen.name!r}, which reaches {_mib(result.peak)}" if smallest <= budget else "")
+            + f"; the smallest that can is {_mib(smallest)}, without a plan it is {_mib(profile.peak)}. "
+            f"{_bottleneck(problem)} Allow more, or use a smaller batch.",
+            smallest,
+        )
+    dropped, fleeting = problem.values_of(choice.dropped), problem.values_of(choice.fleeting)
+    decisions = [
+        Decision(
+            value.name,
+            value.operator,
+            value.num_bytes,
+            value.seconds,
+            "recompute each time" if index in fleeting else "recompute" if index in dropped else "keep",
+        )
+        for index, value in enumerate(profile.values)
+        if value.name and value.storage >= 0
+    ]
+    return CheckpointPlan(
+        model=type(module).__name__,
+        fingerprint=fingerprint_of(module),
+        planner=chosen.name,
+        budget=budget,
+        unplanned_peak=profile.peak,
+        peak=result.peak,
+        saved_bytes=result.kept,
+        recompute_share=result.seconds / profile.step_seconds,
+        decisions=tuple(decisions),
+    )
+
+
+def _bottleneck(problem: Problem) -> str:
+    """The largest unit that sets the floor."""
+    unit = max(problem.units, key=lambda unit: unit.num_bytes)
+    value = problem.profile.values[unit.values[0]]
+    why = f", which must be kept: {value.refused}" if value.refused else ""
+    return f"The largest single activation, {_mib(unit.num_bytes)}, is saved by {value.name.rpartition(':')[0]!r}{why}."
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f} MiB"

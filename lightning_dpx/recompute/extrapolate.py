@@ -1,0 +1,58 @@
+"""The profile of a batch that is too large to be tried, from two small ones."""
+
+from dataclasses import replace
+
+from lightning_dpx.recompute.profile import Profile
+
+
+def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int) -> Profile:
+    """The step on ``target`` rows, from those on ``rows``: every size and time is a line through two points.
+
+    Where the two steps did not do the same things in the same order, everything is taken in proportion to the larger
+    one; what does not depend on the batch is then overestimated.
+    """
+
+    def line(low: float, high: float) -> float:
+        return max(0.0, high + (high - low) / (rows[1] - rows[0]) * (target - rows[1]))
+
+    same = (
+        len(few.curve) == len(more.curve)
+        and [(v.name, v.operator, v.storage, v.inputs, v.refused) for v in few.values]
+        == [(v.name, v.operator, v.storage, v.inputs, v.refused) for v in more.values]
+        and few.storages.__len__() == len(more.storages)
+        and few.requests == more.requests
+    )
+    if not same:
+        return scaled(more, target / rows[1])
+    return replace(
+        more,
+        values=tuple(
+            replace(b, num_bytes=round(line(a.num_bytes, b.num_bytes)), seconds=line(a.seconds, b.seconds))
+            for a, b in zip(few.values, more.values, strict=True)
+        ),
+        storages=tuple(
+            replace(b, num_bytes=round(line(a.num_bytes, b.num_bytes)))
+            for a, b in zip(few.storages, more.storages, strict=True)
+        ),
+        curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
+        forward_seconds=line(few.forward_seconds, more.forward_seconds),
+        step_seconds=line(few.step_seconds, more.step_seconds),
+        scale=target / rows[1],
+    )
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """Everything in proportion."""
+    if factor == 1:
+        return profile
+    return replace(
+        profile,
+        values=tuple(
+            replace(v, num_bytes=round(v.num_bytes * factor), seconds=v.seconds * factor) for v in profile.values
+        ),
+        storages=tuple(replace(s, num_bytes=round(s.num_bytes * factor)) for s in profile.storages),
+        curve=tuple(round(size * factor) for size in profile.curve),
+        forward_seconds=profile.forward_seconds * factor,
+        step_seconds=profile.step_seconds * factor,
+        scale=profile.scale * factor,
+    )

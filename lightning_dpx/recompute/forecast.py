@@ -1,0 +1,174 @@
+"""What a choice of values to drop would do to a profiled step: its peak, and the time to compute them again.
+
+The forecast plays the step through: forward without what is dropped, then every request of backward, with the same
+rules of sharing and forgetting as :mod:`lightning_dpx.recompute.values`.
+"""
+
+import heapq
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lightning_dpx.recompute.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The cost of a choice.
+
+    Attributes:
+        peak: Bytes of activations at the most.
+        kept: Bytes that are kept from forward to backward.
+        seconds: Extra time of a step.
+        peak_event: When the peak is.
+    """
+
+    peak: int
+    kept: int
+    seconds: float
+    peak_event: int
+
+
+def forecast(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> Forecast:
+    """The step of ``profile`` if the values with these indices are dropped, some of them after every use."""
+    return _Replay(profile, frozenset(dropped), frozenset(fleeting)).run()
+
+
+class _Replay:
+    def __init__(self, profile: Profile, dropped: frozenset[int], fleeting: frozenset[int]) -> None:
+        self._profile, self._dropped = profile, dropped
+        values = profile.values
+        self._virtual = [value.storage < 0 and not value.name for value in values]
+        self._lazy = [index in dropped or (self._virtual[index] and bool(v.inputs)) for index, v in enumerate(values)]
+        self._fleeting = [False] * len(values)
+        for index in sorted(fleeting):
+            self._make_fleeting(index)
+        self._pending = [0] * len(values)
+        for request in profile.requests:
+            self._pending[request.value] += 1
+        for index in self._live_users():
+            for source in values[index].inputs:
+                self._pending[source] += 1
+        self._there = [not lazy for lazy in self._lazy]
+        self._held, self._seconds = 0, 0.0
+        self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that autograd still uses
+
+    def _make_fleeting(self, index: int) -> None:
+        on_the_way, stack = [index], list(self._profile.values[index].inputs)
+        while stack:
+            source = stack.pop()
+            if self._fleeting[source]:
+                return
+            if self._virtual[source] and self._lazy[source]:
+                on_the_way.append(source)
+                stack += self._profile.values[source].inputs
+        for source in on_the_way:
+            self._fleeting[source] = True
+
+    def _live_users(self) -> list[int]:
+        """The values that will be computed again at some time: the dropped ones and what leads to them."""
+        stack, seen = list(self._dropped), set(self._dropped)
+        while stack:
+            for source in self._profile.values[stack.pop()].inputs:
+                if self._virtual[source] and self._lazy[source] and source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return list(seen)
+
+    def run(self) -> Forecast:
+        profile = self._profile
+        end = len(profile.curve)
+        change = [0] * (end + 2)
+        kept_in = {value.storage for index, value in enumerate(profile.values) if index not in self._dropped}
+        kept = 0
+        for number, storage in enumerate(profile.storages):
+            if number in kept_in:
+                kept += storage.num_bytes
+            elif storage.unused < storage.freed:
+                change[storage.unused + 1] -= storage.num_bytes
+                change[storage.freed] += storage.num_bytes
+        self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
+        self._peak, self._peak_event = 0, 0
+        position = 0
+        for request in profile.requests:
+            self._advance(position, request.event)
+            position = request.event
+            self._serve(request.value, request.event, request.released)
+        self._advance(position, end)
+        return Forecast(self._peak, kept, self._seconds, self._peak_event)
+
+    def _see(self, event: int, extra: int = 0) -> None:
+        size = self._base[min(event, len(self._base) - 1)] + self._held + extra
+        if size > self._peak:
+            self._peak, self._peak_event = size, event
+
+    def _advance(self, start: int, stop: int) -> None:
+        """Looks at the curve between two requests."""
+        event = start
+        while event < stop:
+            while self._ends and self._ends[0][0] <= event:
+                self._held -= heapq.heappop(self._ends)[1]
+            until = min(stop, self._ends[0][0]) if self._ends else stop
+            top = max(self._base[event:until], default=0) + self._held
+            if top > self._peak:
+                self._peak, self._peak_event = top, event
+            event = max(until, event + 1)
+
+    def _serve(self, wanted: int, event: int, released: int) -> None:
+        while self._ends and self._ends[0][0] <= event:
+            self._held -= heapq.heappop(self._ends)[1]
+        if not self._lazy[wanted]:
+            return
+        size = self._profile.values[wanted].num_bytes
+        if not self._there[wanted]:
+            self._compute(wanted, event)
+        self._asked(wanted)
+        if not self._there[wanted]:  # forgotten by us, and still in use by autograd
+            self._held += size
+            heapq.heappush(self._ends, (released, size))
+
+    def _compute(self, wanted: int, event: int) -> None:
+        values, stack, made, later = self._profile.values, [wanted], set[int](), list[int]()
+        while stack:
+            index = stack[-1]
+            if self._there[index]:
+                stack.pop()
+                continue
+            missing = [source for source in values[index].inputs if not self._there[source]]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            self._there[index] = True
+            self._seconds += values[index].seconds
+            self._held += values[index].num_bytes
+            self._see(event)
+            if later or (index in made and not self._fleeting[index]):
+                later.append(index)
+            else:
+                made.add(index)
+                self._used(index)
+        for index in later:
+            self._used(index)
+
+    def _used(self, index: int) -> None:
+        for source in self._profile.values[index].inputs:
+            if not self._fleeting[index]:
+                self._asked(source)
+            elif self._fleeting[source]:
+                self._forget(source)
+
+    def _asked(self, index: int) -> None:
+        self._pending[index] -= 1
+        if not self._lazy[index]:
+            return
+        if self._fleeting[index] or self._pending[index] <= 0:
+            self._forget(index)
+        if self._pending[index] <= 0 and self._fleeting[index]:
+            for source in self._profile.values[index].inputs:
+                self._asked(source)
+
+    def _forget(self, index: int) -> None:
+        if self._there[index]:
+            self._there[index] = False
+            self._held -= self._profile.values[index].num_bytes

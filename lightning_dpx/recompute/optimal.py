@@ -1,0 +1,267 @@
+"""The least extra time within a budget: dynamic programming over stretches between cuts.
+
+    units      0  1  2  3 | 4  5  6  7 | 8  9 10 11 | ...           cut: what later units are computed from is kept
+    stretch    keep or drop each unit by its price; what is dropped comes back together when backward gets here
+
+Within a stretch a unit is dropped if computing it costs at most ``price`` seconds per byte. The programme chooses the
+cuts, and a price for every stretch. A partial solution is a pair (bytes kept so far, extra time), and only those that
+no other beats in both survive; a stretch is possible if what is kept before and in it, what comes back, and the
+gradients in flight fit together. That reaches past a fixed segment length: early stretches may be longer, because by
+then backward has freed the rest.
+
+Three variants compete: units that are computed from far away may be dropped or not, and cheap units may be forgotten
+after every use, so that a stretch comes back without them. The exact forecast decides, and also moves the target of
+the programme until the budget is met; then whatever still fits is kept, the dearest bytes first.
+
+Related: rotor (Beaumont et al., 2019) for chains; Checkmate (Jain et al., 2020), which solves such a choice as an
+integer programme.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_dpx.recompute.planner import Choice, Planner, Problem, best, register_planner
+
+_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _MOST_MISSES = 100, 24, 6, 9, 12
+
+
+@register_planner("optimal")
+class OptimalPlanner(Planner):
+    """Dynamic programming, then a repair against the exact forecast."""
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """Without a budget, the lowest peak, found by bisection."""
+        if budget is not None:
+            return self._within(problem, budget)
+        low, high, found = 0, problem.profile.peak, [Choice()]
+        for _ in range(7):
+            middle = (low + high) // 2
+            found.append(self._within(problem, middle))
+            reached = problem.forecast(found[-1]).peak
+            low, high = (low, min(middle, reached)) if reached <= middle else (middle, high)
+        return min(found, key=lambda choice: problem.forecast(choice).peak)
+
+    def _within(self, problem: Problem, budget: int) -> Choice:
+        if problem.profile.peak <= budget:
+            return Choice()
+        choices = [Choice(frozenset(problem.droppable))]
+        for variant in _variants(problem):
+            choices += _aim(variant, budget)
+        return fill(problem, best(problem, choices, budget), budget)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The problem with some units pinned down.
+
+    Attributes:
+        droppable: Which units may be dropped here.
+        fleeting: Which of them would be forgotten after every use.
+    """
+
+    problem: Problem
+    droppable: np.ndarray
+    fleeting: np.ndarray
+
+
+def _variants(problem: Problem) -> list[_Variant]:
+    units = problem.units
+    can = np.array([unit.droppable for unit in units])
+    rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units])
+    cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
+    nothing, fleeting = np.zeros(len(units), bool), np.zeros(len(units), bool)
+    for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
+        fleeting[index] = not any(fleeting[source] for source in units[index].inputs)
+    far = np.array([len(unit.inputs) > 4 for unit in units])
+    found = [_Variant(problem, can, nothing), _Variant(problem, can, fleeting)]
+    if (far & can).any():
+        found += [_Variant(problem, can & ~far, nothing), _Variant(problem, can & ~far, fleeting)]
+    return found
+
+
+def _aim(variant: _Variant, budget: int) -> list[Choice]:
+    """Solutions for targets around the budget, which close in on it: the programme only estimates peaks."""
+    problem, choices, table = variant.problem, [], _Table(variant)
+    low, high, target = 0.5, 2.5, 1.0
+    for _ in range(_AIMS):
+        choice = table.solve(budget * target)
+        peak = problem.forecast(choice).peak if choice is not None else 0
+        if choice is not None:
+            choices.append(choice)
+        if peak <= budget:
+            low = target
+        else:
+            high = target
+        if 0.98 * budget <= peak <= budget or high - low < 0.02:
+            break
+        if peak > budget:
+            miss = max((peak - budget) / budget, 0.02)
+            target = max(target - miss, (low + high) / 2 if low > 0.5 else 0.5)
+        else:
+            target = (low + min(high, 1.5 * low)) / 2
+    return choices
+
+
+class _Table:
+    """What every price means for every unit, as sums from the beginning, and what crosses every cut."""
+
+    def __init__(self, variant: _Variant) -> None:
+        problem = variant.problem
+        units = problem.units
+        self._count = len(units)
+        self._fleeting = variant.fleeting
+        cuts = _thinned([cut for cut in problem.cuts if cut != len(units) - 1], _MOST_CUTS)
+        self._cuts = np.array([*cuts, len(units) - 1])
+        self._starts = np.concatenate([[-1], self._cuts[:-1]])
+        self._sizes = np.array([unit.num_bytes for unit in units], dtype=np.float64)
+        self._times = np.array([unit.seconds for unit in units])
+        overhead = _overheads(problem)
+        self._over = np.array(
+            [[overhead[start + 1 : cut + 1].max(initial=0) for start in self._starts] for cut in self._cuts]
+        )
+        self._drops: list[np.ndarray] = []
+        self._members: list[list[np.ndarray]] = []
+        # [cut] -> price x start: bytes kept, peak beyond what was kept before, extra time
+        rows: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
+        for price in _prices(self._times, self._sizes, variant.droppable):
+            rows.append(self._at_price(problem, variant.droppable & (self._times <= price * self._sizes)))
+        self._kept, self._peak, self._seconds = (
+            [np.stack([row[number][part] for row in rows]) for number in range(len(self._cuts))] for part in range(3)
+        )
+
+    def _at_price(self, problem: Problem, drop: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        last, shallow, inner = np.arange(self._count), np.zeros(self._count, bool), np.zeros(self._count, bool)
+        for index in np.nonzero(drop)[0].tolist():
+            sources = problem.units[index].inputs
+            for source in sources:
+                last[source] = max(last[source], index)
+                inner[source] = True
+            shallow[index] = not any(drop[source] for source in sources)
+        fleeting = drop & self._fleeting
+        cost = np.where(fleeting & inner, 2, 1) * self._times  # once on the way to others, once for itself
+        back = np.where(fleeting, 0.0, self._sizes)
+        kept, again, spent = (
+            np.concatenate([[0.0], np.cumsum(np.where(mask, column, 0.0))])
+            for mask, column in ((~drop, self._sizes), (drop, back), (drop, cost))
+        )
+        deep = drop & ~shallow
+        members, row = [], []
+        for number, cut in enumerate(self._cuts.tolist()):
+            starts = self._starts[: number + 1]
+            crossing = np.nonzero(deep[: cut + 1] & (last[: cut + 1] > cut))[0]
+            members.append(crossing)
+            first = np.searchsorted(crossing, starts, side="right")
+            tails = np.zeros((3, len(crossing) + 1))
+            for index, column in enumerate((self._sizes, back, cost)):
+                tails[index, :-1] = np.cumsum(column[crossing][::-1])[::-1]
+            held, held_back, saved = tails[:, first]
+            stays = kept[cut + 1] - kept[starts + 1] + held
+            peak = stays + again[cut + 1] - again[starts + 1] - held_back + self._over[number, : number + 1]
+            row.append((stays, peak, np.maximum(spent[cut + 1] - spent[starts + 1] - saved, 0.0)))
+        self._drops.append(drop)
+        self._members.append(members)
+        return row
+
+    def solve(self, budget: float) -> Choice | None:
+        """The least extra time, as far as sums can tell; ``None`` if nothing fits."""
+        kept, spent = np.zeros(1), np.zeros(1)  # of all points so far
+        owner = np.zeros(1, dtype=int)  # which start they stand at
+        origin: list[tuple[int, int, int]] = [(-1, 0, 0)]  # point before, price, cut
+        for number in range(len(self._cuts)):
+            price, point = np.nonzero(kept + self._peak[number][:, owner] <= budget)
+            at = owner[point]
+            then_kept = kept[point] + self._kept[number][price, at]
+            then_spent = spent[point] + self._seconds[number][price, at]
+            front = _front(then_kept, then_spent)
+            if number == len(self._cuts) - 1:
+                if not len(front):
+                    return None
+                winner = front[np.argmin(then_spent[front])]
+                return self._choice((int(point[winner]), int(price[winner]), number), origin)
+            kept, spent = np.concatenate([kept, then_kept[front]]), np.concatenate([spent, then_spent[front]])
+            owner = np.concatenate([owner, np.full(len(front), number + 1)])
+            origin += [(int(point[index]), int(price[index]), number) for index in front]
+        raise AssertionError("the last cut ends the loop")
+
+    def _choice(self, step: tuple[int, int, int], origin: list[tuple[int, int, int]]) -> Choice:
+        dropped: set[int] = set()
+        while step[0] >= 0:
+            point, price, number = step
+            before = origin[point]
+            start = -1 if before[0] < 0 else int(self._cuts[before[2]])
+            stop = int(self._cuts[number])
+            inside = np.nonzero(self._drops[price][start + 1 : stop + 1])[0] + start + 1
+            members = self._members[price][number]
+            dropped |= set(inside.tolist()) - set(members[members > start].tolist())
+            step = before
+        chosen = frozenset(dropped)
+        return Choice(chosen, chosen & frozenset(np.nonzero(self._fleeting)[0].tolist()))
+
+
+def _front(kept: np.ndarray, spent: np.ndarray) -> np.ndarray:
+    """Indices of the points that no other beats, thinned out evenly."""
+    if not len(kept):
+        return np.zeros(0, dtype=int)
+    order = np.lexsort((spent, kept))
+    lowest = np.minimum.accumulate(spent[order])
+    front: np.ndarray = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
+    if len(front) > _MOST_POINTS:
+        front = front[np.unique(np.linspace(0, len(front) - 1, _MOST_POINTS).round().astype(int))]
+    return front
+
+
+def _thinned(cuts: Sequence[int], most: int) -> list[int]:
+    if len(cuts) <= most:
+        return list(cuts)
+    return [cuts[round(index * (len(cuts) - 1) / (most - 1))] for index in range(most)]
+
+
+def _prices(times: np.ndarray, sizes: np.ndarray, droppable: np.ndarray) -> list[float]:
+    """Seconds per byte: a few between the cheapest and the dearest unit."""
+    rates = np.sort((times / np.maximum(sizes, 1))[droppable])
+    if not len(rates):
+        return [-1.0]
+    picks = np.unique(np.linspace(0, len(rates) - 1, _PRICES).round().astype(int))
+    return [-1.0, *(float(rates[pick]) * (1 + 1e-9) for pick in picks)]
+
+
+def _overheads(problem: Problem) -> np.ndarray:
+    """Bytes beside the units, at the most, while backward is at each unit: gradients in flight and the like."""
+    profile, units = problem.profile, problem.units
+    events, start = len(profile.curve), profile.forward_events
+    change, position = np.zeros(events + 1), np.full(events, -1)
+    for index, unit in enumerate(units):
+        span = profile.storages[profile.values[unit.values[0]].storage]
+        if span.unused < span.freed:
+            change[min(span.unused + 1, events)] += unit.num_bytes
+            change[min(span.freed, events)] -= unit.num_bytes
+        position[start : span.freed] = np.maximum(position[start : span.freed], index)
+    beside = np.array(profile.curve) - np.cumsum(change)[:events]
+    result = np.zeros(len(units))
+    for event in range(start, events):
+        if position[event] >= 0:
+            result[position[event]] = max(result[position[event]], beside[event])
+    return result
+
+
+def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
+    """Keeps what still fits, the dearest bytes first; in handfuls, halved when one does not fit."""
+    result = problem.forecast(choice)
+    if result.peak > budget:
+        return choice
+    units = problem.units
+    waiting = sorted(choice.dropped, key=lambda i: units[i].seconds / max(1, units[i].num_bytes), reverse=True)
+    size, misses = max(1, len(waiting) // 4), 0
+    while waiting and misses < _MOST_MISSES:
+        handful = frozenset(waiting[:size])
+        attempt = Choice(choice.dropped - handful, choice.fleeting - handful)
+        after = problem.forecast(attempt)
+        if after.peak <= budget and after.seconds <= result.seconds:
+            choice, result, waiting = attempt, after, waiting[len(handful) :]
+        elif size > 1:
+            size = max(1, size // 2)
+        else:
+            waiting, misses = waiting[1:], misses + 1
+    return choice

@@ -1,0 +1,226 @@
+"""What is kept and what is computed again, value by value: frozen, readable, editable, and checked."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml  # type: ignore[import-untyped]
+from torch import nn
+
+from lightning_dpx.errors import PlanError
+
+Action = Literal["keep", "recompute", "recompute each time"]
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """About one value that backward needs.
+
+    Attributes:
+        name: The module call that first saves it (``"blocks.0.norm"``, ``"cell#2"`` for the second call), a colon,
+            and its number there.
+        operator: The autograd node that produced it; empty for what does not come from the graph.
+        num_bytes: Its size.
+        seconds: To compute it again from its inputs.
+        action: ``"keep"``, ``"recompute"``, or ``"recompute each time"``: it does not stay even where the
+            recomputation of another value comes by and it will be needed again.
+    """
+
+    name: str
+    operator: str
+    num_bytes: int
+    seconds: float
+    action: Action
+
+    @property
+    def module(self) -> str:
+        """The path of the module."""
+        return self.name.rpartition(":")[0].partition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The decisions for one model and what they lead to.
+
+    Attributes:
+        model: The class of the model.
+        fingerprint: Of the names and shapes of its parameters.
+        planner: Who decided.
+        budget: Bytes of activations that were allowed; ``None`` for as few as possible.
+        unplanned_peak: Bytes of activations at the most without a plan.
+        peak: With it, predicted; ``None`` after an edit, which makes the prediction void.
+        saved_bytes: Of activations that are kept from forward to backward; ``None`` likewise.
+        recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
+        decisions: One for every value.
+    """
+
+    model: str
+    fingerprint: str
+    planner: str
+    budget: int | None
+    unplanned_peak: int
+    peak: int | None
+    saved_bytes: int | None
+    recompute_share: float | None
+    decisions: tuple[Decision, ...]
+
+    def names(self, *actions: Action) -> frozenset[str]:
+        """The values with one of these actions."""
+        return frozenset(decision.name for decision in self.decisions if decision.action in actions)
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """The values that are computed again."""
+        return self.names("recompute", "recompute each time")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as YAML, one line per value, to be read, edited and loaded again."""
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "decisions"}
+        lines = [
+            "# Which activations are kept from forward to backward, and which are computed again.",
+            f"# action: {', '.join(get_args(Action))}",
+            yaml.safe_dump({"version": _VERSION, **head, "checksum": _checksum(self.decisions)}, sort_keys=False),
+            "decisions:",
+        ]
+        for decision in self.decisions:
+            values = {f.name: getattr(decision, f.name) for f in fields(decision)}
+            lines.append("  - " + yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**6).strip())
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "CheckpointPlan":
+        """Reads a plan.
+
+        Raises:
+            PlanError: the file is not a plan; says what is wrong with it.
+        """
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise PlanError(f"{path} cannot be read as a plan: {error}") from error
+        return _from_mapping(content, str(path))
+
+    def check(self, module: nn.Module) -> None:
+        """Whether the plan belongs to ``module``.
+
+        Raises:
+            PlanError: the module has other parameters, or lacks a part that the plan names.
+        """
+        fingerprint = fingerprint_of(module)
+        if self.fingerprint != fingerprint:
+            raise PlanError(
+                f"The plan was made for a {self.model} with parameters {self.fingerprint}, and this "
+                f"{type(module).__name__} has {fingerprint}. Make a new plan for it."
+            )
+        paths = {path for path, _ in module.named_modules()}
+        for decision in self.decisions:
+            if decision.module not in paths:
+                raise PlanError(f"The plan names {decision.name!r}, but the model has no module {decision.module!r}.")
+
+    def with_actions(self, actions: Mapping[str, Action]) -> "CheckpointPlan":
+        """A copy with other actions for some values; its predictions are void.
+
+        Raises:
+            PlanError: the plan has no such value.
+        """
+        unknown = set(actions) - {decision.name for decision in self.decisions}
+        if unknown:
+            raise PlanError(f"The plan has no value {min(unknown)!r}; values look like {self.decisions[0].name!r}.")
+        changed = tuple(replace(d, action=actions.get(d.name, d.action)) for d in self.decisions)
+        return replace(self, decisions=changed, peak=None, saved_bytes=None, recompute_share=None)
+
+
+def _from_mapping(content: Any, path: str) -> CheckpointPlan:
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise PlanError(f"{path} is not a plan of version {_VERSION}: it begins with {str(content)[:60]!r}.")
+    rows = content.get("decisions")
+    if not isinstance(rows, list):
+        raise PlanError(f"{path} has no list of decisions.")
+    decisions = tuple(_decision(row, f"{path}, decision {number}") for number, row in enumerate(rows, start=1))
+    names = [decision.name for decision in decisions]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"{path} decides twice about {name!r}.")
+    head: dict[str, Any] = {}
+    for field, kinds in _HEAD.items():
+        head[field] = content.get(field)
+        if not isinstance(head[field], kinds) or isinstance(head[field], bool):
+            raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
+    plan = CheckpointPlan(**head, decisions=decisions)
+    if content.get("checksum") != _checksum(decisions):
+        plan = replace(plan, peak=None, saved_bytes=None, recompute_share=None)
+    return plan
+
+
+_NUMBER = (int, float)
+_HEAD: dict[str, Any] = {
+    "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
+    "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
+}  # fmt: skip
+
+
+def _decision(row: Any, where: str) -> Decision:
+    expected = [field.name for field in fields(Decision)]
+    if not isinstance(row, dict) or sorted(row) != sorted(expected):
+        raise PlanError(f"{where} must have exactly {', '.join(expected)}; it is {row!r}.")
+    if row["action"] not in get_args(Action):
+        raise PlanError(f"{where}: action={row['action']!r} is not allowed; give one of {', '.join(get_args(Action))}.")
+    for field, kinds in (("name", str), ("operator", str), ("num_bytes", int), ("seconds", _NUMBER)):
+        if not isinstance(row[field], kinds):
+            raise PlanError(f"{where}: {field}={row[field]!r} is not allowed.")
+    return Decision(**row)
+
+
+def _checksum(decisions: tuple[Decision, ...]) -> str:
+    text = "\n".join(f"{decision.name} {decision.action}" for decision in decisions)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint_of(module: nn.Module) -> str:
+    """Changes with the names, shapes and dtypes of the parameters."""
+    lines = [f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def format_plan(plan: CheckpointPlan, most_rows: int = 24) -> str:
+    """A table for people: per module what is dropped, what that saves, and what it costs; then the peaks."""
+    rows = list(_rows(plan))
+    shown = sorted(rows, key=lambda row: row[2], reverse=True)[:most_rows]
+    names = {row[0] for row in shown}
+    lines = [f"{'module':40} {'values':>7} {'saves MiB':>10} {'costs ms':>9}"]
+    lines += [
+        f"{name[:40]:40} {count:7} {size / 2**20:10.2f} {seconds * 1e3:9.3f}"
+        for name, count, size, seconds in rows
+        if name in names
+    ]
+    if len(rows) > len(shown):
+        rest = [row for row in rows if row[0] not in names]
+        lines.append(
+            f"{f'({len(rest)} smaller ones)':40} {sum(r[1] for r in rest):7} {sum(r[2] for r in rest) / 2**20:10.2f} "
+            f"{sum(r[3] for r in rest) * 1e3:9.3f}"
+        )
+    return "\n".join([*lines, summary(plan)])
+
+
+def summary(plan: CheckpointPlan) -> str:
+    """The peaks and the price, in one line."""
+    budget = "as few as possible" if plan.budget is None else f"{plan.budget / 2**20:.1f} MiB"
+    if plan.peak is None or plan.recompute_share is None:
+        return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB"
+    return (
+        f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
+        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step ({plan.planner})"
+    )
+
+
+def _rows(plan: CheckpointPlan) -> Iterator[tuple[str, int, int, float]]:
+    modules: dict[str, list[Decision]] = {}
+    for decision in plan.decisions:
+        if decision.action != "keep":
+            modules.setdefault(decision.module or "(the step itself)", []).append(decision)
+    for name, decisions in modules.items():
+        yield name, len(decisions), sum(d.num_bytes for d in decisions), sum(d.seconds for d in decisions)

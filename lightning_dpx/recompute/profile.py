@@ -1,0 +1,382 @@
+"""What a step saves, what it would cost to compute it again, and when it is needed: the input of every planner.
+
+One forward in which nothing is kept tells how long each tensor lives anyway. One forward and backward in which
+everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
+proves on the spot that the result is the same.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.activations import nothing_changed
+from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.errors import PlanError
+from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
+from lightning_dpx.recompute.recipes import NotRecomputable
+from lightning_dpx.recompute.values import (
+    Box,
+    CallNames,
+    Input,
+    Rematerialisation,
+    Value,
+    asked,
+    run_recipe,
+)
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A tensor that backward needs, or one on the way to such a tensor that nobody saves.
+
+    Attributes:
+        name: The module call that saves it, and a number; empty where nobody does.
+        operator: The autograd node that produced it.
+        num_bytes: Of the tensor, made anew.
+        storage: Values with the same number share one storage; -1 where nobody saves it.
+        inputs: Indices of the values that it is computed from.
+        seconds: That this takes, without the inputs.
+        refused: Why it cannot be computed again; empty if it can.
+    """
+
+    name: str
+    operator: str
+    num_bytes: int
+    storage: int
+    inputs: tuple[int, ...]
+    seconds: float
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """The memory behind one or several values.
+
+    Attributes:
+        num_bytes: Its size.
+        unused: The event of the step after which it is only kept for backward.
+        freed: The event at which it goes if it is kept.
+    """
+
+    num_bytes: int
+    unused: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Backward asks for a value.
+
+    Attributes:
+        event: When.
+        value: Which.
+        released: The event at which it has no more use for it.
+    """
+
+    event: int
+    value: int
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step, seen from its memory. Events are numbered through forward and backward.
+
+    Attributes:
+        values: In the order in which forward made them known.
+        storages: What they occupy.
+        requests: Of backward, in order.
+        curve: Bytes at every event, if all is kept; without what outlives the step.
+        forward_events: How many of the events belong to forward.
+        forward_seconds: Time in the operators of forward.
+        step_seconds: Time in the operators of forward and backward.
+        scale: Rows of the real batch for each row that was profiled.
+    """
+
+    values: tuple[SavedValue, ...]
+    storages: tuple[SavedStorage, ...]
+    requests: tuple[Request, ...]
+    curve: tuple[int, ...]
+    forward_events: int
+    forward_seconds: float
+    step_seconds: float
+    scale: float = 1.0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of activations at the most, if all is kept."""
+        return max(self.curve, default=0)
+
+
+class _TracedBox(Box):
+    """Tells when autograd lets go of it."""
+
+    __slots__ = ("index", "notes")
+
+    def __init__(self, saved: Input, index: int, notes: "_Profiler") -> None:
+        super().__init__(saved)
+        self.index, self.notes = index, notes
+
+    def __del__(self) -> None:
+        self.notes.box_released(self.index)
+
+
+class _Profiler(Rematerialisation):
+    """Keeps everything and notes who asks for it; or, for the first forward, keeps nothing at all."""
+
+    def __init__(self, names: CallNames, trace: MemoryTrace, *, keep: bool) -> None:
+        super().__init__(names, ())
+        self._trace, self._keep = trace, keep
+        self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
+        self._box_values: list[Value | None] = []
+        self.numbers: list[int] = []  # of the value in every box
+        self.asks: list[list[int]] = []  # [event, box]
+        self.ends: dict[int, int] = {}
+        self.spans: dict[str, Allocation | None] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if not isinstance(packed, Box) or not isinstance(packed.input.value, Value):
+            return packed
+        value = packed.input.value
+        if value not in self.found and value.name not in self.spans:
+            allocation = self._trace.allocation_of(tensor.untyped_storage())
+            self.spans[value.name] = allocation
+            if self._keep:
+                self.found[value] = allocation
+        if not self._keep:
+            value.tensor = None
+            return packed
+        self._box_values.append(value)
+        return _TracedBox(packed.input, len(self._box_values) - 1, self)
+
+    def consider(self, value: Value, node: Any, output: int) -> None:
+        if self._keep:
+            self.find_recipe(value, node, output)
+
+    def unpack(self, box: Any) -> torch.Tensor:
+        if self._recorded is None and isinstance(box, _TracedBox):
+            self.asks.append([self._trace.mark(), box.index])
+        return super().unpack(box)
+
+    def box_released(self, index: int) -> None:
+        self.ends[index] = self._trace.mark()
+
+    def let_go(self, numbers: dict[Value, int]) -> None:
+        """Forward is over: from now on only autograd holds the values."""
+        self.numbers = [numbers[value] for value in self._box_values if value is not None]
+        self._box_values.clear()
+        self.found.clear()
+
+
+def profile_step(
+    module: nn.Module,
+    run: Run,
+    device: torch.device,
+    *,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Profile:
+    """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
+
+    Args:
+        module: The model; names of values are relative to it.
+        run: One forward that returns the loss, or any tensor that requires grad.
+        device: Where to look at the memory.
+        backward: What to do with the result of ``run``.
+        context: Entered for every forward, for example autocast.
+
+    Raises:
+        PlanError: the step saves nothing for a backward.
+    """
+    names = CallNames(module)
+    try:
+        with nothing_changed(module), torch.enable_grad():
+            lifetimes, operators = _natural_lifetimes(names, run, device, context)
+        with nothing_changed(module), torch.enable_grad():
+            for parameter in module.parameters():
+                parameter.grad = None  # so that backward allocates the gradients as in a first step
+            return _full_step(names, run, device, backward, context, lifetimes, operators)
+    finally:
+        names.remove()
+
+
+def _natural_lifetimes(
+    names: CallNames, run: Run, device: torch.device, context: Callable[[], AbstractContextManager[Any]]
+) -> tuple[dict[str, int | None], int]:
+    """The operator after which each value is no longer used by the forward itself, and the number of operators."""
+    trace = MemoryTrace(device)
+    profiler = _Profiler(names, trace, keep=False)
+    with trace, context(), profiler.active():
+        result = run()
+        count = len(trace.operators)
+    lives = {name: (span.died_operator if span is not None else None) for name, span in profiler.spans.items()}
+    del result
+    return lives, count
+
+
+def _full_step(
+    names: CallNames,
+    run: Run,
+    device: torch.device,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+    lifetimes: dict[str, int | None],
+    operators: int,
+) -> Profile:
+    trace = MemoryTrace(device)
+    profiler = _Profiler(names, trace, keep=True)
+    with trace:
+        with context(), profiler.active():
+            result = run()
+        synchronize(device)
+        forward_events, forward_seconds, same = trace.now, trace.seconds, len(trace.operators) == operators
+        if not profiler.found or not result.requires_grad:
+            raise PlanError(
+                "There is nothing to plan: the step saves nothing for a backward. Does its loss depend on parameters?"
+            )
+        with torch.utils._python_dispatch._disable_current_modes():
+            numbers, values, spans = _measure(profiler, device)
+        profiler.let_go(numbers)
+        del numbers
+        backward(result)
+        synchronize(device)
+    end = trace.now
+    del result
+    boxes = profiler.numbers
+    requests = [Request(event, boxes[box], profiler.ends.get(box, end)) for event, box in profiler.asks]
+    storages = []
+    for name, span in spans:
+        unused = lifetimes.get(name) if same else span.born_operator
+        freed = span.died if span.died is not None else end
+        last_forward = trace.operators[unused - 1] if unused else None
+        storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
+    return Profile(
+        values=tuple(values),
+        storages=tuple(storages),
+        requests=tuple(requests),
+        curve=tuple(passing(trace.curve, trace.allocations)[:end]),
+        forward_events=forward_events,
+        forward_seconds=forward_seconds,
+        step_seconds=trace.seconds,
+    )
+
+
+def _measure(
+    profiler: _Profiler, device: torch.device
+) -> tuple[dict[Value, int], list[SavedValue], list[tuple[str, Allocation]]]:
+    """Makes every value again that can be; in the order of backward, because that is when it will happen."""
+    order: dict[Value, int] = {}
+    for value in profiler.found:
+        _number(value, order)
+    seconds = dict.fromkeys(order, 0.0)
+    sizes = {value: value.tensor.nbytes if value.tensor is not None else 0 for value in order}
+    refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
+    for value in reversed(list(profiler.found)):
+        if value.make is None:
+            refused[value] = refused[value] or "it does not come from the graph"
+            continue
+        try:
+            refused[value] = _try(value, device, seconds, sizes)
+        except (NotRecomputable, RuntimeError) as error:
+            refused[value] = f"{value.operator} failed when repeated: {error}"
+    storages: dict[int, int] = {}
+    spans: list[tuple[str, Allocation]] = []
+    numbers: dict[Value, int] = {}
+    for value, span in profiler.found.items():
+        if span is None:
+            refused[value] = refused[value] or "it was there before the step"
+            continue
+        if id(span) not in storages:
+            storages[id(span)] = len(spans)
+            spans.append((value.name, span))
+        numbers[value] = storages[id(span)]
+    values = [
+        SavedValue(
+            value.name,
+            value.operator,
+            sizes[value],
+            numbers.get(value, -1),
+            tuple(order[entry.value] for entry in value.inputs if isinstance(entry.value, Value)),
+            seconds[value],
+            refused[value] if value in profiler.found else "",
+        )
+        for value in order
+    ]
+    return order, values, spans
+
+
+def _number(value: Value, order: dict[Value, int]) -> None:
+    """Inputs first."""
+    stack = [value]
+    while stack:
+        top = stack[-1]
+        missing = [e.value for e in top.inputs if isinstance(e.value, Value) and e.value not in order]
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        order.setdefault(top, len(order))
+
+
+def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes: dict[Value, int]) -> str:
+    """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
+    stack = [entry.value for entry in value.inputs if isinstance(entry.value, Value) and entry.value.tensor is None]
+    with torch.no_grad(), torch._C._DisableAutocast():
+        while stack:
+            top = stack[-1]
+            missing = [e.value for e in top.inputs if isinstance(e.value, Value) and e.value.tensor is None]
+            if top.tensor is not None or missing:
+                stack += missing
+                if top.tensor is not None:
+                    stack.pop()
+                continue
+            top.tensor, seconds[top] = _timed(top, device)
+            sizes[top] = top.tensor.nbytes if not _is_view_of(top) else 0
+            stack.pop()
+            for entry in top.inputs:
+                if isinstance(entry.value, Value):
+                    asked(entry.value)
+        again, seconds[value] = _timed(value, device)
+        for entry in value.inputs:
+            if isinstance(entry.value, Value):
+                asked(entry.value)
+        original = value.tensor
+        assert original is not None, "the profile keeps everything"
+        if again.shape != original.shape or again.dtype != original.dtype:
+            return f"{value.operator} gave another shape or dtype when repeated"
+        if is_host(device):
+            return "" if _same(again, original, 0.0) else f"{value.operator} gave other numbers when repeated"
+        tolerance = 4 * torch.finfo(again.dtype).eps if again.dtype.is_floating_point else 0.0
+        return "" if _same(again, original, tolerance) else f"{value.operator} gave other numbers when repeated"
+
+
+def _same(again: torch.Tensor, original: torch.Tensor, tolerance: float) -> bool:
+    scale = float(original.abs().max()) if tolerance and original.numel() else 1.0
+    return torch.allclose(again, original, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _is_view_of(value: Value) -> bool:
+    assert value.tensor is not None, "just computed"
+    address = value.tensor.untyped_storage()._cdata
+    inputs = [e.value.tensor if isinstance(e.value, Value) else e.value for e in value.inputs]
+    return any(tensor is not None and tensor.untyped_storage()._cdata == address for tensor in inputs)
+
+
+def _timed(value: Value, device: torch.device) -> tuple[torch.Tensor, float]:
+    """The tensor, and the better time of two."""
+    best = float("inf")
+    for _ in range(2):
+        synchronize(device)
+        start = time.perf_counter()
+        tensor = run_recipe(value)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return tensor, best

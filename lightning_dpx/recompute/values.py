@@ -1,0 +1,484 @@
+"""Values of the autograd graph, kept or computed again.
+
+Every tensor that autograd saves passes a pack hook, with the graph node that produced it. The node keeps what it needs
+for its own backward, and its edges lead to the nodes before it: so the graph is a tape, and most values can be computed
+again from it. :class:`Rematerialisation` keeps some of them and drops the others. Nothing is wrapped, no module runs
+twice, no random number is drawn again (a dropout's mask is a saved tensor like any other), and every operator is
+repeated on the same bits, so the gradients are the same bits.
+
+    forward    pack(tensor) -> Box -> Value    kept: the tensor       dropped: how to make it, and from which Values
+    backward   unpack(Box)  -> tensor          computed by need, shared until the last that needs it has had it
+
+Values point upstream only, and never at nodes: a graph that never runs backward is freed like any other. A node knows
+its values by weak references in its metadata.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_dpx.recompute.recipes import NotRecomputable, recipe_for
+
+Make = Callable[..., torch.Tensor]
+_TAG = "lightning_dpx.values"
+_MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
+SMALL = 4096  # bytes that are not worth the bookkeeping
+
+
+class Value:
+    """A tensor of the forward: kept, or made again from other values when it is needed.
+
+    Attributes:
+        name: The call of the module that first saved it, and a number; empty where autograd does not save it.
+        tensor: The value itself, or ``None`` while it is dropped.
+        make: Computes it from the tensors of ``inputs``; ``None`` where that is unknown.
+        inputs: What ``make`` takes.
+        dropped: Whether ``tensor`` may be forgotten.
+        fleeting: Whether it is forgotten after every use, even if it will be asked for again.
+        pending: How often it will still be asked for in this backward.
+        wanted_by: How often it is asked for in a backward.
+        operator: The name of the node that produced it.
+    """
+
+    __slots__ = (
+        "__weakref__", "_storage", "dropped", "fleeting", "geometry", "inputs", "make", "name", "operator", "pending",
+        "tensor", "version", "wanted_by",
+    )  # fmt: skip
+
+    def __init__(self, name: str, operator: str, geometry: tuple[Any, ...]) -> None:
+        self.name, self.operator, self.geometry = name, operator, geometry
+        self.tensor: torch.Tensor | None = None
+        self.make: Make | None = None
+        self.inputs: Sequence[Input] = ()
+        self.dropped, self.fleeting, self.version = False, False, -1
+        self.pending = self.wanted_by = 0
+        self._storage: Any = None
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Holds ``tensor``, and notices if somebody writes into it."""
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def hold_address(self, storage: torch.UntypedStorage) -> None:
+        """While the value lives no other storage gets the same identity, even if its bytes are freed."""
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def drop(self) -> None:
+        """From now on it is computed when it is needed."""
+        self.dropped, self.tensor = True, None
+
+    def want(self) -> None:
+        """One more will ask for it."""
+        self.pending += 1
+        self.wanted_by += 1
+
+
+class Input:
+    """A value as an operator got it: whole, or a strided view of it; or any tensor that needs no bookkeeping."""
+
+    __slots__ = ("value", "view")
+
+    def __init__(self, value: Value | torch.Tensor, view: tuple[Any, ...] | None = None) -> None:
+        self.value, self.view = value, view
+
+    def read(self) -> torch.Tensor:
+        """The tensor; its value must be there."""
+        if isinstance(self.value, torch.Tensor):
+            return self.value
+        base = self.value.tensor
+        assert base is not None, "computed first"
+        return base if self.view is None else _viewed(base, self.value.geometry, self.view)
+
+
+def _viewed(base: torch.Tensor, original: tuple[Any, ...], view: tuple[Any, ...]) -> torch.Tensor:
+    """``view`` of the original, taken from a base that may have been made anew."""
+    size, stride, offset = view
+    if base.stride() != original[1]:
+        again = torch.empty_strided(original[0], original[1], dtype=base.dtype, device=base.device)
+        base = again.copy_(base)
+    return base.as_strided(size, stride, offset - original[2] + base.storage_offset())
+
+
+def compute(wanted: Value) -> torch.Tensor:
+    """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
+    stack, made, later = [wanted], set[Value](), list[Value]()
+    with torch.no_grad(), torch._C._DisableAutocast():
+        while stack:
+            value = stack[-1]
+            if value.tensor is not None:
+                stack.pop()
+                continue
+            missing = [i.value for i in value.inputs if isinstance(i.value, Value) and i.value.tensor is None]
+            if missing:
+                stack += missing
+                continue
+            value.tensor = run_recipe(value)
+            stack.pop()
+            if later or (value in made and not value.fleeting):
+                later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
+            else:
+                made.add(value)
+                used(value)
+    for value in later:
+        used(value)
+    tensor = wanted.tensor
+    assert tensor is not None, "the loop ends with it"
+    return tensor
+
+
+def run_recipe(value: Value) -> torch.Tensor:
+    """One operator, on inputs that are there."""
+    assert value.make is not None, "a dropped value has a recipe"
+    for entry in value.inputs:
+        if isinstance(entry.value, Value):
+            _check_version(entry.value)
+    return value.make(*[entry.read() for entry in value.inputs])
+
+
+def used(value: Value) -> None:
+    """``value`` has been made: its inputs are asked for once less, unless it will be made again."""
+    for entry in value.inputs:
+        source = entry.value
+        if isinstance(source, Value):
+            if not value.fleeting:
+                asked(source)
+            elif source.fleeting:
+                source.tensor = None
+
+
+def asked(value: Value) -> None:
+    """One of those that need ``value`` has had it; after the last its tensor is forgotten."""
+    value.pending -= 1
+    if not value.dropped:
+        return
+    if value.fleeting or value.pending <= 0:
+        value.tensor = None
+    if value.pending <= 0:
+        value.pending = value.wanted_by  # a second backward through the same graph starts anew
+        if value.fleeting:
+            for entry in value.inputs:
+                if isinstance(entry.value, Value):
+                    asked(entry.value)
+
+
+def make_fleeting(value: Value) -> None:
+    """``value`` is forgotten after every use, with those that nobody saves on the way to it.
+
+    One fleeting value never rests on another one: the work would double at every step.
+    """
+    on_the_way, stack = [value], [entry.value for entry in value.inputs if isinstance(entry.value, Value)]
+    while stack:
+        source = stack.pop()
+        if source.fleeting:
+            return
+        if not source.name and source.dropped:
+            on_the_way.append(source)
+            stack += [entry.value for entry in source.inputs if isinstance(entry.value, Value)]
+    for source in on_the_way:
+        source.fleeting = True
+
+
+def _check_version(value: Value) -> None:
+    if not value.dropped and value.tensor is not None and value.tensor._version != value.version:
+        raise RuntimeError(
+            f"A tensor that backward needs was changed in place: {value.name or 'a parameter'} of shape "
+            f"{list(value.tensor.shape)}, the output of {value.operator}, has version {value.tensor._version} "
+            f"instead of {value.version}."
+        )
+
+
+class Box:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "input")
+
+    def __init__(self, saved: Input) -> None:
+        self.input = saved
+
+
+class CallNames:
+    """Which module call is running: hooks that stay on the modules and cost two list operations a call.
+
+    Args:
+        module: The root; its own name is empty.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._local = threading.local()
+        self._handles = []
+        for path, child in module.named_modules():
+            if child is not module and not isinstance(child, torch.jit.ScriptModule):
+                enter = _Enter(self, path)
+                self._handles.append(child.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(child.register_forward_hook(enter.leave, always_call=True))
+
+    def begin(self) -> None:
+        """A new step of this thread."""
+        self._local.stack, self._local.calls = [["", 0]], {}
+
+    @property
+    def stack(self) -> list[list[Any]] | None:
+        """Name and number of values so far of the running calls, innermost last; ``None`` outside of a step."""
+        stack: list[list[Any]] | None = getattr(self._local, "stack", None)
+        return stack
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls so far, by path."""
+        calls: dict[str, int] = self._local.calls
+        return calls
+
+    def end(self) -> None:
+        """The step is over."""
+        self._local.stack = None
+
+    def next_name(self) -> str:
+        """The next value of the running call."""
+        stack = self.stack
+        assert stack is not None, "begin() comes first"
+        call = stack[-1]
+        call[1] += 1
+        return f"{call[0]}:{call[1]}"
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Enter:
+    """The hooks of one module."""
+
+    def __init__(self, names: CallNames, path: str) -> None:
+        self._names, self._path = names, path
+
+    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
+        stack = self._names.stack
+        if stack is not None:
+            calls = self._names.calls
+            calls[self._path] = number = calls.get(self._path, 0) + 1
+            stack.append([self._path if number == 1 else f"{self._path}#{number}", 0])
+
+    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        stack = self._names.stack
+        if stack is not None and len(stack) > 1:
+            stack.pop()
+
+
+class Rematerialisation:
+    """Saved-tensor hooks that drop some values and compute them again in backward.
+
+    Args:
+        names: Tells which module call is running.
+        dropped: Names of the values to drop, if a recipe for them is known.
+        fleeting: Those among them to forget after every use.
+    """
+
+    def __init__(self, names: CallNames, dropped: Collection[str], fleeting: Collection[str] = ()) -> None:
+        self._names, self._dropped, self._fleeting = names, dropped, fleeting
+        self._values: weakref.WeakValueDictionary[tuple[Any, ...], Value] = weakref.WeakValueDictionary()
+        self._recorded: list[Box | torch.Tensor] | None = None
+        self.refused: dict[str, str] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forward passes in here drop what is wanted; their backward may come later."""
+        self._names.begin()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._names.end()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd when it saves a tensor."""
+        base = tensor._base
+        if base is None:
+            base = tensor
+        if base.is_leaf and base.requires_grad:
+            return tensor  # a parameter lives anyway
+        if type(base) is not torch.Tensor or base.layout is not torch.strided:
+            return Box(Input(tensor.detach()))
+        storage = base.untyped_storage()
+        if storage.nbytes() < SMALL:
+            return Box(Input(tensor.detach()))
+        value = self.value_of_tensor(base, storage)
+        value.want()
+        if base is tensor or same_geometry(tensor, base):
+            return Box(Input(value))
+        return Box(Input(value, (tensor.size(), tensor.stride(), tensor.storage_offset())))
+
+    def value_of_tensor(self, base: torch.Tensor, storage: torch.UntypedStorage) -> Value:
+        """The value behind ``base``; the second time the same one."""
+        geometry = (base.size(), base.stride(), base.storage_offset())
+        key = (storage._cdata, base._version, geometry, base.dtype)
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = Value(self._names.next_name(), "", geometry)
+            value.keep(base)
+            value.hold_address(storage)
+        if not value.operator and base.grad_fn is not None:
+            value.operator = base.grad_fn.name()
+            _register(base.grad_fn, base.output_nr, value)
+            self.consider(value, base.grad_fn, base.output_nr)
+        return value
+
+    def consider(self, value: Value, node: Any, output: int) -> None:
+        """The producer of ``value`` is known now."""
+        if value.name in self._dropped and self.find_recipe(value, node, output):
+            value.drop()
+            if value.name in self._fleeting:
+                make_fleeting(value)
+
+    def find_recipe(self, value: Value, node: Any, output: int) -> bool:
+        """Whether ``value`` can be made again; if so it knows how."""
+        try:
+            value.make, value.inputs = self._recipe(node, output, 0)
+        except NotRecomputable as error:
+            self.refused[value.name] = str(error)
+            return False
+        for entry in value.inputs:
+            if isinstance(entry.value, Value):
+                entry.value.want()
+        return True
+
+    def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Input]]:
+        if depth > _MOST_UNSAVED:
+            raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
+        make, inputs = recipe_for(node.name())(_Node(self, node, output, depth))
+        return make, inputs
+
+    def value_of_edge(self, node: Any, output: int, depth: int) -> Value | torch.Tensor:
+        """The value that flows along an edge of the graph."""
+        known = node.metadata.get(_TAG, {}).get(output)
+        value: Value | None = known() if known is not None else None
+        if value is not None:
+            return value
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaf = Value("", "leaf", ())
+            leaf.keep(node.variable)
+            return leaf
+        make, inputs = self._recipe(node, output, depth + 1)
+        value = Value("", node.name(), ())
+        value.make, value.inputs, value.dropped = make, inputs, True
+        for entry in inputs:
+            if isinstance(entry.value, Value):
+                entry.value.want()
+        _register(node, output, value)
+        return value
+
+    def read_saved(self, node: Any, name: str) -> Input | None:
+        """What ``node`` saved under ``name``, as a value and not as a tensor."""
+        self._recorded = []
+        try:
+            found = getattr(node, f"_saved_{name}")
+            if found is None:
+                return None
+            if not self._recorded:  # a parameter, which is handed through
+                return Input(found.detach())
+            box = self._recorded[0]
+            return Input(box) if isinstance(box, torch.Tensor) else box.input
+        finally:
+            self._recorded = None
+
+    def unpack(self, box: Box | torch.Tensor) -> torch.Tensor:
+        """Called by autograd when backward needs a saved tensor."""
+        if self._recorded is not None:
+            self._recorded.append(box)
+            return _NOTHING if isinstance(box, Box) else box
+        if isinstance(box, torch.Tensor):
+            return box
+        value = box.input.value
+        if isinstance(value, torch.Tensor):
+            return value
+        if value.tensor is None:
+            compute(value)
+        else:
+            _check_version(value)
+        tensor = box.input.read()
+        asked(value)
+        return tensor
+
+
+_NOTHING = torch.empty(0)
+
+
+def same_geometry(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view shows its base as it is."""
+    return (
+        tensor.size() == base.size()
+        and tensor.stride() == base.stride()
+        and tensor.storage_offset() == base.storage_offset()
+    )
+
+
+def _register(node: Any, output: int, value: Value) -> None:
+    node.metadata.setdefault(_TAG, {})[output] = weakref.ref(value)
+
+
+class _Node:
+    """A node of the graph, as a recipe sees it."""
+
+    def __init__(self, owner: Rematerialisation, node: Any, output: int, depth: int) -> None:
+        self._owner, self._node, self._depth = owner, node, depth
+        self.output = output
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument of the operator that is not a tensor."""
+        return getattr(self._node, f"_saved_{name}")
+
+    def edge(self, index: int) -> Input:
+        """The input tensor number ``index``, found along the graph."""
+        source, output = self._node.next_functions[index]
+        if source is None:
+            raise NotRecomputable(f"input {index} of {self._node.name()} is not part of the graph")
+        return Input(self._owner.value_of_edge(source, output, self._depth))
+
+    def saved(self, name: str, edge: int | None = None) -> Input:
+        """The input tensor that the operator saved under ``name``; if it did not, the one along ``edge``."""
+        found = self._owner.read_saved(self._node, name)
+        if found is not None:
+            return found
+        if edge is None:
+            raise NotRecomputable(f"{self._node.name()} did not save {name}")
+        return self.edge(edge)
+
+    def optional(self, name: str) -> Input | None:
+        """Likewise, or ``None``."""
+        return self._owner.read_saved(self._node, name)
+
+    def leaf(self, index: int) -> torch.Tensor | None:
+        """Input ``index`` itself, if it is a parameter."""
+        source = self._node.next_functions[index][0]
+        return getattr(source, "variable", None)
+
+    @property
+    def num_edges(self) -> int:
+        """Input tensors."""
+        return len(self._node.next_functions)
+
+    def has_edge(self, index: int) -> bool:
+        """Whether input ``index`` is part of the graph."""
+        return self._node.next_functions[index][0] is not None
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the output."""
+        return list(self._node._input_metadata[self.output].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the output."""
+        dtype: torch.dtype = self._node._input_metadata[self.output].dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the output."""
+        device: torch.device = self._node._input_metadata[self.output].device
+        return device

@@ -1,0 +1,122 @@
+"""The memory planner for any other strategy: a callback."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.devices import parse_bytes
+from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.recompute import (
+    CheckpointPlan,
+    Planner,
+    applied_plan,
+    apply_plan,
+    bytes_of_budget,
+    format_plan,
+    make_planner,
+    plan_profile,
+    planned,
+    profile_step,
+    remove_plan,
+)
+from lightning_dpx.replicas import Replica, Share, first_loss, stand_in
+from lightning_dpx.trainer.logging import StepLog
+from lightning_dpx.trainer.strategy import DPXStrategy
+
+
+class ActivationPlanner(Callback):
+    """Fits the activations of every training step into a budget, under any strategy that runs one module per process.
+
+    The first batch is profiled on a stand-in of the module, before its step; rank 0's plan holds for all processes.
+    Larger batches are planned anew. ``strategy="dpx"`` plans by itself: give it ``memory_budget``.
+
+    Args:
+        budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
+            ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
+        planner: Who decides: ``"auto"``, ``"optimal"``, ``"search"``, ``"threshold"``, or a Planner.
+        plan: Instead of a budget, a plan to follow, or the path of a saved one.
+
+    Attributes:
+        plan: What is followed; ``None`` before the first batch.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+        PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str | None = None,
+        planner: str | Planner = "auto",
+        plan: CheckpointPlan | str | None = None,
+    ) -> None:
+        if budget is not None and plan is not None:
+            raise ConfigurationError("Give budget, to make a plan, or plan, to follow one; not both.")
+        self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
+        bytes_of_budget(self._budget, 1)  # checks it
+        self._planner = make_planner(planner)
+        self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
+        self._given = self.plan is not None
+        self._largest: tuple[int, ...] = ()
+        self._step = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses the strategy that plans by itself."""
+        if isinstance(trainer.strategy, DPXStrategy):
+            raise ConfigurationError(
+                'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts a plan that was given on the module."""
+        if self._given and self.plan is not None:
+            apply_plan(pl_module, self.plan)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plans if need be, and begins to follow."""
+        sizes = tuple(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        known = len(sizes) == len(self._largest) and all(map(int.__le__, sizes, self._largest))
+        if not self._given and not known:
+            self._largest = sizes
+            self._make_plan(trainer, pl_module, batch, batch_idx)
+        self._step.enter_context(planned(pl_module))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The step is over."""
+        self._step.close()
+
+    def on_exception(self, *_: Any) -> None:
+        """So is one that failed."""
+        self._step.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the module as it was."""
+        if applied_plan(pl_module) is not None:
+            remove_plan(pl_module)
+        self._largest = ()
+
+    def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not module.automatic_optimization:
+            raise UnsupportedError("A budget profiles a step, which manual optimization makes impossible; give plan.")
+        if applied_plan(module) is not None:
+            remove_plan(module)
+        replica = Replica(0, trainer.strategy.root_device, module)
+        twin: Any = stand_in(replica, [trainer, *trainer.loggers])
+        twin._trainer = trainer
+
+        def step() -> torch.Tensor:
+            with StepLog(Share(replica, 0, batch)).recording(twin):
+                loss: torch.Tensor | None = first_loss(twin.training_step(batch, batch_idx))
+            if loss is None:
+                raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
+            return loss
+
+        profile = profile_step(twin, step, replica.device, context=trainer.precision_plugin.train_step_context)
+        budget = bytes_of_budget(self._budget, profile.peak)
+        self.plan = trainer.strategy.broadcast(plan_profile(module, profile, budget, self._planner))
+        apply_plan(module, self.plan)
+        rank_zero_info(f"dpx: memory plan for {replica.device}:\n{format_plan(self.plan)}")

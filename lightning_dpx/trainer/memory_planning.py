@@ -1,0 +1,270 @@
+"""``memory_budget`` and ``plan`` of the strategy: profiles a step of one replica, and puts plans on all of them."""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.devices import allocated_and_peak, capacity_of, free_bytes, is_host, parse_bytes, reset_peak_memory
+from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.recompute import (
+    CheckpointPlan,
+    Planner,
+    Profile,
+    applied_plan,
+    apply_plan,
+    extrapolate,
+    format_plan,
+    make_planner,
+    plan_profile,
+    profile_step,
+    remove_plan,
+    scaled,
+    summary,
+)
+from lightning_dpx.replicas import ReplicaSet, Share, first_loss, slice_batch
+from lightning_dpx.trainer.auto_shift import states_of
+
+Step = Callable[[Any, Any, int], Any]
+_MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation
+_TOLERANCE = 0.05  # of a predicted peak
+
+
+def parse_budget(budget: int | float | str | None) -> int | float | str | None:
+    """``None``, ``"auto"``, bytes, or a fraction of the device.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if budget is None or budget == "auto":
+        return budget
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return budget
+    if isinstance(budget, float):
+        raise ConfigurationError(
+            f"memory_budget={budget!r} is not allowed; give a fraction up to 1.0, bytes, '8GiB', or 'auto'."
+        )
+    return parse_bytes("memory_budget", budget)
+
+
+class MemoryPlanning:
+    """The plans of a run.
+
+    Args:
+        budget: What :func:`parse_budget` allows, for everything on a device.
+        planner: Who decides.
+        plan: What is decided already.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
+        PlanError: ``plan`` is a file that holds none.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str | None,
+        planner: str | Planner = "auto",
+        plan: CheckpointPlan | str | None = None,
+    ) -> None:
+        self._budget, self._planner = parse_budget(budget), make_planner(planner)
+        if budget is not None and plan is not None:
+            raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
+        self._given = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
+        if self._given is not None and not isinstance(self._given, CheckpointPlan):
+            raise ConfigurationError(f"plan={plan!r} is not allowed; give a CheckpointPlan or the path of a saved one.")
+        self.plans: dict[torch.device, CheckpointPlan] = {}
+        self._largest: tuple[int, ...] = ()
+        self._before: dict[torch.device, int] = {}
+        self._steps = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be planned or followed."""
+        return self._budget is not None or self._given is not None
+
+    def follow_given(self, modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        """Puts the plan that was given on every replica."""
+        if self._given is not None:
+            for module, device in zip(modules, devices, strict=True):
+                apply_plan(module, self._given)
+                self.plans[device] = self._given
+            rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
+
+    def is_open(self, batch: Any) -> bool:
+        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any before."""
+        if self._budget is None:
+            return False
+        sizes = tuple(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        if len(sizes) == len(self._largest) and all(map(int.__le__, sizes, self._largest)):
+            return False
+        self._largest = sizes
+        return True
+
+    def decide(
+        self, replicas: ReplicaSet, shares: Sequence[Share], run: Step, owned: Mapping[torch.device, int]
+    ) -> None:
+        """Plans for the devices of ``shares`` and puts the plans on their replicas.
+
+        Args:
+            replicas: The replicas.
+            shares: The parts of a batch.
+            run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+            owned: Bytes of gradients and optimizer state on every device.
+
+        Raises:
+            PlanError: a budget cannot be met.
+        """
+        self.remove(replicas)
+        by_device: dict[torch.device, list[Share]] = {}
+        for share in shares:
+            by_device.setdefault(share.replica.device, []).append(share)
+        profiles: dict[int, Profile] = {}
+        for device, group in by_device.items():
+            share = max(group, key=lambda share: share.num_rows)
+            static = self._static(device, group, owned.get(device, 0))
+            room = (self._limit(device) - static) // len(group)
+            if room <= 0:
+                raise PlanError(
+                    f"memory_budget={self._budget!r} allows {_mib(self._limit(device))} on {device}, and parameters, "
+                    f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
+                    "reducer='colocate' or shifts."
+                )
+            profile = profiles.get(share.num_rows)
+            if profile is None and profiles:
+                rows, known = next(iter(profiles.items()))
+                profile = scaled(known, share.num_rows / rows)
+            elif profile is None:
+                profile = profiles[share.num_rows] = _profile(replicas, share, run)
+            try:
+                plan = plan_profile(replicas.root.module, profile, room, self._planner)
+            except PlanError as error:
+                if error.smallest is None:
+                    raise
+                least = _mib(static + len(group) * error.smallest)
+                error.add_note(
+                    f"On {device}, memory_budget={self._budget!r} allows {_mib(self._limit(device))} in all, of which "
+                    f"parameters, gradients and optimizer state take {_mib(static)}; it must allow at least {least}."
+                )
+                raise
+            self.plans[device] = plan
+            rank_zero_info(_announcement(device, plan, static, self._limit(device), len(group), profile))
+        for replica in replicas.replicas:  # also those without a share today
+            known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
+            apply_plan(replica.module, known_plan)
+        self._steps = 0
+
+    def _limit(self, device: torch.device) -> int:
+        if isinstance(self._budget, float):
+            return int(self._budget * capacity_of(device).total)
+        if isinstance(self._budget, int):
+            return self._budget
+        present = 0 if is_host(device) else allocated_and_peak(device)[0]
+        return present + int(free_bytes(device) * (1 - _MARGIN))
+
+    def _static(self, device: torch.device, shares: Sequence[Share], owned: int) -> int:
+        """Bytes on ``device`` that are there all the time: allocated now, or about to be."""
+        here = [share.replica for share in shares]
+        tensors = [tensor for replica in here for tensor in (*replica.parameters, *replica.buffers)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        present = sum(storages.values()) if is_host(device) else allocated_and_peak(device)[0]
+        gradients = sum(p.nbytes for replica in here for p in replica.parameters if p.requires_grad and p.grad is None)
+        return present + gradients + owned
+
+    def remove(self, replicas: ReplicaSet) -> None:
+        """Takes all plans off."""
+        for replica in replicas.replicas:
+            if applied_plan(replica.module) is not None:
+                remove_plan(replica.module)
+        self.plans.clear()
+
+    def forget(self) -> None:
+        """The run is over; the next one plans anew."""
+        self._largest, self._before, self._steps = (), {}, 0
+        self.plans.clear()
+
+    def begin_step(self) -> None:
+        """Before the second planned step: by then the optimizer has its state."""
+        self._steps += 1
+        if self._steps == 2 and self._budget is not None:
+            self._before = {device: allocated_and_peak(device)[0] for device in self.plans if not is_host(device)}
+            for device in self._before:
+                reset_peak_memory(device)
+
+    def end_backward(self) -> None:
+        """Compares what the step took with what was predicted."""
+        for device, before in self._before.items():
+            predicted, taken = self.plans[device].peak, allocated_and_peak(device)[1] - before
+            if predicted and taken > predicted * (1 + _TOLERANCE):
+                rank_zero_warn(
+                    f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "
+                    "operators that need much memory inside, or other work on the device."
+                )
+        self._before = {}
+
+
+def _profile(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
+    if not replicas.root.module.automatic_optimization:
+        raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
+
+    def on_rows(batch: Any, rows: int) -> Profile:
+        twin: Any = replicas.stand_in()
+        twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+
+        def step() -> torch.Tensor:
+            loss: torch.Tensor | None = first_loss(run(twin, batch, rows))
+            if loss is None:
+                raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
+            return loss
+
+        return profile_step(twin, step, share.replica.device)
+
+    try:
+        return on_rows(share.batch, share.num_rows)
+    except torch.OutOfMemoryError:
+        gc.collect()
+    if share.num_rows < 4:
+        raise PlanError(
+            f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "
+            "extrapolate from there are not. Profile it elsewhere (dpx.search_plan) and give plan."
+        )
+    rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
+    few, more = (
+        on_rows(slice_batch(share.batch, [n, share.num_rows - n], replicas.batch_dim)[0] if n < share.num_rows else
+                share.batch, n)
+        for n in rows
+    )  # fmt: skip
+    return extrapolate(few, more, rows, share.num_rows)
+
+
+def owned_bytes(
+    parameters: Sequence[nn.Parameter], optimizers: Sequence[Any], several: bool
+) -> dict[torch.device, int]:
+    """What the owners of ``parameters`` will hold beside them: optimizer state, and gradients that arrive."""
+    copies = max((states_of(optimizer) for optimizer in optimizers), default=2) + (1 if several else 0)
+    there = sum(len(optimizer.state) for optimizer in optimizers) > 0
+    owned: dict[torch.device, int] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            share = (1 if several else 0) if there and not is_host(parameter.device) else copies
+            owned[parameter.device] = owned.get(parameter.device, 0) + share * parameter.nbytes
+    return owned
+
+
+def _announcement(
+    device: torch.device, plan: CheckpointPlan, static: int, limit: int, sharing: int, profile: Profile
+) -> str:
+    how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
+    guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
+    peak = static + sharing * (plan.peak or 0)
+    head = (
+        f"dpx: memory of {device}{how}: {_mib(peak)} predicted of {_mib(limit)} allowed, {_mib(static)} static{guess}"
+    )
+    return f"{head}\n{format_plan(plan) if plan.dropped else 'everything fits; nothing is computed again'}"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"
