@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.activations import Run as AnyRun
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
-from lightning_dpx.recompute.auto import plan_profile
+from lightning_dpx.recompute.auto import make_planner, plan_profile
 from lightning_dpx.recompute.forecast import Forecast
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
@@ -49,8 +49,9 @@ def search_plan(
         PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan.
         ConfigurationError: an argument has a value that is not allowed.
     """
+    chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
+    bytes_of_budget(budget, 1)
     profile = profile_module(module, *batch)
-    chosen = SearchPlanner(num_trials) if planner == "search" else planner
     return plan_profile(module, profile, bytes_of_budget(budget, profile.peak), chosen)
 
 
@@ -138,9 +139,10 @@ class AppliedPlan:
         self._names = CallNames(module)
         self._values = Rematerialisation(self._names, plan.dropped, plan.names("recompute each time"))
         self._local = threading.local()
+        root = _RootHooks(self)
         self._handles = [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(root, prepend=True),
+            module.register_forward_hook(root.leave, always_call=True),
         ]
 
     @contextmanager
@@ -156,14 +158,16 @@ class AppliedPlan:
         finally:
             self._local.active = False
 
-    def _enter(self, _module: nn.Module, _inputs: Any) -> None:
+    def enter(self) -> None:
+        """A forward of the root begins."""
         stack = ExitStack()
         stack.enter_context(self.active())
         if not hasattr(self._local, "entered"):
             self._local.entered = []
         self._local.entered.append(stack)
 
-    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def leave(self) -> None:
+        """It is over."""
         self._local.entered.pop().close()
 
     @property
@@ -176,6 +180,24 @@ class AppliedPlan:
         self._names.remove()
         for handle in self._handles:
             handle.remove()
+
+
+class _RootHooks:
+    """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
+
+    def __init__(self, applied: AppliedPlan | None) -> None:
+        self._applied = applied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RootHooks, (None,)
+
+    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
+        if self._applied is not None:
+            self._applied.enter()
+
+    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._applied is not None:
+            self._applied.leave()
 
 
 def apply_plan(module: nn.Module, plan: CheckpointPlan) -> AppliedPlan:

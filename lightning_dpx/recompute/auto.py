@@ -76,6 +76,8 @@ def plan_profile(
 
 def _bottleneck(problem: Problem) -> str:
     """The largest unit that sets the floor."""
+    if not problem.units:
+        return "Nothing that is saved is large enough to drop."
     unit = max(problem.units, key=lambda unit: unit.num_bytes)
     value = problem.profile.values[unit.values[0]]
     why = f", which must be kept: {value.refused}" if value.refused else ""

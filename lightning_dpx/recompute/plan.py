@@ -129,7 +129,8 @@ class CheckpointPlan:
         """
         unknown = set(actions) - {decision.name for decision in self.decisions}
         if unknown:
-            raise PlanError(f"The plan has no value {min(unknown)!r}; values look like {self.decisions[0].name!r}.")
+            known = ", ".join(repr(decision.name) for decision in self.decisions[:3])
+            raise PlanError(f"The plan has no value {min(unknown)!r}; it has {known or 'none'} and so on.")
         changed = tuple(replace(d, action=actions.get(d.name, d.action)) for d in self.decisions)
         return replace(self, decisions=changed, peak=None, saved_bytes=None, recompute_share=None)
 

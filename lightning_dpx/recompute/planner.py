@@ -125,13 +125,11 @@ class Problem:
                 leaving[self.last_use[index]] += unit.num_bytes
             crossing -= leaving[index]
             width.append(crossing)
-        found = [
+        return tuple(
             index
             for index in range(len(width) - 1)
-            if width[index] <= (width[index - 1] if index else width[index]) and width[index] <= width[index + 1]
-        ]
-        # of neighbours that are equally narrow one is enough
-        return tuple(index for index in found if not (index + 1 in set(found) and width[index + 1] == width[index]))
+            if width[index] <= width[max(0, index - 1)] and width[index] <= width[index + 1]
+        )
 
     def crossing(self, cut: int) -> list[int]:
         """The units up to ``cut`` that later ones are computed from."""

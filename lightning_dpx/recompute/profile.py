@@ -194,7 +194,7 @@ def profile_step(
         context: Entered for every forward, for example autocast.
 
     Raises:
-        PlanError: the step saves nothing for a backward.
+        PlanError: the step leads to no backward.
     """
     names = CallNames(module)
     try:
@@ -238,10 +238,8 @@ def _full_step(
             result = run()
         synchronize(device)
         forward_events, forward_seconds, same = trace.now, trace.seconds, len(trace.operators) == operators
-        if not profiler.found or not result.requires_grad:
-            raise PlanError(
-                "There is nothing to plan: the step saves nothing for a backward. Does its loss depend on parameters?"
-            )
+        if not result.requires_grad:
+            raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
         with torch.utils._python_dispatch._disable_current_modes():
             numbers, values, spans = _measure(profiler, device)
         profiler.let_go(numbers)

@@ -79,16 +79,16 @@ class Value:
 
 
 class Input:
-    """A value as an operator got it: whole, or a strided view of it; or any tensor that needs no bookkeeping."""
+    """A value as an operator got it: whole, or a strided view of it; or what needs no bookkeeping, also a number."""
 
     __slots__ = ("value", "view")
 
-    def __init__(self, value: Value | torch.Tensor, view: tuple[Any, ...] | None = None) -> None:
+    def __init__(self, value: Any, view: tuple[Any, ...] | None = None) -> None:
         self.value, self.view = value, view
 
-    def read(self) -> torch.Tensor:
-        """The tensor; its value must be there."""
-        if isinstance(self.value, torch.Tensor):
+    def read(self) -> Any:
+        """The tensor (or number); its value must be there."""
+        if not isinstance(self.value, Value):
             return self.value
         base = self.value.tensor
         assert base is not None, "computed first"
@@ -252,20 +252,23 @@ class CallNames:
 
 
 class _Enter:
-    """The hooks of one module."""
+    """The hooks of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
-    def __init__(self, names: CallNames, path: str) -> None:
+    def __init__(self, names: CallNames | None, path: str) -> None:
         self._names, self._path = names, path
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Enter, (None, self._path)
+
     def __call__(self, _module: nn.Module, _inputs: Any) -> None:
-        stack = self._names.stack
-        if stack is not None:
+        stack = self._names.stack if self._names is not None else None
+        if self._names is not None and stack is not None:
             calls = self._names.calls
             calls[self._path] = number = calls.get(self._path, 0) + 1
             stack.append([self._path if number == 1 else f"{self._path}#{number}", 0])
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        stack = self._names.stack
+        stack = self._names.stack if self._names is not None else None
         if stack is not None and len(stack) > 1:
             stack.pop()
 
@@ -379,8 +382,8 @@ class Rematerialisation:
             found = getattr(node, f"_saved_{name}")
             if found is None:
                 return None
-            if not self._recorded:  # a parameter, which is handed through
-                return Input(found.detach())
+            if not self._recorded:  # a number
+                return Input(found)
             box = self._recorded[0]
             return Input(box) if isinstance(box, torch.Tensor) else box.input
         finally:
@@ -394,13 +397,14 @@ class Rematerialisation:
         if isinstance(box, torch.Tensor):
             return box
         value = box.input.value
-        if isinstance(value, torch.Tensor):
-            return value
+        if not isinstance(value, Value):
+            kept: torch.Tensor = value
+            return kept
         if value.tensor is None:
             compute(value)
         else:
             _check_version(value)
-        tensor = box.input.read()
+        tensor: torch.Tensor = box.input.read()
         asked(value)
         return tensor
 

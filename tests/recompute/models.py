@@ -175,7 +175,7 @@ class Aliasing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.identity(torch.relu(self.one(x)))
         left, right = x.chunk(2, dim=1)
-        y = torch.tanh(self.two(left))
+        y = self.two(left) * 1.5
         y[:, :32] += right
         y.mul_(2)
         out: Tensor = F.leaky_relu(y, inplace=True).clone().sigmoid_()

