@@ -80,7 +80,8 @@ def loss_of(module: nn.Module, *batch: Any) -> AnyRun:
     step = getattr(module, "training_step", None)
 
     def run() -> torch.Tensor:
-        out = step(batch[0] if len(batch) == 1 else batch, 0) if step is not None else module(*batch)
+        with _muted(module) if step is not None else nullcontext():
+            out = step(batch[0] if len(batch) == 1 else batch, 0) if step is not None else module(*batch)
         if isinstance(out, dict) and "loss" in out:
             out = out["loss"]
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -91,6 +92,18 @@ def loss_of(module: nn.Module, *batch: Any) -> AnyRun:
         return torch.stack([result.float().sum() for result in results]).sum()
 
     return run
+
+
+@contextmanager
+def _muted(module: nn.Module) -> Iterator[None]:
+    """What a training step logs outside of a Trainer goes nowhere."""
+    names = [name for name in ("log", "log_dict") if hasattr(module, name) and name not in vars(module)]
+    vars(module).update(dict.fromkeys(names, lambda *_args, **_kwargs: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]
 
 
 def device_of(module: nn.Module, batch: Any) -> torch.device:

@@ -283,6 +283,8 @@ def _measure(
             continue
         try:
             refused[value] = _try(value, device, seconds, sizes)
+        except torch.OutOfMemoryError:
+            raise  # fewer rows may do, and the caller knows how to get them
         except (NotRecomputable, RuntimeError) as error:
             refused[value] = f"{value.operator} failed when repeated: {error}"
     storages: dict[int, int] = {}

@@ -55,10 +55,30 @@ def own_loader(rank: int, first: int) -> DataLoader[Any]:
     return DataLoader(chosen, first if rank == 0 else 16 - first)
 
 
+def planned_ddp(case: str, folder: Path) -> None:
+    """Two DDP processes, with the planner as a callback or without."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8)) for _ in range(6)))
+    module = Classifier()
+    module.net = nn.Sequential(model, nn.Linear(8, 3))
+    planner = dpx.ActivationPlanner(budget=0.6)
+    callbacks = [planner] if case == "planned" else []
+    trainer = make_trainer(strategy="ddp", devices=1, num_nodes=2, callbacks=callbacks, use_distributed_sampler=False)
+    trainer.fit(module, own_loader(trainer.global_rank, first=8), make_loader(48))
+    state = {name: value.cpu() for name, value in module.state_dict().items()}
+    if callbacks:
+        assert planner.plan is not None
+        assert planner.plan.dropped
+    torch.save(state, folder / f"{case}_{trainer.global_rank}.pt")
+    print("ended well", flush=True)
+
+
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if case in ("planned", "unplanned"):
+        planned_ddp(case, folder)
+        return
     dealt = case == "dealt"  # by Lightning's sampler, which always shuffles
     options: dict[str, Any] = {"num_nodes": 2, "use_distributed_sampler": dealt}
     arguments: dict[str, Any] = {"execution": "inline", "timeout": 60.0}

@@ -73,6 +73,16 @@ def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str,
         assert_equal(seen[0], one_device())
 
 
+def test_the_activation_planner_under_ddp_ends_at_the_same_bits(tmp_path: Path) -> None:
+    for case in ("planned", "unplanned"):
+        for printed in finish(start(case, tmp_path)):
+            assert "ended well" in printed, printed
+    ranks = {case: [torch.load(tmp_path / f"{case}_{r}.pt", weights_only=True) for r in range(2)] for case in
+             ("planned", "unplanned")}  # fmt: skip
+    assert_equal(ranks["planned"][0], ranks["unplanned"][0], bitwise=True)
+    assert_equal(ranks["planned"][1], ranks["planned"][0], bitwise=True)
+
+
 def test_under_torchrun_files_are_written_once_and_resume_in_one_process(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",

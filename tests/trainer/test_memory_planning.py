@@ -1,0 +1,228 @@
+"""``memory_budget``, ``plan`` and ``ActivationPlanner``: training within a budget ends where it does without one."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.trainer.memory_planning import parse_budget
+from tests.conftest import SIMULATED, assert_equal, make_trainer
+
+MIB = 2**20
+
+
+class Tower(LightningModule):
+    """Blocks over rows (B, 256) with dropout and batch norm; notes what it logs and appends."""
+
+    def __init__(self, dropout: float = 0.2, depth: int = 10) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Dropout(dropout))
+                for _ in range(depth)
+            )
+        )
+        self.head = nn.Linear(256, 3)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(len(batch[0]))
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.head(self.net(batch[0])), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def loader(rows: int = 512, batches: int = 3) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(batches * rows, 256, generator=generator)
+    return DataLoader(TensorDataset(data, torch.randint(3, (batches * rows,), generator=generator)), rows)
+
+
+def tower(**options: Any) -> Tower:
+    torch.manual_seed(0)
+    return Tower(**options)
+
+
+def fit(model: LightningModule, data: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    trainer = make_trainer(max_epochs=1, **options)
+    trainer.fit(model, data or loader(), loader(batches=1))
+    return {name: value.cpu() for name, value in model.state_dict().items()} | trainer.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("devices", "execution", "budget", "dropout"),
+    [(1, "auto", 18, 0.2), (2, "auto", 18, 0.2), (2, "inline", 22, 0.2), (2, "threads", 22, 0.0)],
+)
+def test_training_within_a_budget_ends_at_the_same_bits(
+    devices: int, execution: Any, budget: int, dropout: float, caplog: Any
+) -> None:
+    model = tower(dropout=dropout)
+    with caplog.at_level("INFO"):
+        strategy = dpx.DPXStrategy(execution=execution, memory_budget=f"{budget}MiB")
+        ours = fit(model, strategy=strategy, devices=devices)
+    unplanned = dpx.DPXStrategy(execution=execution)
+    assert_equal(ours, fit(tower(dropout=dropout), strategy=unplanned, devices=devices), bitwise=True)
+    told = next(record.message for record in caplog.records if "dpx: memory of cpu" in record.message)
+    assert f"predicted of {budget}.0 MiB allowed" in told
+    assert "net.5.2" in told
+    assert sum(model.seen) == 3 * 512 or execution != "auto", "the profile ran on a stand-in"
+    assert not any(child._forward_hooks for child in model.modules()), "taken off at the end"
+
+
+def test_a_budget_that_cannot_be_met_says_what_would_do() -> None:
+    with pytest.raises(dpx.PlanError, match="smallest that can is") as error:
+        fit(tower(), strategy=dpx.DPXStrategy(memory_budget="10MiB"))
+    assert any("it must allow at least" in note for note in error.value.__notes__)
+    with pytest.raises(dpx.PlanError, match="parameters, gradients and optimizer state alone take"):
+        fit(tower(), strategy=dpx.DPXStrategy(memory_budget="1MiB"))
+
+
+def test_a_larger_batch_is_planned_anew(caplog: Any) -> None:
+    batches: Any = [next(iter(loader(rows))) for rows in (256, 128, 512, 512)]
+    data = DataLoader(batches, batch_size=None)
+    with caplog.at_level("INFO"):
+        ours = fit(tower(), data, strategy=dpx.DPXStrategy(memory_budget="18MiB"))
+    assert_equal(ours, fit(tower(), data), bitwise=True)
+    assert sum("dpx: memory of cpu" in record.message for record in caplog.records) == 2
+
+
+def test_a_given_plan_is_followed_and_checked(tmp_path: Any, caplog: Any) -> None:
+    model = tower()
+    plan = dpx.search_plan(model, next(iter(loader())), budget=0.6)
+    assert model.seen == [512, 512], "a search on the model itself runs its step"
+    plan.save(tmp_path / "plan.yaml")
+    with caplog.at_level("INFO"):
+        ours = fit(tower(), strategy=dpx.DPXStrategy(plan=str(tmp_path / "plan.yaml")), devices=2)
+    assert_equal(ours, fit(tower()), bitwise=True)
+    assert any("dpx: follows the given plan" in record.message for record in caplog.records)
+    with pytest.raises(dpx.PlanError, match="made for a Tower"):
+        fit(tower(depth=2), strategy=dpx.DPXStrategy(plan=plan))
+
+
+@pytest.mark.parametrize("budget", [0, -5, 1.5, True, "much", [1]])
+def test_bad_budgets_are_refused(budget: Any) -> None:
+    with pytest.raises(dpx.ConfigurationError, match="memory_budget="):
+        dpx.DPXStrategy(memory_budget=budget)
+
+
+def test_bad_combinations_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(dpx.ConfigurationError, match="not both"):
+        dpx.DPXStrategy(memory_budget="auto", plan="plan.yaml")
+    with pytest.raises(dpx.PlanError, match="cannot be read as a plan"):
+        dpx.DPXStrategy(plan=str(tmp_path / "missing.yaml"))
+    with pytest.raises(dpx.ConfigurationError, match="Unknown planner 'best'"):
+        dpx.DPXStrategy(memory_budget="auto", planner="best")
+    with pytest.raises(dpx.ConfigurationError, match="memory_budget"):
+        fit(tower(), strategy="dpx", callbacks=[dpx.ActivationPlanner(0.5)])
+    assert parse_budget("2GB") == 2 * 10**9
+    assert parse_budget(1) == 1
+
+
+def test_manual_optimization_is_refused() -> None:
+    model = tower()
+    model.automatic_optimization = False
+    with pytest.raises(dpx.UnsupportedError, match="manual optimization"):
+        fit(model, strategy=dpx.DPXStrategy(memory_budget="auto"))
+
+
+def test_the_callback_plans_for_another_strategy(caplog: Any) -> None:
+    model, planner = tower(), dpx.ActivationPlanner(budget=0.6)
+    with caplog.at_level("INFO"):
+        ours = fit(model, callbacks=[planner])
+    assert_equal(ours, fit(tower()), bitwise=True)
+    assert planner.plan is not None
+    assert planner.plan.dropped
+    assert sum(model.seen) == 3 * 512
+    assert any("dpx: memory plan for cpu" in record.message for record in caplog.records)
+    assert not any(child._forward_hooks for child in model.modules())
+    with pytest.raises(dpx.PlanError, match="smallest that can"):
+        fit(tower(), callbacks=[dpx.ActivationPlanner(budget="4KiB")])
+
+
+# ---- on simulated devices, by their own count ----
+
+on_devices = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+
+
+@pytest.fixture
+def small_devices() -> Any:
+    gc.collect()
+    dpx.simulate(3, memory=["26MiB", "26MiB", "40MiB"])
+    yield torch.get_device_module("sim")
+    gc.collect()
+    dpx.simulate(8)
+
+
+@on_devices
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.4])
+def test_the_predicted_peak_is_that_of_the_allocator(share: float) -> None:
+    gc.collect()
+    module = tower(dropout=0.0).net.to("sim:0")
+    x = torch.randn(2048, 256, device="sim:0")
+    plan = dpx.search_plan(module, x, budget=share)
+    plain = copy.deepcopy(module)
+    dpx.apply_plan(module, plan)
+    sim, gradients = torch.get_device_module("sim"), []
+    for each in (module, plain):
+        each.zero_grad()
+        gc.collect()
+        sim.reset_peak_memory_stats(0)
+        before = sim.memory_allocated(0)
+        loss = each(x).sum()
+        loss.backward()
+        kept = sum(parameter.grad.nbytes for parameter in each.parameters())
+        taken = sim.max_memory_allocated(0) - before
+        gradients.append([parameter.grad.cpu() for parameter in each.parameters()])
+        if each is module:
+            assert plan.peak is not None
+            assert plan.peak == pytest.approx(taken, rel=0.02, abs=kept)
+            assert taken <= share * plan.unplanned_peak + kept
+        else:
+            assert plan.unplanned_peak == pytest.approx(taken, rel=0.02, abs=kept)
+    assert all(map(torch.equal, *gradients))
+
+
+@on_devices
+def test_a_model_that_does_not_fit_is_profiled_on_few_rows_and_trains(small_devices: Any, caplog: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tower(dropout=0.0), loader(1024), strategy="dpx", accelerator="sim", devices=1)
+    gc.collect()
+    with caplog.at_level("INFO"):
+        strategy = dpx.DPXStrategy(memory_budget="auto")
+        ours = fit(tower(dropout=0.0), loader(1024), strategy=strategy, accelerator="sim", devices=1)
+    assert_equal(ours, fit(tower(dropout=0.0), loader(1024)))
+    assert any("profiled on 1/4 of the rows" in record.message for record in caplog.records)
+    assert small_devices.max_memory_allocated(0) <= 26 * MIB
+
+
+@on_devices
+def test_unequal_devices_get_unequal_plans(small_devices: Any) -> None:
+    strategy = dpx.DPXStrategy(memory_budget="auto")
+    plans: dict[torch.device, dpx.CheckpointPlan] = {}
+
+    class Peek(Tower):
+        def on_train_batch_end(self, *_: Any) -> None:
+            plans.update(strategy._planning.plans)
+
+    torch.manual_seed(0)
+    model = Peek(dropout=0.0)
+    ours = fit(model, loader(2048), strategy=strategy, accelerator="sim", devices=3)
+    torch.manual_seed(0)
+    reference = fit(Peek(dropout=0.0), loader(2048), strategy=dpx.DPXStrategy(execution="inline"), devices=3)
+    assert_equal(ours, reference)
+    first, _, last = (plans[torch.device("sim", index)] for index in range(3))
+    assert len(last.dropped) < len(first.dropped)
