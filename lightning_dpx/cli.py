@@ -11,13 +11,18 @@ from typing import Any
 import torch
 
 from lightning_dpx.bench import (
+    BUDGETS,
     MODELS,
     MODES,
     SIZES,
+    STAGED_MODELS,
+    compare_plans,
     compare_reductions,
     compare_steps,
+    format_contests,
     format_reductions,
     format_table,
+    plot_contests,
     plot_reductions,
 )
 from lightning_dpx.devices import num_usable_cpus
@@ -44,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reduce.add_argument("--json", action="store_true", help="print JSON instead of a table")
     reduce.add_argument("--plot", type=Path, metavar="FILE", help="also draw the bandwidths (PNG, SVG, PDF)")
     reduce.set_defaults(run=_bench_reduce)
+    plan = benches.add_parser("plan", help="memory plans and other ways of checkpointing: peak and step time (CPU)")
+    plan.add_argument("--models", nargs="+", choices=STAGED_MODELS, default=list(STAGED_MODELS))
+    plan.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="shares of the unplanned peak")
+    plan.add_argument("--rounds", type=_positive, default=7, help="turns of every contestant")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="also draw time over memory (PNG, SVG, PDF)")
+    plan.set_defaults(run=_bench_plan)
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))
@@ -72,6 +84,14 @@ def _bench_reduce(args: argparse.Namespace) -> int:
     _report(args.json, [result.as_dict() for result in results], format_reductions(results))
     if args.plot is not None:
         plot_reductions(results, args.plot)
+    return 0
+
+
+def _bench_plan(args: argparse.Namespace) -> int:
+    results = compare_plans(args.models, args.budgets, args.rounds, _progress)
+    _report(args.json, [result.as_dict() for result in results], format_contests(results))
+    if args.plot is not None:
+        plot_contests(results, args.plot)
     return 0
 
 

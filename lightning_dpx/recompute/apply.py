@@ -150,7 +150,12 @@ class AppliedPlan:
     def __init__(self, module: nn.Module, plan: CheckpointPlan) -> None:
         self.plan = plan
         self._names = CallNames(module)
-        self._values = Rematerialisation(self._names, plan.dropped, plan.names("recompute each time"))
+        self._values = Rematerialisation(
+            self._names,
+            plan.names("recompute", "recompute each time"),
+            plan.names("recompute each time"),
+            plan.names("compress"),
+        )
         self._local = threading.local()
         root = _RootHooks(self)
         self._handles = [

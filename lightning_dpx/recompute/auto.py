@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.optimal import OptimalPlanner
-from lightning_dpx.recompute.plan import CheckpointPlan, Decision, fingerprint_of
+from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
 from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, register_planner
 from lightning_dpx.recompute.profile import Profile
 from lightning_dpx.recompute.search import SearchPlanner
@@ -56,7 +56,7 @@ def plan_profile(
             value.operator,
             value.num_bytes,
             value.seconds,
-            "recompute each time" if index in fleeting else "recompute" if index in dropped else "keep",
+            _action(index in dropped, index in fleeting, bool(value.compact)),
         )
         for index, value in enumerate(profile.values)
         if value.name and value.storage >= 0
@@ -72,6 +72,12 @@ def plan_profile(
         recompute_share=result.seconds / profile.step_seconds,
         decisions=tuple(decisions),
     )
+
+
+def _action(dropped: bool, fleeting: bool, mask: bool) -> Action:
+    if not dropped:
+        return "keep"
+    return "compress" if mask else "recompute each time" if fleeting else "recompute"
 
 
 def _bottleneck(problem: Problem) -> str:

@@ -80,13 +80,19 @@ class _Replay:
         end = len(profile.curve)
         change = [0] * (end + 2)
         kept_in = {value.storage for index, value in enumerate(profile.values) if index not in self._dropped}
+        compact = dict.fromkeys(range(len(profile.storages)), 0)
+        for value in profile.values:
+            if value.compact:
+                compact[value.storage] += value.compact
         kept = 0
         for number, storage in enumerate(profile.storages):
             if number in kept_in:
                 kept += storage.num_bytes
             elif storage.unused < storage.freed:
-                change[storage.unused + 1] -= storage.num_bytes
-                change[storage.freed] += storage.num_bytes
+                gone = storage.num_bytes - compact[number]
+                change[storage.unused + 1] -= gone
+                change[storage.freed] += gone
+                kept += compact[number]
         self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
         self._peak, self._peak_event = 0, 0
         position = 0

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 
-Action = Literal["keep", "recompute", "recompute each time"]
+Action = Literal["keep", "recompute", "recompute each time", "compress"]
 _VERSION = 1
 
 
@@ -26,8 +26,8 @@ class Decision:
         operator: The autograd node that produced it; empty for what does not come from the graph.
         num_bytes: Its size.
         seconds: To compute it again from its inputs.
-        action: ``"keep"``, ``"recompute"``, or ``"recompute each time"``: it does not stay even where the
-            recomputation of another value comes by and it will be needed again.
+        action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
+            of another value comes by and it will be needed again; or, for a mask, ``"compress"``.
     """
 
     name: str
@@ -74,8 +74,8 @@ class CheckpointPlan:
 
     @property
     def dropped(self) -> frozenset[str]:
-        """The values that are computed again."""
-        return self.names("recompute", "recompute each time")
+        """The values that are not kept as they are."""
+        return self.names("recompute", "recompute each time", "compress")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as YAML, one line per value, to be read, edited and loaded again."""

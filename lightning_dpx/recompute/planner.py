@@ -23,7 +23,7 @@ class Unit:
 
     Attributes:
         values: Their indices in the profile.
-        num_bytes: What keeping them occupies.
+        num_bytes: What dropping them frees.
         seconds: To compute them again from other units.
         inputs: These other units.
         droppable: Whether that is possible and frees anything.
@@ -83,7 +83,8 @@ class Problem:
                     inputs.add(unit)
         span = self.profile.storages[storage]
         droppable = span.unused < span.freed and not any(everything[index].refused for index in values)
-        return Unit(tuple(values), span.num_bytes, seconds, tuple(sorted(inputs)), droppable)
+        stays = sum(everything[index].compact for index in values)
+        return Unit(tuple(values), span.num_bytes - stays, seconds, tuple(sorted(inputs)), droppable)
 
     def values_of(self, units: Iterable[int]) -> frozenset[int]:
         """Indices of the values in ``units``."""

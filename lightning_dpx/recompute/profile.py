@@ -26,6 +26,7 @@ from lightning_dpx.recompute.values import (
     Rematerialisation,
     Value,
     asked,
+    compress,
     run_recipe,
 )
 
@@ -44,6 +45,7 @@ class SavedValue:
         inputs: Indices of the values that it is computed from.
         seconds: That this takes, without the inputs.
         refused: Why it cannot be computed again; empty if it can.
+        compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
     """
 
     name: str
@@ -53,6 +55,7 @@ class SavedValue:
     inputs: tuple[int, ...]
     seconds: float
     refused: str
+    compact: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class _Profiler(Rematerialisation):
     """Keeps everything and notes who asks for it; or, for the first forward, keeps nothing at all."""
 
     def __init__(self, names: CallNames, trace: MemoryTrace, *, keep: bool) -> None:
-        super().__init__(names, ())
+        super().__init__(names)
         self._trace, self._keep = trace, keep
         self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
         self._box_values: list[Value | None] = []
@@ -277,9 +280,13 @@ def _measure(
     seconds = dict.fromkeys(order, 0.0)
     sizes = {value: value.tensor.nbytes if value.tensor is not None else 0 for value in order}
     refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
+    compact: dict[Value, int] = {}
     for value in reversed(list(profiler.found)):
         if value.make is None:
             refused[value] = refused[value] or "it does not come from the graph"
+            if not value.operator and (found := _compressed(value)) is not None:
+                compact[value], seconds[value] = found
+                refused[value] = ""
             continue
         try:
             refused[value] = _try(value, device, seconds, sizes)
@@ -307,6 +314,7 @@ def _measure(
             tuple(order[entry.value] for entry in value.inputs if isinstance(entry.value, Value)),
             seconds[value],
             refused[value] if value in profiler.found else "",
+            compact.get(value, 0),
         )
         for value in order
     ]
@@ -356,6 +364,17 @@ def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes:
             return "" if _same(again, original, 0.0) else f"{value.operator} gave other numbers when repeated"
         tolerance = 4 * torch.finfo(again.dtype).eps if again.dtype.is_floating_point else 0.0
         return "" if _same(again, original, tolerance) else f"{value.operator} gave other numbers when repeated"
+
+
+def _compressed(value: Value) -> tuple[int, float] | None:
+    """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
+    start = time.perf_counter()
+    trial = Value(value.name, "", value.geometry)
+    trial.tensor = value.tensor
+    if not compress(trial):
+        return None
+    run_recipe(trial)
+    return trial.inputs[0].value.nbytes, time.perf_counter() - start
 
 
 def _same(again: torch.Tensor, original: torch.Tensor, tolerance: float) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.recipes import NotRecomputable, recipe_for
 
 Make = Callable[..., torch.Tensor]
@@ -166,6 +167,30 @@ def asked(value: Value) -> None:
                     asked(entry.value)
 
 
+def compress(value: Value) -> bool:
+    """Keeps a tensor of zeros and one other number, such as the mask of a dropout, in a byte per element.
+
+    Returns:
+        Whether it is such a tensor; nothing is changed otherwise.
+    """
+    mask = value.tensor
+    assert mask is not None, "asked when it is saved"
+    if not mask.dtype.is_floating_point or not is_host(mask.device) or not mask.numel():
+        return False  # devices have operators that save masks as bytes, and finding out would wait for them
+    with torch.no_grad(), torch._C._DisableAutocast():
+        other, small = mask.amax(), mask.ne(0)
+        if not torch.equal(small.to(mask.dtype).mul_(other), mask):
+            return False
+    value.make, value.inputs = _expand_mask, (Input(small), Input(other), Input(mask.dtype))
+    value.operator = "mask"
+    value.drop()
+    return True
+
+
+def _expand_mask(small: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return small.to(dtype).mul_(other)
+
+
 def make_fleeting(value: Value) -> None:
     """``value`` is forgotten after every use, with those that nobody saves on the way to it.
 
@@ -280,10 +305,17 @@ class Rematerialisation:
         names: Tells which module call is running.
         dropped: Names of the values to drop, if a recipe for them is known.
         fleeting: Those among them to forget after every use.
+        compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
     """
 
-    def __init__(self, names: CallNames, dropped: Collection[str], fleeting: Collection[str] = ()) -> None:
-        self._names, self._dropped, self._fleeting = names, dropped, fleeting
+    def __init__(
+        self,
+        names: CallNames,
+        dropped: Collection[str] = (),
+        fleeting: Collection[str] = (),
+        compressed: Collection[str] = (),
+    ) -> None:
+        self._names, self._dropped, self._fleeting, self._compressed = names, dropped, fleeting, compressed
         self._values: weakref.WeakValueDictionary[tuple[Any, ...], Value] = weakref.WeakValueDictionary()
         self._recorded: list[Box | torch.Tensor] | None = None
         self.refused: dict[str, str] = {}
@@ -325,6 +357,8 @@ class Rematerialisation:
             value = self._values[key] = Value(self._names.next_name(), "", geometry)
             value.keep(base)
             value.hold_address(storage)
+            if value.name in self._compressed and not compress(value):
+                self.refused[value.name] = "it is not a mask this time"
         if not value.operator and base.grad_fn is not None:
             value.operator = base.grad_fn.name()
             _register(base.grad_fn, base.output_nr, value)
