@@ -20,7 +20,6 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.values import (
-    Box,
     CallNames,
     Input,
     Rematerialisation,
@@ -118,13 +117,13 @@ class Profile:
         return max(self.curve, default=0)
 
 
-class _TracedBox(Box):
+class _Traced(Input):
     """Tells when autograd lets go of it."""
 
     __slots__ = ("index", "notes")
 
     def __init__(self, saved: Input, index: int, notes: "_Profiler") -> None:
-        super().__init__(saved)
+        super().__init__(saved.value, saved.view)
         self.index, self.notes = index, notes
 
     def __del__(self) -> None:
@@ -146,26 +145,26 @@ class _Profiler(Rematerialisation):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = super().pack(tensor)
-        if not isinstance(packed, Box) or not isinstance(packed.input.value, Value):
+        if not isinstance(packed, Input):
             return packed
-        value = packed.input.value
+        value = packed.value
         if value not in self.found and value.name not in self.spans:
             allocation = self._trace.allocation_of(tensor.untyped_storage())
             self.spans[value.name] = allocation
             if self._keep:
                 self.found[value] = allocation
         if not self._keep:
-            value.tensor = None
+            value.let_go()
             return packed
         self._box_values.append(value)
-        return _TracedBox(packed.input, len(self._box_values) - 1, self)
+        return _Traced(packed, len(self._box_values) - 1, self)
 
     def consider(self, value: Value, node: Any, output: int) -> None:
         if self._keep:
             self.find_recipe(value, node, output)
 
     def unpack(self, box: Any) -> torch.Tensor:
-        if self._recorded is None and isinstance(box, _TracedBox):
+        if self._recorded is None and isinstance(box, _Traced):
             self.asks.append([self._trace.mark(), box.index])
         return super().unpack(box)
 

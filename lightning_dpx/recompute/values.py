@@ -65,13 +65,16 @@ class Value:
         """Holds ``tensor``, and notices if somebody writes into it."""
         self.tensor, self.version = tensor.detach(), tensor._version
 
-    def hold_address(self, storage: torch.UntypedStorage) -> None:
-        """While the value lives no other storage gets the same identity, even if its bytes are freed."""
-        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    def let_go(self) -> None:
+        """Forgets the tensor; while the value lives no other storage gets the same identity."""
+        if self.tensor is not None:
+            self._storage = StorageWeakRef(self.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.tensor = None
 
     def drop(self) -> None:
         """From now on it is computed when it is needed."""
-        self.dropped, self.tensor = True, None
+        self.dropped = True
+        self.let_go()
 
     def want(self) -> None:
         """One more will ask for it."""
@@ -80,9 +83,12 @@ class Value:
 
 
 class Input:
-    """A value as an operator got it: whole, or a strided view of it; or what needs no bookkeeping, also a number."""
+    """A value as an operator got it: whole, or a strided view of it; or what needs no bookkeeping, also a number.
 
-    __slots__ = ("value", "view")
+    It is also what autograd holds in place of a tensor that it saves.
+    """
+
+    __slots__ = ("__weakref__", "value", "view")
 
     def __init__(self, value: Any, view: tuple[Any, ...] | None = None) -> None:
         self.value, self.view = value, view
@@ -217,15 +223,6 @@ def _check_version(value: Value) -> None:
         )
 
 
-class Box:
-    """What autograd holds in place of a saved tensor."""
-
-    __slots__ = ("__weakref__", "input")
-
-    def __init__(self, saved: Input) -> None:
-        self.input = saved
-
-
 class CallNames:
     """Which module call is running: hooks that stay on the modules and cost two list operations a call.
 
@@ -316,14 +313,15 @@ class Rematerialisation:
         compressed: Collection[str] = (),
     ) -> None:
         self._names, self._dropped, self._fleeting, self._compressed = names, dropped, fleeting, compressed
-        self._values: weakref.WeakValueDictionary[tuple[Any, ...], Value] = weakref.WeakValueDictionary()
-        self._recorded: list[Box | torch.Tensor] | None = None
+        self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
+        self._recorded: list[Input | torch.Tensor] | None = None
         self.refused: dict[str, str] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Forward passes in here drop what is wanted; their backward may come later."""
         self._names.begin()
+        self._values.clear()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -331,38 +329,38 @@ class Rematerialisation:
             self._names.end()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Called by autograd when it saves a tensor."""
+        """Called by autograd when it saves a tensor; what it returns is held in its place."""
+        if tensor.grad_fn is None and (tensor.requires_grad or tensor.nbytes < SMALL):
+            return tensor  # a parameter, which lives anyway, or not worth the bookkeeping
         base = tensor._base
         if base is None:
             base = tensor
-        if base.is_leaf and base.requires_grad:
-            return tensor  # a parameter lives anyway
-        if type(base) is not torch.Tensor or base.layout is not torch.strided:
-            return Box(Input(tensor.detach()))
-        storage = base.untyped_storage()
-        if storage.nbytes() < SMALL:
-            return Box(Input(tensor.detach()))
-        value = self.value_of_tensor(base, storage)
+        elif base.is_leaf and base.requires_grad:
+            return tensor
+        if tensor.nbytes < SMALL or type(base) is not torch.Tensor or base.layout is not torch.strided:
+            return tensor.detach()
+        value = self.value_of_tensor(base)
         value.want()
         if base is tensor or same_geometry(tensor, base):
-            return Box(Input(value))
-        return Box(Input(value, (tensor.size(), tensor.stride(), tensor.storage_offset())))
+            return Input(value)
+        return Input(value, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
-    def value_of_tensor(self, base: torch.Tensor, storage: torch.UntypedStorage) -> Value:
+    def value_of_tensor(self, base: torch.Tensor) -> Value:
         """The value behind ``base``; the second time the same one."""
         geometry = (base.size(), base.stride(), base.storage_offset())
-        key = (storage._cdata, base._version, geometry, base.dtype)
-        value = self._values.get(key)
+        key = (base.untyped_storage()._cdata, base._version, geometry, base.dtype)
+        known = self._values.get(key)
+        value = known() if known is not None else None
         if value is None:
-            value = self._values[key] = Value(self._names.next_name(), "", geometry)
+            value = Value(self._names.next_name(), "", geometry)
             value.keep(base)
-            value.hold_address(storage)
+            self._values[key] = weakref.ref(value)
             if value.name in self._compressed and not compress(value):
                 self.refused[value.name] = "it is not a mask this time"
-        if not value.operator and base.grad_fn is not None:
-            value.operator = base.grad_fn.name()
-            _register(base.grad_fn, base.output_nr, value)
-            self.consider(value, base.grad_fn, base.output_nr)
+        if not value.operator and (node := base.grad_fn) is not None:
+            value.operator = node.name()
+            _register(node, base.output_nr, value)
+            self.consider(value, node, base.output_nr)
         return value
 
     def consider(self, value: Value, node: Any, output: int) -> None:
@@ -418,27 +416,24 @@ class Rematerialisation:
                 return None
             if not self._recorded:  # a number
                 return Input(found)
-            box = self._recorded[0]
-            return Input(box) if isinstance(box, torch.Tensor) else box.input
+            saved = self._recorded[0]
+            return Input(saved) if isinstance(saved, torch.Tensor) else saved
         finally:
             self._recorded = None
 
-    def unpack(self, box: Box | torch.Tensor) -> torch.Tensor:
+    def unpack(self, saved: Input | torch.Tensor) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
         if self._recorded is not None:
-            self._recorded.append(box)
-            return _NOTHING if isinstance(box, Box) else box
-        if isinstance(box, torch.Tensor):
-            return box
-        value = box.input.value
-        if not isinstance(value, Value):
-            kept: torch.Tensor = value
-            return kept
+            self._recorded.append(saved)
+            return _NOTHING if isinstance(saved, Input) else saved
+        if isinstance(saved, torch.Tensor):
+            return saved
+        value = saved.value
         if value.tensor is None:
             compute(value)
         else:
             _check_version(value)
-        tensor: torch.Tensor = box.input.read()
+        tensor: torch.Tensor = saved.read()
         asked(value)
         return tensor
 
