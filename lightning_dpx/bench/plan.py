@@ -179,16 +179,22 @@ def _compare(name: str, budgets: Sequence[float], rounds: int, progress: Callabl
     description = STAGED_MODELS[name]
     model, x = description.build(), description.make_input(description.rows)
     unplanned = _Contestant("none", model, partial(_running, model, run_plainly))
+    unplanned.step(x)  # warms up
     contestants = [unplanned]
-    contestants += [_Contestant(mode, model, partial(_running, model, runner)) for mode, runner in PEERS.items()]
-    for contestant in contestants:
-        contestant.step(x)  # warm up
+    for mode, runner in PEERS.items():
+        contestant = _Contestant(mode, model, partial(_running, model, runner))
+        try:
+            contestant.step(x)
+        except RuntimeError as error:
+            progress(f"{name}: {mode} cannot run this model: {error}")
+            continue
+        contestants.append(contestant)
     peaks = {contestant.mode: contestant.peak(x) for contestant in contestants}
     started = time.perf_counter()
     profile = _profile(model, x)
     progress(f"{name}: profiled in {time.perf_counter() - started:.2f} s")
     targets = {f"dpx {budget:.2f}": budget * peaks["none"] for budget in budgets}
-    targets |= {f"dpx at {peer}": float(peaks[peer]) for peer in PEERS}
+    targets |= {f"dpx at {peer}": float(peaks[peer]) for peer in PEERS if peer in peaks}
     for mode, target in targets.items():
         started = time.perf_counter()
         try:

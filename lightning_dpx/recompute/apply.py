@@ -155,6 +155,7 @@ class AppliedPlan:
             plan.names("recompute", "recompute each time"),
             plan.names("recompute each time"),
             plan.names("compress"),
+            plan.names("park"),
         )
         self._local = threading.local()
         root = _RootHooks(self)

@@ -5,8 +5,8 @@ from torch import nn
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.optimal import OptimalPlanner
 from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
-from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, register_planner
-from lightning_dpx.recompute.profile import Profile
+from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, least_seconds, register_planner
+from lightning_dpx.recompute.profile import Profile, SavedValue
 from lightning_dpx.recompute.search import SearchPlanner
 
 
@@ -56,7 +56,7 @@ def plan_profile(
             value.operator,
             value.num_bytes,
             value.seconds,
-            _action(index in dropped, index in fleeting, bool(value.compact)),
+            _action(value, index in dropped, index in fleeting),
         )
         for index, value in enumerate(profile.values)
         if value.name and value.storage >= 0
@@ -70,14 +70,17 @@ def plan_profile(
         peak=result.peak,
         saved_bytes=result.kept,
         recompute_share=result.seconds / profile.step_seconds,
+        least_share=None if budget is None else least_seconds(problem, budget) / profile.step_seconds,
         decisions=tuple(decisions),
     )
 
 
-def _action(dropped: bool, fleeting: bool, mask: bool) -> Action:
+def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:
     if not dropped:
         return "keep"
-    return "compress" if mask else "recompute each time" if fleeting else "recompute"
+    if value.parked:
+        return "park"
+    return "compress" if value.compact else "recompute each time" if fleeting else "recompute"
 
 
 def _bottleneck(problem: Problem) -> str:

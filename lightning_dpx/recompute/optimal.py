@@ -86,6 +86,7 @@ def _variants(problem: Problem) -> list[_Variant]:
     can = np.array([unit.droppable for unit in units])
     rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units])
     cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
+    cheap &= np.array([bool(unit.inputs) for unit in units])  # what is parked or compressed is not computed
     nothing, fleeting = np.zeros(len(units), bool), np.zeros(len(units), bool)
     for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
         fleeting[index] = not any(fleeting[source] for source in units[index].inputs)

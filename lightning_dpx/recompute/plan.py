@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 
-Action = Literal["keep", "recompute", "recompute each time", "compress"]
+Action = Literal["keep", "recompute", "recompute each time", "compress", "park"]
 _VERSION = 1
 
 
@@ -27,7 +27,8 @@ class Decision:
         num_bytes: Its size.
         seconds: To compute it again from its inputs.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
-            of another value comes by and it will be needed again; or, for a mask, ``"compress"``.
+            of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
+            the host's memory.
     """
 
     name: str
@@ -55,6 +56,7 @@ class CheckpointPlan:
         peak: With it, predicted; ``None`` after an edit, which makes the prediction void.
         saved_bytes: Of activations that are kept from forward to backward; ``None`` likewise.
         recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
+        least_share: What every plan for this budget costs at least; see ``least_seconds`` in planner.py.
         decisions: One for every value.
     """
 
@@ -66,6 +68,7 @@ class CheckpointPlan:
     peak: int | None
     saved_bytes: int | None
     recompute_share: float | None
+    least_share: float | None
     decisions: tuple[Decision, ...]
 
     def names(self, *actions: Action) -> frozenset[str]:
@@ -75,7 +78,7 @@ class CheckpointPlan:
     @property
     def dropped(self) -> frozenset[str]:
         """The values that are not kept as they are."""
-        return self.names("recompute", "recompute each time", "compress")
+        return self.names("recompute", "recompute each time", "compress", "park")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as YAML, one line per value, to be read, edited and loaded again."""
@@ -132,7 +135,7 @@ class CheckpointPlan:
             known = ", ".join(repr(decision.name) for decision in self.decisions[:3])
             raise PlanError(f"The plan has no value {min(unknown)!r}; it has {known or 'none'} and so on.")
         changed = tuple(replace(d, action=actions.get(d.name, d.action)) for d in self.decisions)
-        return replace(self, decisions=changed, peak=None, saved_bytes=None, recompute_share=None)
+        return replace(self, decisions=changed, **_VOID)
 
 
 def _from_mapping(content: Any, path: str) -> CheckpointPlan:
@@ -153,14 +156,16 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = CheckpointPlan(**head, decisions=decisions)
     if content.get("checksum") != _checksum(decisions):
-        plan = replace(plan, peak=None, saved_bytes=None, recompute_share=None)
+        plan = replace(plan, **_VOID)
     return plan
 
 
+_VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
 _NUMBER = (int, float)
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
+    "least_share": (*_NUMBER, type(None)),
 }  # fmt: skip
 
 
@@ -212,9 +217,10 @@ def summary(plan: CheckpointPlan) -> str:
     budget = "as few as possible" if plan.budget is None else f"{plan.budget / 2**20:.1f} MiB"
     if plan.peak is None or plan.recompute_share is None:
         return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB"
+    least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
     return (
         f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
-        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step ({plan.planner})"
+        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step ({plan.planner}{least})"
     )
 
 

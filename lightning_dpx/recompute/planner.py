@@ -137,6 +137,28 @@ class Problem:
         return [index for index in range(cut + 1) if self.units[index].droppable and self.last_use[index] > cut]
 
 
+def least_seconds(problem: Problem, budget: int) -> float:
+    """What any choice within ``budget`` costs at least.
+
+    At the moment of the unplanned peak some units must be missing; the cheapest, in parts if need be, and each without
+    what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments.
+    """
+    profile = problem.profile
+    moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
+    lacking, seconds, rates = profile.peak - budget, 0.0, []
+    for unit in problem.units:
+        storage = profile.storages[profile.values[unit.values[0]].storage]
+        if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
+            own = sum(profile.values[index].seconds for index in unit.values)
+            rates.append((own / unit.num_bytes, unit.num_bytes))
+    for rate, size in sorted(rates):
+        if lacking <= 0:
+            break
+        seconds += rate * min(size, lacking)
+        lacking -= size
+    return seconds
+
+
 class Planner(ABC):
     """Chooses what to drop."""
 

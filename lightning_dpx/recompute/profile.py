@@ -26,6 +26,7 @@ from lightning_dpx.recompute.values import (
     Value,
     asked,
     compress,
+    park,
     run_recipe,
 )
 
@@ -45,6 +46,7 @@ class SavedValue:
         seconds: That this takes, without the inputs.
         refused: Why it cannot be computed again; empty if it can.
         compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
+        parked: Whether it is not computed again but comes back from the host's memory.
     """
 
     name: str
@@ -55,6 +57,7 @@ class SavedValue:
     seconds: float
     refused: str
     compact: int = 0
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +296,11 @@ def _measure(
             raise  # fewer rows may do, and the caller knows how to get them
         except (NotRecomputable, RuntimeError) as error:
             refused[value] = f"{value.operator} failed when repeated: {error}"
+    parked = set[Value]()
+    if not is_host(device):
+        for value in [value for value in profiler.found if refused[value] and profiler.found[value] is not None]:
+            parked.add(value)
+            seconds[value], refused[value] = _parking_seconds(value, device), ""
     storages: dict[int, int] = {}
     spans: list[tuple[str, Allocation]] = []
     numbers: dict[Value, int] = {}
@@ -310,10 +318,11 @@ def _measure(
             value.operator,
             sizes[value],
             numbers.get(value, -1),
-            tuple(order[entry.value] for entry in value.inputs if isinstance(entry.value, Value)),
+            () if value in parked else tuple(order[e.value] for e in value.inputs if isinstance(e.value, Value)),
             seconds[value],
             refused[value] if value in profiler.found else "",
             compact.get(value, 0),
+            value in parked,
         )
         for value in order
     ]
@@ -374,6 +383,18 @@ def _compressed(value: Value) -> tuple[int, float] | None:
         return None
     run_recipe(trial)
     return trial.inputs[0].value.nbytes, time.perf_counter() - start
+
+
+def _parking_seconds(value: Value, device: torch.device) -> float:
+    """To the host's memory and back."""
+    trial = Value(value.name, "", value.geometry)
+    trial.tensor = value.tensor
+    synchronize(device)
+    start = time.perf_counter()
+    park(trial)
+    run_recipe(trial)
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _same(again: torch.Tensor, original: torch.Tensor, tolerance: float) -> bool:

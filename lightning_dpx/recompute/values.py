@@ -193,6 +193,19 @@ def compress(value: Value) -> bool:
     return True
 
 
+def park(value: Value) -> None:
+    """Keeps a tensor of a device in the host's memory until backward asks for it."""
+    tensor = value.tensor
+    assert tensor is not None, "asked when it is saved"
+    there = torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
+    value.make, value.inputs = _fetch, (Input(there), Input(tensor.device))
+    value.drop()
+
+
+def _fetch(there: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return there.to(device)
+
+
 def _expand_mask(small: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return small.to(dtype).mul_(other)
 
@@ -303,6 +316,7 @@ class Rematerialisation:
         dropped: Names of the values to drop, if a recipe for them is known.
         fleeting: Those among them to forget after every use.
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
+        parked: Names of values to keep in the host's memory.
     """
 
     def __init__(
@@ -311,8 +325,10 @@ class Rematerialisation:
         dropped: Collection[str] = (),
         fleeting: Collection[str] = (),
         compressed: Collection[str] = (),
+        parked: Collection[str] = (),
     ) -> None:
-        self._names, self._dropped, self._fleeting, self._compressed = names, dropped, fleeting, compressed
+        self._names, self._dropped, self._fleeting = names, dropped, fleeting
+        self._compressed, self._parked = compressed, parked
         self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
         self._recorded: list[Input | torch.Tensor] | None = None
         self.refused: dict[str, str] = {}
@@ -357,6 +373,8 @@ class Rematerialisation:
             self._values[key] = weakref.ref(value)
             if value.name in self._compressed and not compress(value):
                 self.refused[value.name] = "it is not a mask this time"
+            elif value.name in self._parked and not is_host(base.device):
+                park(value)
         if not value.operator and (node := base.grad_fn) is not None:
             value.operator = node.name()
             _register(node, base.output_nr, value)

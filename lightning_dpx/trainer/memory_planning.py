@@ -1,6 +1,7 @@
 """``memory_budget`` and ``plan`` of the strategy: profiles a step of one replica, and puts plans on all of them."""
 
 import gc
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -224,8 +225,9 @@ def _profile(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
 
     try:
         return on_rows(share.batch, share.num_rows)
-    except torch.OutOfMemoryError:
-        gc.collect()
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+    gc.collect()
     if share.num_rows < 4:
         raise PlanError(
             f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "

@@ -14,7 +14,8 @@ import lightning_dpx as dpx
 from lightning_dpx.recompute import PLANNERS, MemoryTrace, Planner, ThresholdPlanner, profile_module
 from lightning_dpx.recompute.apply import applied_plan, loss_of
 from lightning_dpx.recompute.planner import Choice, Problem
-from tests.recompute.models import AWKWARD, ORDINARY, Case, Residual
+from tests.conftest import SIMULATED
+from tests.recompute.models import AWKWARD, ORDINARY, Case, CustomFunction, Residual
 
 CPU = torch.device("cpu")
 
@@ -118,6 +119,44 @@ def test_the_planners_are_all_in_the_registry() -> None:
     assert list(PLANNERS) == ["auto", "optimal", "search", "threshold"]
     with pytest.raises(dpx.ConfigurationError, match="Did you mean 'optimal'"):
         dpx.search_plan(nn.Linear(2, 2), torch.ones(1, 2), planner="optimum")
+
+
+def test_masks_are_kept_in_a_byte_per_element() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.3), nn.Linear(256, 64), nn.Dropout(0.3))
+    plan = dpx.search_plan(module, torch.randn(64, 64), planner=_Everything())
+    masks = [decision for decision in plan.decisions if decision.action == "compress"]
+    assert [mask.num_bytes for mask in masks] == [64 * 256 * 4, 64 * 64 * 4]
+    plain, x = copy.deepcopy(module), torch.randn(64, 64)
+    applied = dpx.apply_plan(module, plan)
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+    assert not applied.not_found
+    module.eval()  # no mask under these names now: what is there instead is kept
+    module[1].forward = lambda x: x * torch.linspace(0, 1, 256).expand_as(x).clone()
+    module(x).sum().backward()
+    assert "1:1" in applied.not_found
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_what_cannot_be_computed_again_is_parked_on_the_host() -> None:
+    torch.manual_seed(0)
+    module, x = CustomFunction().to("sim:0"), torch.randn(64, 64, device="sim:0")
+    plain = copy.deepcopy(module)
+    plan = dpx.search_plan(module, x, planner=_Everything())
+    assert plan.names("park")
+    dpx.apply_plan(module, plan)
+    results = [[value.cpu() for value in train(each, x)] for each in (module, plain)]
+    assert all(map(torch.equal, *results))
+
+
+def test_no_plan_beats_the_bound() -> None:
+    module, _, x = make(ORDINARY["residual cnn"])
+    for share in (0.8, 0.5, 0.3):
+        plan = dpx.search_plan(module, x, budget=share)
+        assert plan.least_share is not None
+        assert plan.recompute_share is not None
+        assert 0 < plan.least_share <= plan.recompute_share
+    assert dpx.search_plan(module, x, budget=1.0).least_share == 0
 
 
 def test_planning_changes_nothing() -> None:
