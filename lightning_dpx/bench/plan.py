@@ -4,8 +4,10 @@ Each contestant's peak of activations is measured once, by the storages that its
 steps are timed in turns, and medians compared. For every peer our plan is made for that peer's own peak.
 """
 
+import ctypes
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,10 +170,22 @@ def compare_plans(
         rounds: Turns of every contestant.
         progress: Told what happens next.
     """
+    _keep_freed_memory()
     results: list[Contest] = []
     for name in models:
         results += _compare(name, budgets, rounds, progress)
     return results
+
+
+def _keep_freed_memory() -> None:
+    """Glibc hands large blocks back to the system and asks for them again, by rules that depend on the order of events.
+
+    Whether a step pays for that is chance, so for the time of the bench nobody does.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 32 * 2**20)
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def _compare(name: str, budgets: Sequence[float], rounds: int, progress: Callable[[str], None]) -> list[Contest]:

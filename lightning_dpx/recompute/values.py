@@ -415,6 +415,7 @@ class Rematerialisation:
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf = Value("", "leaf", ())
             leaf.keep(node.variable)
+            _register(node, output, leaf)
             return leaf
         make, inputs = self._recipe(node, output, depth + 1)
         value = Value("", node.name(), ())

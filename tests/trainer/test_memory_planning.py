@@ -1,6 +1,7 @@
 """``memory_budget``, ``plan`` and ``ActivationPlanner``: training within a budget ends where it does without one."""
 
 import copy
+import dataclasses
 import gc
 from typing import Any
 
@@ -194,6 +195,35 @@ def test_the_predicted_peak_is_that_of_the_allocator(share: float) -> None:
         else:
             assert plan.unplanned_peak == pytest.approx(taken, rel=0.02, abs=kept)
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_the_predicted_peak_is_that_of_the_gpu(share: float) -> None:
+    module, x = tower().net.cuda(), torch.randn(8192, 256, device="cuda")
+    module(x).sum().backward()  # workspaces of the libraries
+    plan = dpx.search_plan(module, x, budget=share)
+    dpx.apply_plan(module, plan)
+    module.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    module(x).sum().backward()
+    assert plan.peak is not None
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(plan.peak, rel=0.05)
+
+
+@on_devices
+def test_a_prediction_that_was_wrong_is_reported_with_both_numbers(caplog: Any) -> None:
+    strategy = dpx.DPXStrategy(memory_budget="40MiB")
+
+    class Lied(Tower):
+        def on_train_batch_end(self, *_: Any) -> None:
+            plans = strategy._planning.plans
+            plans.update({device: dataclasses.replace(plan, peak=MIB) for device, plan in plans.items()})
+
+    with pytest.warns(UserWarning, match=r"activations on sim:0 took [\d.]+ MiB where 1.0 MiB was predicted"):
+        fit(Lied(dropout=0.0), strategy=strategy, accelerator="sim", devices=1)
 
 
 @on_devices
