@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_dpx as dpx
 from lightning_dpx.recompute import PLANNERS, MemoryTrace, Planner, ThresholdPlanner, profile_module
 from lightning_dpx.recompute.apply import applied_plan, loss_of
+from lightning_dpx.recompute.optimal import fill
 from lightning_dpx.recompute.planner import Choice, Problem
 from tests.conftest import SIMULATED
 from tests.recompute.models import AWKWARD, ORDINARY, Case, CustomFunction, Residual
@@ -191,6 +192,18 @@ def test_the_optimal_plan_costs_no_more_than_any_other() -> None:
         costs[name] = problem.forecast(choice)
         assert costs[name].peak <= search.peak + 4096
     assert costs["optimal"].seconds <= costs["search"].seconds * 1.001
+
+
+def test_what_still_fits_is_kept_the_dearest_first() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))), torch.randn(64, 64)
+    problem = Problem(profile_module(module, x))
+    tight = PLANNERS["optimal"]().choose(problem, round(0.55 * problem.profile.peak))
+    budget = round(0.9 * problem.profile.peak)
+    filled = fill(problem, tight, budget)
+    assert problem.forecast(filled).peak <= budget
+    assert filled.dropped < tight.dropped
+    assert problem.forecast(filled).seconds < problem.forecast(tight).seconds / 2
 
 
 def test_the_threshold_rule_of_the_memory_monger() -> None:
