@@ -14,12 +14,13 @@ from lightning_dpx.activations import Run as AnyRun
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.recompute.auto import make_planner, plan_profile
+from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.forecast import Forecast
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, profile_step
 from lightning_dpx.recompute.search import SearchPlanner
-from lightning_dpx.recompute.values import CallNames, Rematerialisation
+from lightning_dpx.recompute.values import Rematerialisation
 
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 

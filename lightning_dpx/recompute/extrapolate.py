@@ -19,7 +19,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         len(few.curve) == len(more.curve)
         and [(v.name, v.operator, v.storage, v.inputs, v.refused) for v in few.values]
         == [(v.name, v.operator, v.storage, v.inputs, v.refused) for v in more.values]
-        and few.storages.__len__() == len(more.storages)
+        and len(few.storages) == len(more.storages)
         and few.requests == more.requests
     )
     if not same:

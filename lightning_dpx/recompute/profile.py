@@ -17,10 +17,10 @@ from torch import nn
 from lightning_dpx.activations import nothing_changed
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.errors import PlanError
+from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.values import (
-    CallNames,
     Input,
     Rematerialisation,
     Value,

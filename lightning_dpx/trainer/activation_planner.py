@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +47,7 @@ class ActivationPlanner(Callback):
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
         PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
+        UnsupportedError: the strategy shards the module.
     """
 
     def __init__(
@@ -65,10 +67,15 @@ class ActivationPlanner(Callback):
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses the strategy that plans by itself."""
+        """Refuses the strategy that plans by itself, and those that no stand-in can be made for."""
         if isinstance(trainer.strategy, DPXStrategy):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
+            )
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
+            raise UnsupportedError(
+                f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its own "
+                "activation checkpointing."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
