@@ -74,8 +74,8 @@ class ActivationPlanner(Callback):
             )
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
             raise UnsupportedError(
-                f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its own "
-                "activation checkpointing."
+                f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its "
+                "own activation checkpointing."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
