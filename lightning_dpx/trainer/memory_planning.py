@@ -139,6 +139,7 @@ class MemoryPlanning:
                 rows, known = next(iter(profiles.items()))
                 profile = scaled(known, share.num_rows / rows)
             elif profile is None:
+                rank_zero_info(f"dpx: profiles a step on {share.num_rows} rows to plan the memory of {device} ...")
                 profile = profiles[share.num_rows] = _profile(replicas, share, run)
             try:
                 plan = plan_profile(replicas.root.module, profile, room, self._planner)

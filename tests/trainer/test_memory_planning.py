@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -152,6 +154,12 @@ def test_the_callback_plans_for_another_strategy(caplog: Any) -> None:
     assert not any(child._forward_hooks for child in model.modules())
     with pytest.raises(dpx.PlanError, match="smallest that can"):
         fit(tower(), callbacks=[dpx.ActivationPlanner(budget="4KiB")])
+
+
+def test_strategies_that_shard_the_module_are_refused_by_name() -> None:
+    trainer: Any = SimpleNamespace(strategy=ModelParallelStrategy())
+    with pytest.raises(dpx.UnsupportedError, match="ModelParallelStrategy shards it"):
+        dpx.ActivationPlanner(0.5).setup(trainer, tower(), "fit")
 
 
 # ---- on simulated devices, by their own count ----
