@@ -82,6 +82,7 @@ def _with_arguments(operator: Callable[..., torch.Tensor], *arguments: str) -> R
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         given = [getattr(node, argument) for argument in arguments]
+        given = [_signed(value) if type(value) is int else value for value in given]
         return (lambda x: operator(x, *given)), [node.edge(0)]
 
     return make
@@ -96,24 +97,14 @@ recipe("SoftplusBackward0")(_with_arguments(aten.softplus.default, "beta", "thre
 recipe("HardtanhBackward0")(_with_arguments(aten.hardtanh.default, "min_val", "max_val"))
 recipe("ClampBackward1")(_with_arguments(aten.clamp.default, "min", "max"))
 recipe("PowBackward0")(_with_arguments(aten.pow.Tensor_Scalar, "exponent"))
+recipe("TrilBackward0")(_with_arguments(aten.tril.default, "diagonal"))
+recipe("TriuBackward0")(_with_arguments(aten.triu.default, "diagonal"))
 recipe("RepeatBackward0")(_with_arguments(aten.repeat.default, "repeats"))
 recipe("ConstantPadNdBackward0")(_with_arguments(aten.constant_pad_nd.default, "pad"))
 recipe("PixelShuffleBackward0")(_with_arguments(aten.pixel_shuffle.default, "upscale_factor"))
 recipe("PixelUnshuffleBackward0")(_with_arguments(aten.pixel_unshuffle.default, "downscale_factor"))
 recipe("ReflectionPad2DBackward0")(_with_arguments(aten.reflection_pad2d.default, "padding"))
 recipe("ReplicationPad2DBackward0")(_with_arguments(aten.replication_pad2d.default, "padding"))
-
-
-def _triangle(operator: Callable[..., torch.Tensor]) -> Recipe:
-    def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        diagonal = _signed(node.diagonal)
-        return (lambda x: operator(x, diagonal)), [node.edge(0)]
-
-    return make
-
-
-recipe("TrilBackward0")(_triangle(torch.tril))
-recipe("TriuBackward0")(_triangle(torch.triu))
 
 
 def _along_dim(operator: Callable[..., torch.Tensor]) -> Recipe:
