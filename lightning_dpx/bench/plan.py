@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_dpx.bench.picture import new_figure
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Stage, Staged, State, run_plainly
-from lightning_dpx.errors import PlanError, UnsupportedError
+from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute import MemoryTrace, apply_plan, plan_profile, profile_step, remove_plan
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -264,12 +265,8 @@ def plot_contests(results: Sequence[Contest], path: Path) -> None:
     Raises:
         UnsupportedError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError("A plot needs matplotlib; pip install 'lightning-dpx[plots]'.") from error
     models = list(dict.fromkeys(row.model for row in results))
-    figure = Figure(figsize=(4 * len(models), 4), layout="constrained")
+    figure = new_figure(4 * len(models), 4)
     for number, (axes, model) in enumerate(zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True)):
         rows = [row for row in results if row.model == model]
         ours = sorted((row for row in rows if row.mode.startswith("dpx")), key=lambda row: row.peak_share)

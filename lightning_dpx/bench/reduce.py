@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.bench.picture import new_figure
 from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, is_host, synchronize
-from lightning_dpx.errors import BenchError, UnsupportedError
+from lightning_dpx.errors import BenchError
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_reducer
 
 SIZES = ("1e5", "1e6", "1e7", "2.5e7", "1e8", "resnet50", "gpt2")
@@ -251,11 +252,7 @@ def plot_reductions(results: Sequence[Reduction], path: Path) -> None:
     Raises:
         UnsupportedError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError("A plot needs matplotlib; pip install 'lightning-dpx[plots]'.") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for mode in dict.fromkeys(row.mode for row in results):
         rows = sorted((row for row in results if row.mode == mode), key=lambda row: row.elements)
