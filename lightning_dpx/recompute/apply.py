@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_dpx.activations import Run as AnyRun
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.recompute.auto import make_planner, plan_profile
@@ -18,7 +17,7 @@ from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.forecast import Forecast
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
-from lightning_dpx.recompute.profile import Profile, profile_step
+from lightning_dpx.recompute.profile import Profile, Run, profile_step
 from lightning_dpx.recompute.search import SearchPlanner
 from lightning_dpx.recompute.values import Rematerialisation
 
@@ -76,7 +75,7 @@ def profile_module(module: nn.Module, *batch: Any) -> Profile:
     return profile_step(module, loss_of(module, *batch), device_of(module, batch))
 
 
-def loss_of(module: nn.Module, *batch: Any) -> AnyRun:
+def loss_of(module: nn.Module, *batch: Any) -> Run:
     """One forward that ends in something to run backward from."""
     step = getattr(module, "training_step", None)
 

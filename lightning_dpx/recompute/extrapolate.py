@@ -27,7 +27,12 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
     return replace(
         more,
         values=tuple(
-            replace(b, num_bytes=round(line(a.num_bytes, b.num_bytes)), seconds=line(a.seconds, b.seconds))
+            replace(
+                b,
+                num_bytes=round(line(a.num_bytes, b.num_bytes)),
+                seconds=line(a.seconds, b.seconds),
+                compact=round(line(a.compact, b.compact)),
+            )
             for a, b in zip(few.values, more.values, strict=True)
         ),
         storages=tuple(
@@ -35,7 +40,6 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
             for a, b in zip(few.storages, more.storages, strict=True)
         ),
         curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
-        forward_seconds=line(few.forward_seconds, more.forward_seconds),
         step_seconds=line(few.step_seconds, more.step_seconds),
         scale=target / rows[1],
     )
@@ -48,11 +52,16 @@ def scaled(profile: Profile, factor: float) -> Profile:
     return replace(
         profile,
         values=tuple(
-            replace(v, num_bytes=round(v.num_bytes * factor), seconds=v.seconds * factor) for v in profile.values
+            replace(
+                v,
+                num_bytes=round(v.num_bytes * factor),
+                seconds=v.seconds * factor,
+                compact=round(v.compact * factor),
+            )
+            for v in profile.values
         ),
         storages=tuple(replace(s, num_bytes=round(s.num_bytes * factor)) for s in profile.storages),
         curve=tuple(round(size * factor) for size in profile.curve),
-        forward_seconds=profile.forward_seconds * factor,
         step_seconds=profile.step_seconds * factor,
         scale=profile.scale * factor,
     )

@@ -20,13 +20,11 @@ class Forecast:
         peak: Bytes of activations at the most.
         kept: Bytes that are kept from forward to backward.
         seconds: Extra time of a step.
-        peak_event: When the peak is.
     """
 
     peak: int
     kept: int
     seconds: float
-    peak_event: int
 
 
 def forecast(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> Forecast:
@@ -94,19 +92,17 @@ class _Replay:
                 change[storage.freed] += gone
                 kept += compact[number]
         self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
-        self._peak, self._peak_event = 0, 0
+        self._peak = 0
         position = 0
         for request in profile.requests:
             self._advance(position, request.event)
             position = request.event
             self._serve(request.value, request.event, request.released)
         self._advance(position, end)
-        return Forecast(self._peak, kept, self._seconds, self._peak_event)
+        return Forecast(self._peak, kept, self._seconds)
 
-    def _see(self, event: int, extra: int = 0) -> None:
-        size = self._base[min(event, len(self._base) - 1)] + self._held + extra
-        if size > self._peak:
-            self._peak, self._peak_event = size, event
+    def _see(self, event: int) -> None:
+        self._peak = max(self._peak, self._base[min(event, len(self._base) - 1)] + self._held)
 
     def _advance(self, start: int, stop: int) -> None:
         """Looks at the curve between two requests."""
@@ -115,9 +111,7 @@ class _Replay:
             while self._ends and self._ends[0][0] <= event:
                 self._held -= heapq.heappop(self._ends)[1]
             until = min(stop, self._ends[0][0]) if self._ends else stop
-            top = max(self._base[event:until], default=0) + self._held
-            if top > self._peak:
-                self._peak, self._peak_event = top, event
+            self._peak = max(self._peak, max(self._base[event:until], default=0) + self._held)
             event = max(until, event + 1)
 
     def _serve(self, wanted: int, event: int, released: int) -> None:

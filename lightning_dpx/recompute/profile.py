@@ -24,10 +24,10 @@ from lightning_dpx.recompute.values import (
     Input,
     Rematerialisation,
     Value,
-    asked,
     compress,
     park,
     run_recipe,
+    used,
 )
 
 Run = Callable[[], torch.Tensor]
@@ -100,7 +100,6 @@ class Profile:
         requests: Of backward, in order.
         curve: Bytes at every event, if all is kept; without what outlives the step.
         forward_events: How many of the events belong to forward.
-        forward_seconds: Time in the operators of forward.
         step_seconds: Time in the operators of forward and backward.
         scale: Rows of the real batch for each row that was profiled.
     """
@@ -110,7 +109,6 @@ class Profile:
     requests: tuple[Request, ...]
     curve: tuple[int, ...]
     forward_events: int
-    forward_seconds: float
     step_seconds: float
     scale: float = 1.0
 
@@ -130,7 +128,7 @@ class _Traced(Input):
         self.index, self.notes = index, notes
 
     def __del__(self) -> None:
-        self.notes.box_released(self.index)
+        self.notes.released(self.index)
 
 
 class _Profiler(Rematerialisation):
@@ -140,9 +138,9 @@ class _Profiler(Rematerialisation):
         super().__init__(names)
         self._trace, self._keep = trace, keep
         self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
-        self._box_values: list[Value | None] = []
-        self.numbers: list[int] = []  # of the value in every box
-        self.asks: list[list[int]] = []  # [event, box]
+        self._saved: list[Value] = []  # by what autograd holds
+        self.numbers: list[int] = []  # likewise, of the values
+        self.asks: list[tuple[int, int]] = []  # (event, what autograd holds)
         self.ends: dict[int, int] = {}
         self.spans: dict[str, Allocation | None] = {}
 
@@ -159,25 +157,25 @@ class _Profiler(Rematerialisation):
         if not self._keep:
             value.let_go()
             return packed
-        self._box_values.append(value)
-        return _Traced(packed, len(self._box_values) - 1, self)
+        self._saved.append(value)
+        return _Traced(packed, len(self._saved) - 1, self)
 
     def consider(self, value: Value, node: Any, output: int) -> None:
         if self._keep:
             self.find_recipe(value, node, output)
 
-    def unpack(self, box: Any) -> torch.Tensor:
-        if self._recorded is None and isinstance(box, _Traced):
-            self.asks.append([self._trace.mark(), box.index])
-        return super().unpack(box)
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if self._recorded is None and isinstance(saved, _Traced):
+            self.asks.append((self._trace.mark(), saved.index))
+        return super().unpack(saved)
 
-    def box_released(self, index: int) -> None:
+    def released(self, index: int) -> None:
         self.ends[index] = self._trace.mark()
 
     def let_go(self, numbers: dict[Value, int]) -> None:
         """Forward is over: from now on only autograd holds the values."""
-        self.numbers = [numbers[value] for value in self._box_values if value is not None]
-        self._box_values.clear()
+        self.numbers = [numbers[value] for value in self._saved]
+        self._saved.clear()
         self.found.clear()
 
 
@@ -242,7 +240,7 @@ def _full_step(
         with context(), profiler.active():
             result = run()
         synchronize(device)
-        forward_events, forward_seconds, same = trace.now, trace.seconds, len(trace.operators) == operators
+        forward_events, same = trace.now, len(trace.operators) == operators
         if not result.requires_grad:
             raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
         with torch.utils._python_dispatch._disable_current_modes():
@@ -253,8 +251,9 @@ def _full_step(
         synchronize(device)
     end = trace.now
     del result
-    boxes = profiler.numbers
-    requests = [Request(event, boxes[box], profiler.ends.get(box, end)) for event, box in profiler.asks]
+    requests = [
+        Request(event, profiler.numbers[index], profiler.ends.get(index, end)) for event, index in profiler.asks
+    ]
     storages = []
     for name, span in spans:
         unused = lifetimes.get(name) if same else span.born_operator
@@ -267,7 +266,6 @@ def _full_step(
         requests=tuple(requests),
         curve=tuple(passing(trace.curve, trace.allocations)[:end]),
         forward_events=forward_events,
-        forward_seconds=forward_seconds,
         step_seconds=trace.seconds,
     )
 
@@ -318,7 +316,7 @@ def _measure(
             value.operator,
             sizes[value],
             numbers.get(value, -1),
-            () if value in parked else tuple(order[e.value] for e in value.inputs if isinstance(e.value, Value)),
+            () if value in parked else tuple(order[source] for source in value.sources),
             seconds[value],
             refused[value] if value in profiler.found else "",
             compact.get(value, 0),
@@ -334,7 +332,7 @@ def _number(value: Value, order: dict[Value, int]) -> None:
     stack = [value]
     while stack:
         top = stack[-1]
-        missing = [e.value for e in top.inputs if isinstance(e.value, Value) and e.value not in order]
+        missing = [source for source in top.sources if source not in order]
         if missing:
             stack += missing
             continue
@@ -344,11 +342,11 @@ def _number(value: Value, order: dict[Value, int]) -> None:
 
 def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes: dict[Value, int]) -> str:
     """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
-    stack = [entry.value for entry in value.inputs if isinstance(entry.value, Value) and entry.value.tensor is None]
+    stack = [source for source in value.sources if source.tensor is None]
     with torch.no_grad(), torch._C._DisableAutocast():
         while stack:
             top = stack[-1]
-            missing = [e.value for e in top.inputs if isinstance(e.value, Value) and e.value.tensor is None]
+            missing = [source for source in top.sources if source.tensor is None]
             if top.tensor is not None or missing:
                 stack += missing
                 if top.tensor is not None:
@@ -357,13 +355,9 @@ def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes:
             top.tensor, seconds[top] = _timed(top, device)
             sizes[top] = top.tensor.nbytes if not _is_view_of(top) else 0
             stack.pop()
-            for entry in top.inputs:
-                if isinstance(entry.value, Value):
-                    asked(entry.value)
+            used(top)
         again, seconds[value] = _timed(value, device)
-        for entry in value.inputs:
-            if isinstance(entry.value, Value):
-                asked(entry.value)
+        used(value)
         original = value.tensor
         assert original is not None, "the profile keeps everything"
         if again.shape != original.shape or again.dtype != original.dtype:

@@ -6,8 +6,8 @@ again from it. :class:`Rematerialisation` keeps some of them and drops the other
 twice, no random number is drawn again (a dropout's mask is a saved tensor like any other), and every operator is
 repeated on the same bits, so the gradients are the same bits.
 
-    forward    pack(tensor) -> Box -> Value    kept: the tensor       dropped: how to make it, and from which Values
-    backward   unpack(Box)  -> tensor          computed by need, shared until the last that needs it has had it
+    forward    pack(tensor) -> Input -> Value  kept: the tensor       dropped: how to make it, and from which Values
+    backward   unpack(Input) -> tensor         computed by need, shared until the last that needs it has had it
 
 Values point upstream only, and never at nodes: a graph that never runs backward is freed like any other. A node knows
 its values by weak references in its metadata.
@@ -75,6 +75,11 @@ class Value:
         self.dropped = True
         self.let_go()
 
+    @property
+    def sources(self) -> list["Value"]:
+        """The values among the inputs."""
+        return [entry.value for entry in self.inputs if isinstance(entry.value, Value)]
+
     def want(self) -> None:
         """One more will ask for it."""
         self.pending += 1
@@ -119,7 +124,7 @@ def compute(wanted: Value) -> torch.Tensor:
             if value.tensor is not None:
                 stack.pop()
                 continue
-            missing = [i.value for i in value.inputs if isinstance(i.value, Value) and i.value.tensor is None]
+            missing = [source for source in value.sources if source.tensor is None]
             if missing:
                 stack += missing
                 continue
@@ -140,21 +145,18 @@ def compute(wanted: Value) -> torch.Tensor:
 def run_recipe(value: Value) -> torch.Tensor:
     """One operator, on inputs that are there."""
     assert value.make is not None, "a dropped value has a recipe"
-    for entry in value.inputs:
-        if isinstance(entry.value, Value):
-            _check_version(entry.value)
+    for source in value.sources:
+        _check_version(source)
     return value.make(*[entry.read() for entry in value.inputs])
 
 
 def used(value: Value) -> None:
     """``value`` has been made: its inputs are asked for once less, unless it will be made again."""
-    for entry in value.inputs:
-        source = entry.value
-        if isinstance(source, Value):
-            if not value.fleeting:
-                asked(source)
-            elif source.fleeting:
-                source.tensor = None
+    for source in value.sources:
+        if not value.fleeting:
+            asked(source)
+        elif source.fleeting:
+            source.tensor = None
 
 
 def asked(value: Value) -> None:
@@ -167,9 +169,8 @@ def asked(value: Value) -> None:
     if value.pending <= 0:
         value.pending = value.wanted_by  # a second backward through the same graph starts anew
         if value.fleeting:
-            for entry in value.inputs:
-                if isinstance(entry.value, Value):
-                    asked(entry.value)
+            for source in value.sources:
+                asked(source)
 
 
 def compress(value: Value) -> bool:
@@ -214,14 +215,14 @@ def make_fleeting(value: Value) -> None:
 
     One fleeting value never rests on another one: the work would double at every step.
     """
-    on_the_way, stack = [value], [entry.value for entry in value.inputs if isinstance(entry.value, Value)]
+    on_the_way, stack = [value], value.sources
     while stack:
         source = stack.pop()
         if source.fleeting:
             return
         if not source.name and source.dropped:
             on_the_way.append(source)
-            stack += [entry.value for entry in source.inputs if isinstance(entry.value, Value)]
+            stack += source.sources
     for source in on_the_way:
         source.fleeting = True
 
@@ -322,9 +323,8 @@ class Rematerialisation:
         except NotRecomputable as error:
             self.refused[value.name] = str(error)
             return False
-        for entry in value.inputs:
-            if isinstance(entry.value, Value):
-                entry.value.want()
+        for source in value.sources:
+            source.want()
         return True
 
     def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Input]]:
@@ -347,9 +347,8 @@ class Rematerialisation:
         make, inputs = self._recipe(node, output, depth + 1)
         value = Value("", node.name(), ())
         value.make, value.inputs, value.dropped = make, inputs, True
-        for entry in inputs:
-            if isinstance(entry.value, Value):
-                entry.value.want()
+        for source in value.sources:
+            source.want()
         _register(node, output, value)
         return value
 
