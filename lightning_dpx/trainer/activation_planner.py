@@ -7,10 +7,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import parse_bytes
-from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
@@ -24,8 +23,9 @@ from lightning_dpx.recompute import (
     profile_step,
     remove_plan,
 )
-from lightning_dpx.replicas import Replica, Share, first_loss, stand_in
+from lightning_dpx.replicas import Replica, Share, stand_in
 from lightning_dpx.trainer.logging import StepLog
+from lightning_dpx.trainer.memory_planning import LargestBatch, loss_to_plan_from
 from lightning_dpx.trainer.strategy import DPXStrategy
 
 
@@ -63,7 +63,7 @@ class ActivationPlanner(Callback):
         self._planner = make_planner(planner)
         self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
         self._given = self.plan is not None
-        self._largest: tuple[int, ...] = ()
+        self._largest = LargestBatch()
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -85,10 +85,7 @@ class ActivationPlanner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans if need be, and begins to follow."""
-        sizes = tuple(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        known = len(sizes) == len(self._largest) and all(map(int.__le__, sizes, self._largest))
-        if not self._given and not known:
-            self._largest = sizes
+        if not self._given and self._largest.grows(batch):
             self._make_plan(trainer, pl_module, batch, batch_idx)
         self._step.enter_context(planned(pl_module))
 
@@ -104,7 +101,7 @@ class ActivationPlanner(Callback):
         """Leaves the module as it was."""
         if applied_plan(pl_module) is not None:
             remove_plan(pl_module)
-        self._largest = ()
+        self._largest = LargestBatch()
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not module.automatic_optimization:
@@ -117,10 +114,7 @@ class ActivationPlanner(Callback):
 
         def step() -> torch.Tensor:
             with StepLog(Share(replica, 0, batch)).recording(twin):
-                loss: torch.Tensor | None = first_loss(twin.training_step(batch, batch_idx))
-            if loss is None:
-                raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
-            return loss
+                return loss_to_plan_from(twin.training_step(batch, batch_idx))
 
         profile = profile_step(twin, step, replica.device, context=trainer.precision_plugin.train_step_context)
         budget = bytes_of_budget(self._budget, profile.peak)

@@ -52,6 +52,33 @@ def parse_budget(budget: int | float | str | None) -> int | float | str | None:
     return parse_bytes("memory_budget", budget)
 
 
+class LargestBatch:
+    """Notices batches that are larger than those before."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, ...] = ()
+
+    def grows(self, batch: Any) -> bool:
+        """Whether ``batch`` is the first, or larger than the one that grew last."""
+        sizes = tuple(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        if len(sizes) == len(self._sizes) and all(map(int.__le__, sizes, self._sizes)):
+            return False
+        self._sizes = sizes
+        return True
+
+
+def loss_to_plan_from(output: Any) -> torch.Tensor:
+    """The loss of a profiled training step.
+
+    Raises:
+        PlanError: there is none.
+    """
+    loss: torch.Tensor | None = first_loss(output)
+    if loss is None:
+        raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
+    return loss
+
+
 class MemoryPlanning:
     """The plans of a run.
 
@@ -78,7 +105,7 @@ class MemoryPlanning:
         if self._given is not None and not isinstance(self._given, CheckpointPlan):
             raise ConfigurationError(f"plan={plan!r} is not allowed; give a CheckpointPlan or the path of a saved one.")
         self.plans: dict[torch.device, CheckpointPlan] = {}
-        self._largest: tuple[int, ...] = ()
+        self._largest = LargestBatch()
         self._before: dict[torch.device, int] = {}
         self._steps = 0
 
@@ -97,13 +124,7 @@ class MemoryPlanning:
 
     def is_open(self, batch: Any) -> bool:
         """Whether ``batch`` needs a plan of its own: it is the first, or larger than any before."""
-        if self._budget is None:
-            return False
-        sizes = tuple(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        if len(sizes) == len(self._largest) and all(map(int.__le__, sizes, self._largest)):
-            return False
-        self._largest = sizes
-        return True
+        return self._budget is not None and self._largest.grows(batch)
 
     def decide(
         self, replicas: ReplicaSet, shares: Sequence[Share], run: Step, owned: Mapping[torch.device, int]
@@ -185,7 +206,7 @@ class MemoryPlanning:
 
     def forget(self) -> None:
         """The run is over; the next one plans anew."""
-        self._largest, self._before, self._steps = (), {}, 0
+        self._largest, self._before, self._steps = LargestBatch(), {}, 0
         self.plans.clear()
 
     def begin_step(self) -> None:
@@ -216,13 +237,7 @@ def _profile(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
         twin: Any = replicas.stand_in()
         twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
 
-        def step() -> torch.Tensor:
-            loss: torch.Tensor | None = first_loss(run(twin, batch, rows))
-            if loss is None:
-                raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
-            return loss
-
-        return profile_step(twin, step, share.replica.device)
+        return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), share.replica.device)
 
     try:
         return on_rows(share.batch, share.num_rows)
