@@ -6,7 +6,7 @@ from lightning_dpx.replicas.context import ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
 from lightning_dpx.replicas.replica import Replica, stand_in
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
-from lightning_dpx.replicas.slicing import BatchDim, batch_size, slice_batch
+from lightning_dpx.replicas.slicing import BatchDim, batch_size, children_of, rebuild, slice_batch
 from lightning_dpx.replicas.state import BufferMode
 from lightning_dpx.replicas.trial import Trial, first_loss
 
@@ -21,10 +21,12 @@ __all__ = [
     "Trial",
     "batch_size",
     "check_choice",
+    "children_of",
     "collectives",
     "current_rank",
     "first_loss",
     "gather",
+    "rebuild",
     "restore_batch_norm",
     "slice_batch",
     "stand_in",

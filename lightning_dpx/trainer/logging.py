@@ -70,7 +70,8 @@ def _merge(values: list[Any], weights: list[int], reduce_fx: Any, device: torch.
         raise GatherError(
             f"self.log({name!r}, <dict>) is not supported inside a step of several replicas: use log_dict."
         )
-    tensors = [torch.as_tensor(value, device=device).float() for value in values]
+    tensors = [torch.as_tensor(value, device=device) for value in values]
+    tensors = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     if operation == "mean":
         return weighted_mean(tensors, weights, device)
     stacked = torch.stack(tensors)

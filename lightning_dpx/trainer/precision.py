@@ -1,36 +1,71 @@
-"""The precision plugin that Lightning chose, carried into a step of several replicas."""
+"""The precision plugin that Lightning or the user chose, carried into a step of several replicas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.replicas import check_choice, children_of, rebuild
+
+PrecisionName = Literal[
+    "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "transformer-engine",
+    "transformer-engine-float16",
+]  # fmt: skip
+InputDtype = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+
 
 class DPXPrecision(Precision):
-    """Wraps another precision plugin; after its backward of the merged loss the replicas run theirs.
+    """Carries a precision into every replica: dtypes and autocast, one gradient scaler, one skipped step.
+
+    The strategy puts one round whatever Lightning chose; write it yourself only to give dtypes to inputs:
+    ``Trainer(strategy="dpx", plugins=DPXPrecision("bf16-true", input_dtypes={"0": "float32"}))``. The scaler's state is
+    stored as Lightning stores it, so a checkpoint file resumes under any other strategy.
 
     Args:
-        wrapped: The plugin that holds the numeric policy (dtype, autocast, gradient scaler).
-        after_backward: Called between the backward of the merged loss and the ``on_after_backward`` hooks.
+        wrapped: The plugin that holds the numeric policy (dtype, autocast, gradient scaler), or the name of one.
+        input_dtypes: The dtype of an input by its path in the batch (``"0"``, ``"image.mask"``), as MXNet's data
+            descriptors had it; given inputs are spared the conversion of the policy.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed; at the first batch, a path that is not there.
     """
 
-    def __init__(self, wrapped: Precision, after_backward: Callable[[], None]) -> None:
-        self.wrapped = wrapped
-        self.precision = wrapped.precision
+    def __init__(
+        self, wrapped: Precision | PrecisionName = "32-true", input_dtypes: dict[str, InputDtype] | None = None
+    ) -> None:
+        for path, dtype in (input_dtypes or {}).items():
+            check_choice(f"input_dtypes[{path!r}]", dtype, get_args(InputDtype))
+        self.wrapped = make_precision(wrapped)
+        self.precision = self.wrapped.precision
+        self._input_dtypes = {path: getattr(torch, dtype) for path, dtype in (input_dtypes or {}).items()}
+        self._after_backward: Callable[[], None] | None = None
+
+    def attach(self, after_backward: Callable[[], None]) -> "DPXPrecision":
+        """Has ``after_backward`` called between the merged loss's backward and the ``on_after_backward`` hooks."""
         self._after_backward = after_backward
+        return self
 
     def place(self, device: torch.device) -> None:
-        """Lightning takes every accelerator that is no CPU for CUDA when it makes autocast and scaler; corrects it."""
-        if isinstance(self.wrapped, MixedPrecision) and self.wrapped.device == "cuda" != device.type:
-            self.wrapped.device = device.type
-            if self.wrapped.scaler is not None:
-                self.wrapped.scaler = torch.amp.GradScaler(device.type)
+        """Autocast and scaler of the device that is used: Lightning takes every accelerator but the CPU for CUDA."""
+        if not isinstance(self.wrapped, MixedPrecision):
+            return
+        self.wrapped.device = device.type
+        scaler = self.wrapped.scaler
+        if scaler is not None and scaler._device != device.type:
+            self.wrapped.scaler = torch.amp.GradScaler(device.type, **_settings(scaler))
 
     @property
     def scaler(self) -> Any:
@@ -42,7 +77,8 @@ class DPXPrecision(Precision):
     ) -> None:
         """Backward of the (scaled) merged loss, then of every replica."""
         self.wrapped.backward(tensor, model, optimizer, *args, **kwargs)
-        self._after_backward()
+        if self._after_backward is not None:
+            self._after_backward()
 
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Forwarded."""
@@ -53,8 +89,22 @@ class DPXPrecision(Precision):
         return self.wrapped.convert_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        """Forwarded."""
-        return self.wrapped.convert_input(data)
+        """The batch in the dtypes of the policy, but for the inputs that were given their own.
+
+        Raises:
+            ConfigurationError: the batch has no tensor at a given path.
+        """
+        converted = self.wrapped.convert_input(data)
+        if not self._input_dtypes:
+            return converted
+        missing = set(self._input_dtypes)
+        result = _with_dtypes(data, converted, self._input_dtypes, missing)
+        if missing:
+            raise ConfigurationError(
+                f"input_dtypes names {', '.join(map(repr, sorted(missing)))}, where the batch has no tensor; it has "
+                f"{', '.join(map(repr, _paths(data))) or 'none'}."
+            )
+        return result
 
     def convert_output(self, data: Any) -> Any:
         """Forwarded."""
@@ -95,17 +145,90 @@ class DPXPrecision(Precision):
         return self.wrapped.main_params(optimizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Stores the wrapped plugin's state under its own class name, so that the file resumes anywhere."""
+        """Stores the wrapped plugin's state where Lightning would without us, so that the file resumes anywhere."""
         if state := self.wrapped.state_dict():
-            checkpoint[type(self.wrapped).__qualname__] = state
+            for key in self._keys():
+                checkpoint[key] = state
         self.wrapped.on_save_checkpoint(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reads what :meth:`on_save_checkpoint`, or the plain plugin, stored."""
-        if state := checkpoint.get(type(self.wrapped).__qualname__):
+        if state := next((checkpoint[key] for key in self._keys() if checkpoint.get(key)), None):
             self.wrapped.load_state_dict(state)
         self.wrapped.on_load_checkpoint(checkpoint)
+
+    def _keys(self) -> list[str]:
+        """The plugin's own class name first; a subclass's state can also be read by Lightning's own plugin."""
+        lightnings = [MixedPrecision.__qualname__] if isinstance(self.wrapped, MixedPrecision) else []
+        return list(dict.fromkeys([type(self.wrapped).__qualname__, *lightnings]))
 
     def teardown(self) -> None:
         """Forwarded."""
         self.wrapped.teardown()
+
+
+def make_precision(precision: Precision | str) -> Precision:
+    """Lightning's plugin of that name; a plugin is returned as it is.
+
+    Raises:
+        ConfigurationError: an unknown name, or a plugin that wraps already.
+    """
+    if isinstance(precision, DPXPrecision):
+        raise ConfigurationError("A DPXPrecision cannot wrap another one; give it Lightning's plugin, or a name.")
+    if isinstance(precision, Precision):
+        return precision
+    check_choice("precision", precision, get_args(PrecisionName))
+    match precision:
+        case "32-true":
+            return Precision()
+        case "64-true":
+            return DoublePrecision()
+        case "16-true" | "bf16-true":
+            return HalfPrecision(precision)
+        case "16-mixed" | "bf16-mixed":
+            scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None
+            return MixedPrecision(precision, "cpu", scaler)  # the strategy places both on the device of the run
+        case _:
+            return TransformerEnginePrecision(
+                weights_dtype=torch.float16 if precision.endswith("float16") else torch.bfloat16
+            )
+
+
+def _settings(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """What a scaler for another device must be made with; one whose device is missing is disabled, and has none."""
+    if not scaler.is_enabled():
+        return {}
+    return {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+
+
+def _with_dtypes(
+    given: Any, converted: Any, dtypes: Mapping[str, torch.dtype], missing: set[str], path: str = ""
+) -> Any:
+    """``converted``, but for the tensors of ``given`` that ``dtypes`` names; takes their paths out of ``missing``."""
+    if isinstance(given, Tensor):
+        if path not in dtypes:
+            return converted
+        missing.discard(path)
+        return given.to(dtypes[path])
+    children = children_of(given)
+    if children is None:
+        return converted
+    pairs = zip(children, children_of(converted) or (), strict=True)
+    parts = [
+        _with_dtypes(child, other, dtypes, missing, f"{path}.{name}" if path else name)
+        for (name, child), (_, other) in pairs
+    ]
+    return rebuild(converted, parts)
+
+
+def _paths(node: Any, path: str = "") -> list[str]:
+    if isinstance(node, Tensor):
+        return [path]
+    return [
+        found for name, child in children_of(node) or () for found in _paths(child, f"{path}.{name}" if path else name)
+    ]

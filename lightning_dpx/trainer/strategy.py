@@ -222,8 +222,10 @@ class DPXStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and not isinstance(precision_plugin, DPXPrecision):
-            precision_plugin = DPXPrecision(precision_plugin, self._backward_of_replicas)
+        if precision_plugin is not None:
+            if not isinstance(precision_plugin, DPXPrecision):
+                precision_plugin = DPXPrecision(precision_plugin)
+            precision_plugin.attach(self._backward_of_replicas)
         self._precision_plugin = precision_plugin
 
     # ---- set-up and tear-down ----
@@ -453,7 +455,7 @@ class DPXStrategy(ParallelStrategy):
         replicas.claim_cores()
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
-            with self._logs(shares) as call, self.precision_plugin.train_step_context():
+            with self.precision_plugin.train_step_context(), self._logs(shares) as call:
                 run_step = call("training_step", args[1:], kwargs)
                 if replicas.root.module.automatic_optimization:
                     return self._step.forward(shares, run_step, self._finisher("training_step"))
@@ -541,7 +543,7 @@ class DPXStrategy(ParallelStrategy):
         if len(shares) == 1:
             with self._arranged():
                 return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
-        with self._logs(shares) as call, self.precision_plugin.val_step_context():
+        with self.precision_plugin.val_step_context(), self._logs(shares) as call:
             self._replicas.state.synchronize()
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
             merged = gather(outputs, [share.num_rows for share in shares], self.root_device)
