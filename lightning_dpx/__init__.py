@@ -33,7 +33,14 @@ from lightning_dpx.recompute import (
 from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
 from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
 from lightning_dpx.simulate import simulate
-from lightning_dpx.trainer import ActivationPlanner, DeviceMemoryMonitor, DPXPrecision, DPXStrategy, SimAccelerator
+from lightning_dpx.trainer import (
+    ActivationPlanner,
+    DeviceMemoryMonitor,
+    DeviceThroughputMonitor,
+    DPXPrecision,
+    DPXStrategy,
+    SimAccelerator,
+)
 
 __version__ = "0.1.0"
 
@@ -47,6 +54,7 @@ __all__ = [
     "DPXPrecision",
     "DPXStrategy",
     "DeviceMemoryMonitor",
+    "DeviceThroughputMonitor",
     "GatherError",
     "GradientPacker",
     "GradientReducer",

@@ -12,6 +12,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "DPXPrecision",
         "DPXStrategy",
         "DeviceMemoryMonitor",
+        "DeviceThroughputMonitor",
         "GatherError",
         "GradientPacker",
         "GradientReducer",

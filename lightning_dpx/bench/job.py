@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from lightning_dpx.bench.models import MODELS, BenchModule, ready_loader
 from lightning_dpx.replicas import Execution
-from lightning_dpx.trainer import DPXStrategy
+from lightning_dpx.trainer import DeviceMemoryMonitor, DeviceThroughputMonitor, DPXStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,14 @@ class Mode:
     strategy: str
     execution: Execution = "auto"
     devices: int | None = None
+    watched: bool = False
 
 
 MODES = {
     "one device": Mode("auto", devices=1),
     "dpx, 1 replica": Mode("dpx", devices=1),
     "dpx": Mode("dpx"),
+    "dpx, watched": Mode("dpx", watched=True),
     "dpx inline": Mode("dpx", "inline"),
     "dpx threads": Mode("dpx", "threads"),
     "ddp": Mode("ddp"),
@@ -121,11 +123,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     seed_everything(0, verbose=False)
     model = MODELS[args.model]
+    monitors = [DeviceMemoryMonitor(), DeviceThroughputMonitor()] if MODES[args.mode].watched else []
     trainer = make_trainer(
         MODES[args.mode],
         args.devices,
         max_steps=1 + args.chunks * model.steps,
-        callbacks=[ObeyLines(model.steps, args.chunks)],
+        callbacks=[ObeyLines(model.steps, args.chunks), *monitors],
     )
     rows = model.batch_size // (args.devices if args.mode == "ddp" else 1)
     trainer.fit(BenchModule(model), ready_loader(model, rows))

@@ -63,6 +63,14 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def _digits() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 16, 10),
+    )  # fmt: skip
+
+
 def _rows(*shape: int) -> Callable[[int], Batch]:
     return lambda size: (torch.randn(size, *shape), torch.randint(10, (size,)))
 
@@ -98,6 +106,7 @@ MODELS = {
     ),
     "deep": BenchModel(_deep, _rows(32), batch_size=256, steps=40),
     "wide": BenchModel(_wide, _rows(1024), batch_size=128, steps=25),
+    "digits": BenchModel(_digits, _rows(1, 8, 8), batch_size=64, steps=100),  # of examples/digits.py
     "cnn": BenchModel(_cnn, _rows(3, 32, 32), batch_size=64, steps=12),
     "gpt": BenchModel(GPT, _text, batch_size=16, steps=8),
 }

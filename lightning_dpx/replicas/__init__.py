@@ -8,6 +8,7 @@ from lightning_dpx.replicas.replica import Replica, stand_in
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, children_of, rebuild, slice_batch
 from lightning_dpx.replicas.state import BufferMode
+from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.trial import Trial, first_loss
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ReplicaRank",
     "ReplicaSet",
     "Share",
+    "StepTimes",
     "Trial",
     "batch_size",
     "check_choice",

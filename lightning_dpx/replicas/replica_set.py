@@ -23,6 +23,7 @@ from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica, replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
+from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
 
 Execution = Literal["auto", "inline", "threads"]
@@ -99,6 +100,7 @@ class ReplicaSet:
         self._turns = InlineExecutor()
         self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
         self._callers_threads: int | None = None
+        self.times: StepTimes | None = None  # of the step that somebody watches
 
     @property
     def root(self) -> Replica:
@@ -155,6 +157,8 @@ class ReplicaSet:
         sizes = self.sizes(batch_size(batch, self.batch_dim))
         if self._balancer is not None and self.root.module.training:
             self._balancer.begin(sizes)
+        if self.times is not None:
+            self.times.begin(sizes)
         if sum(size > 0 for size in sizes) == 1:
             active = next(index for index, size in enumerate(sizes) if size)
             return [Share(self.replicas[active], sizes[active], batch)]
@@ -174,7 +178,7 @@ class ReplicaSet:
             self.release_cores()
         before = host_random_state() if threads else None
         tasks = [
-            Task(share.replica.index, share.replica.device, stage, self._as_rank(rank, len(shares), call, share))
+            Task(share.replica.index, share.replica.device, stage, self._as_rank(rank, len(shares), call, share, stage))
             for rank, share in enumerate(shares)
         ]
         values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
@@ -182,18 +186,24 @@ class ReplicaSet:
             self._note_draws(stage, in_turns, not torch.equal(before, host_random_state()))
         return values
 
-    def _as_rank(self, index: int, world_size: int, call: Callable[[Share], Any], share: Share) -> Callable[[], Any]:
+    def _as_rank(
+        self, index: int, world_size: int, call: Callable[[Share], Any], share: Share, stage: str
+    ) -> Callable[[], Any]:
         rank = ReplicaRank(index, world_size, self._venue)
         balancer = self._balancer if self.root.module.training else None
-        watch = None if balancer is None else balancer.watch(share.replica.index)
+        watches = [
+            None if balancer is None else balancer.watch(share.replica.index),
+            None if self.times is None else self.times.watch(share.replica.index, stage),
+        ]
+        watching = [watch for watch in watches if watch is not None]
 
         def ranked() -> Any:
             with as_rank(rank):
-                if watch is None:
-                    return call(share)
-                watch.start()
+                for watch in watching:
+                    watch.start()
                 result = call(share)
-                watch.stop()
+                for watch in watching:
+                    watch.stop()
                 return result
 
         return ranked

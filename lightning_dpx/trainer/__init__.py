@@ -5,5 +5,15 @@ from lightning_dpx.trainer.activation_planner import ActivationPlanner
 from lightning_dpx.trainer.memory_monitor import DeviceMemory, DeviceMemoryMonitor
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.strategy import DPXStrategy
+from lightning_dpx.trainer.throughput_monitor import DeviceThroughputMonitor, ReplicaWork
 
-__all__ = ["ActivationPlanner", "DPXPrecision", "DPXStrategy", "DeviceMemory", "DeviceMemoryMonitor", "SimAccelerator"]
+__all__ = [
+    "ActivationPlanner",
+    "DPXPrecision",
+    "DPXStrategy",
+    "DeviceMemory",
+    "DeviceMemoryMonitor",
+    "DeviceThroughputMonitor",
+    "ReplicaWork",
+    "SimAccelerator",
+]

@@ -1,7 +1,5 @@
 """What every device holds, by phase of a step and by kind, for loggers, files and a table at the end of fit."""
 
-import csv
-import json
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,16 +8,28 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.trainer.activation_planner import ActivationPlanner
+from lightning_dpx.trainer.reports import (
+    Pace,
+    check_file,
+    format_rows,
+    log_figures,
+    short_name,
+    show_rows,
+    steps_taken,
+    write_rows,
+)
+from lightning_dpx.trainer.strategy import DPXStrategy
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-WEIGHED = ("parameters", "gradients", "buffers", "optimizer", "reserved", "total", "others")
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 GIB = 2**30
+MIB = 2**20
 
 
 @dataclass(slots=True)
@@ -36,6 +46,8 @@ class DeviceMemory:
         gradients: After backward and reduction.
         buffers: Likewise.
         optimizer: State of the optimizers.
+        planned: The peak that a memory plan predicts; 0 without a plan.
+        budget: What the plan was made for; 0 without one.
         total: The device's capacity.
         others: Held by other processes and libraries.
     """
@@ -49,6 +61,8 @@ class DeviceMemory:
     gradients: int = 0
     buffers: int = 0
     optimizer: int = 0
+    planned: int = 0
+    budget: int = 0
     total: int = 0
     others: int = 0
 
@@ -56,19 +70,19 @@ class DeviceMemory:
 class DeviceMemoryMonitor(Callback):
     """Reports the memory of every device that training uses, with any strategy.
 
-    Loggers get ``dpx/memory/cuda1/peak_gib`` and so on, every ``log_every_n_steps`` of the trainer; parameters,
-    gradients, buffers and optimizer state are weighed in those steps only. The monitor reads counters that the
-    allocators keep anyway, and resets their peaks at every phase.
+    Loggers get ``dpx/memory/cuda1/peak_gib`` and so on. The first two steps of a fit are measured and then every
+    ``every_n_steps``; the steps between cost nothing, and their peak still counts, because allocators keep it anyway.
 
     Args:
         prog_bar: Show each device's peak in the progress bar, in GiB.
         table: Print a table when fit ends.
         save_to: Also write every report to this file: one row per step and device (``.csv``) or a list (``.json``).
         warn_at: Warn once per device when the peak passes this share of its capacity; 1 never warns.
+        every_n_steps: How often; the trainer's ``log_every_n_steps`` unless given.
 
     Attributes:
-        devices: The devices of the last step.
-        last: By device, the last step's memory, in bytes.
+        devices: The devices of the last measured step.
+        last: By device, the last measured step's memory, in bytes.
         highest: By device, the highest peak of the fit, in bytes.
 
     Raises:
@@ -76,13 +90,16 @@ class DeviceMemoryMonitor(Callback):
     """
 
     def __init__(
-        self, prog_bar: bool = False, table: bool = True, save_to: str | Path | None = None, warn_at: float = 0.95
+        self,
+        prog_bar: bool = False,
+        table: bool = True,
+        save_to: str | Path | None = None,
+        warn_at: float = 0.95,
+        every_n_steps: int | None = None,
     ) -> None:
-        self._path = None if save_to is None else Path(save_to)
-        if self._path is not None and self._path.suffix not in (".csv", ".json"):
-            raise ConfigurationError(f"save_to={str(save_to)!r} is not allowed; name a .csv or a .json file.")
         if isinstance(warn_at, bool) or not isinstance(warn_at, int | float) or not 0 < warn_at <= 1:
             raise ConfigurationError(f"warn_at={warn_at!r} is not allowed; give a share of the capacity in (0, 1].")
+        self._path, self._pace = check_file(save_to), Pace(every_n_steps)
         self._prog_bar, self._table, self._warn_at = prog_bar, table, warn_at
         self.devices: list[torch.device] = []
         self.last: dict[torch.device, DeviceMemory] = {}
@@ -90,29 +107,30 @@ class DeviceMemoryMonitor(Callback):
         self._idle: dict[torch.device, int] = {}
         self._rows: list[dict[str, Any]] = []
         self._warned: set[torch.device] = set()
-        self._due = True
-        self._before: dict[torch.device, DeviceMemory] = {}
+        self._measuring = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before."""
-        self.last, self.highest, self._rows, self._warned = {}, {}, [], set()
+        self.last, self._rows, self._warned, self._measuring = {}, [], set(), False
+        self.highest.clear()
+        self._pace.restart()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins."""
-        self._due = not self.last or trainer._logger_connector.should_update_logs
-        if self._due:
-            modules = replica_modules(trainer, pl_module)
-            used = [device for module in modules for device in _devices_of(module)]
-            own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
-            self.devices = distinct_devices([*own, *used])
-        self._before = self.last
+        self._measuring = self._pace.step(trainer)
+        if not self._measuring:
+            return
+        self._note_peaks()  # of the steps since the last one that was measured
+        used = [device for module in replica_modules(trainer, pl_module) for device in _devices_of(module)]
+        own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+        self.devices = distinct_devices([*own, *used])
         self.last = {device: DeviceMemory() for device in self.devices}
         self._idle = {device: allocated_and_peak(device)[0] for device in self.devices}
         self._begin_phase()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Forward is done; gradient accumulation and several backwards add up."""
-        if not self.last:
+        if not self._measuring:
             return
         for device, allocated in self._end_phase("forward").items():
             memory = self.last[device]
@@ -120,11 +138,9 @@ class DeviceMemoryMonitor(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gradients are on their owners."""
-        if not self.last:
+        if not self._measuring:
             return
         self._end_phase("backward")
-        if not self._due:
-            return
         gradients = _bytes_by_device(
             parameter.grad
             for module in replica_modules(trainer, pl_module)
@@ -138,21 +154,19 @@ class DeviceMemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The optimizer has stepped."""
+        if not self._measuring:
+            return
+        self._measuring = False
         allocated = self._end_phase("optimizer")
-        if self._due:
-            self._weigh(trainer, pl_module)
+        self._weigh(trainer, pl_module)
         for device, memory in self.last.items():
             memory.allocated = allocated[device]
             memory.peak = max(memory.peak_by_phase.values())
-            self.highest[device] = max(self.highest.get(device, 0), memory.peak)
-            if not self._due:
-                for kind in WEIGHED:
-                    setattr(memory, kind, getattr(self._before[device], kind))
-            self._warn(device, memory)
+            self._note_peak(device, memory.peak)
         self._report(trainer, pl_module)
 
     def _weigh(self, trainer: Trainer, module: LightningModule) -> None:
-        """What walks over all parameters is done in steps that are logged."""
+        """What walks over all parameters."""
         modules = replica_modules(trainer, module)
         parameters = _bytes_by_device(parameter for replica in modules for parameter in replica.parameters())
         buffers = _bytes_by_device(buffer for replica in modules for buffer in replica.buffers())
@@ -167,34 +181,38 @@ class DeviceMemoryMonitor(Callback):
             memory.parameters, memory.buffers = parameters.get(device, 0), buffers.get(device, 0)
             memory.optimizer = states.get(device, 0)
             memory.reserved, memory.total, memory.others = capacity_of(device)
+            planned, memory.budget = planned_activations(trainer, device)
+            static = memory.parameters + memory.buffers + memory.gradients + memory.optimizer
+            memory.planned = static + planned if planned else 0
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file and prints the table."""
+        self._note_peaks()
         if self._path is not None and trainer.is_global_zero:
-            self._write(self._path)
+            write_rows(self._path, self._rows)
         if self._table and self.last:
-            rank_zero_info(self.format_table())
+            show_rows(*self._as_table())
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What was measured until then is what one wants to see after running out of memory."""
         self.on_fit_end(trainer, pl_module)
 
     def format_table(self) -> str:
-        """One row per device: the last step by kind, and the highest peak of the fit, in MiB."""
-        kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
-        heads = ["device", *kinds, *(f"peak {phase}" for phase in PHASES), "peak", "highest", "of"]
+        """One row per device: the last measured step by kind, and the highest peak of the fit, in MiB."""
+        return format_rows(*self._as_table())
+
+    def _as_table(self) -> tuple[str, list[str], list[list[str]]]:
+        phases = [f"peak {phase}" for phase in PHASES]
         rows = []
         for device, memory in self.last.items():
-            sizes = [getattr(memory, kind) for kind in kinds]
+            sizes = [getattr(memory, kind) for kind in KINDS]
             sizes += [memory.peak_by_phase.get(phase, 0) for phase in PHASES]
             sizes += [memory.peak, self.highest.get(device, 0)]
-            capacity = f"{memory.total / 2**20:.0f}" if memory.total else "-"
-            rows.append([str(device), *(f"{size / 2**20:.1f}" for size in sizes), capacity])
-        widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]
-        ]
-        return "dpx: memory of the last step, in MiB\n" + "\n".join(lines)
+            unless_none = [f"{size / MIB:.1f}" if size else "-" for size in (memory.planned, memory.budget)]
+            capacity = f"{memory.total / MIB:.0f}" if memory.total else "-"
+            rows.append([str(device), *(f"{size / MIB:.1f}" for size in sizes), *unless_none, capacity])
+        heads = ["device", *KINDS, *phases, "peak", "highest", "planned", "budget", "of"]
+        return "dpx: memory of the last step, in MiB", heads, rows
 
     def _begin_phase(self) -> None:
         for device in self.devices:
@@ -208,61 +226,59 @@ class DeviceMemoryMonitor(Callback):
         self._begin_phase()
         return allocated
 
-    def _warn(self, device: torch.device, memory: DeviceMemory) -> None:
-        full = self._warn_at < 1 and memory.total and memory.peak > self._warn_at * memory.total
+    def _note_peaks(self) -> None:
+        for device in self.last:
+            self._note_peak(device, allocated_and_peak(device)[1])
+
+    def _note_peak(self, device: torch.device, peak: int) -> None:
+        self.highest[device] = max(self.highest.get(device, 0), peak)
+        total = self.last[device].total
+        full = self._warn_at < 1 and total and peak > self._warn_at * total
         if full and device not in self._warned:
             self._warned.add(device)
             warnings.warn(
-                f"{device} is nearly full: a step's peak was {memory.peak / 2**20:.0f} of "
-                f"{memory.total / 2**20:.0f} MiB. A smaller batch, or DPXStrategy(shifts='auto'), leaves more room.",
+                f"{device} is nearly full: a step's peak was {peak / MIB:.0f} of {total / MIB:.0f} MiB. A smaller "
+                "batch, DPXStrategy(memory_budget='auto') or DPXStrategy(shifts='auto') leave more room.",
                 stacklevel=2,
             )
 
     def _report(self, trainer: Trainer, module: LightningModule) -> None:
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = steps_taken(trainer)
         if self._path is not None:
             for device, memory in self.last.items():
                 self._rows.append({"step": step, "device": str(device), **_flat(memory)})
         if self._prog_bar:
             for device, memory in self.last.items():
-                name = f"{_name_of(device)} GiB"
+                name = f"{short_name(device)} GiB"
                 module.log(name, memory.peak / GIB, prog_bar=True, logger=False, on_step=True, batch_size=1)
-        if not self._due:
-            return
-        for logger in trainer.loggers:
-            separator = logger.group_separator
-            metrics = {
-                separator.join(("dpx", "memory", _name_of(device), f"{kind}_gib")): size / GIB
-                for device, memory in self.last.items()
-                for kind, size in _flat(memory).items()
-            }
-            logger.log_metrics(metrics, step=step)
+        figures: dict[tuple[str, ...], float] = {
+            ("memory", short_name(device), f"{kind}_gib"): size / GIB
+            for device, memory in self.last.items()
+            for kind, size in _flat(memory).items()
+        }
+        log_figures(trainer, figures, step)
 
-    def _write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".json":
-            path.write_text(json.dumps(self._rows, indent=1))
-            return
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(self._rows[0]) if self._rows else ["step", "device"])
-            writer.writeheader()
-            writer.writerows(self._rows)
+
+def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, int]:
+    """Bytes of activations that a plan predicts on ``device`` at their peak, and the budget for all; 0 without."""
+    if isinstance(trainer.strategy, DPXStrategy):
+        return trainer.strategy.planned_activations(device)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ActivationPlanner) and callback.plan is not None:
+            return (callback.plan.peak or 0, 0) if device == canonical_device(trainer.strategy.root_device) else (0, 0)
+    return 0, 0
 
 
 def replica_modules(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
     """The modules that hold parameters: all replicas of our strategy, the module itself under any other."""
-    replicas = getattr(trainer.strategy, "replica_modules", None)
-    return list(replicas) if replicas else [module]
+    replicas = trainer.strategy.replica_modules if isinstance(trainer.strategy, DPXStrategy) else []
+    return replicas or [module]
 
 
 def _flat(memory: DeviceMemory) -> dict[str, int]:
     sizes = asdict(memory)
     phases = sizes.pop("peak_by_phase")
     return {**sizes, **{f"peak_{phase}": phases.get(phase, 0) for phase in PHASES}}
-
-
-def _name_of(device: torch.device) -> str:
-    return f"{device.type}{'' if device.index is None else device.index}"
 
 
 def _devices_of(module: nn.Module) -> set[torch.device]:

@@ -105,6 +105,7 @@ class MemoryPlanning:
         if self._given is not None and not isinstance(self._given, CheckpointPlan):
             raise ConfigurationError(f"plan={plan!r} is not allowed; give a CheckpointPlan or the path of a saved one.")
         self.plans: dict[torch.device, CheckpointPlan] = {}
+        self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
         self._largest = LargestBatch()
         self._before: dict[torch.device, int] = {}
         self._steps = 0
@@ -148,10 +149,12 @@ class MemoryPlanning:
         for device, group in by_device.items():
             share = max(group, key=lambda share: share.num_rows)
             static = self._static(device, group, owned.get(device, 0))
-            room = (self._limit(device) - static) // len(group)
+            limit = self._limit(device)
+            self._limits[device] = limit, len(group)
+            room = (limit - static) // len(group)
             if room <= 0:
                 raise PlanError(
-                    f"memory_budget={self._budget!r} allows {_mib(self._limit(device))} on {device}, and parameters, "
+                    f"memory_budget={self._budget!r} allows {_mib(limit)} on {device}, and parameters, "
                     f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
                     "reducer='colocate' or shifts."
                 )
@@ -169,16 +172,24 @@ class MemoryPlanning:
                     raise
                 least = _mib(static + len(group) * error.smallest)
                 error.add_note(
-                    f"On {device}, memory_budget={self._budget!r} allows {_mib(self._limit(device))} in all, of which "
+                    f"On {device}, memory_budget={self._budget!r} allows {_mib(limit)} in all, of which "
                     f"parameters, gradients and optimizer state take {_mib(static)}; it must allow at least {least}."
                 )
                 raise
             self.plans[device] = plan
-            rank_zero_info(_announcement(device, plan, static, self._limit(device), len(group), profile))
+            rank_zero_info(_announcement(device, plan, static, limit, len(group), profile))
         for replica in replicas.replicas:  # also those without a share today
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
             apply_plan(replica.module, known_plan)
         self._steps = 0
+
+    def forecast(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
+        plan = self.plans.get(device)
+        if plan is None:
+            return 0, 0
+        limit, sharing = self._limits.get(device, (0, 1))
+        return (plan.peak or 0) * sharing, limit
 
     def _limit(self, device: torch.device) -> int:
         if isinstance(self._budget, float):

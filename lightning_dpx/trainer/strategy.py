@@ -29,6 +29,7 @@ from lightning_dpx.replicas import (
     ReplicaRank,
     ReplicaSet,
     Share,
+    StepTimes,
     Trial,
     check_choice,
     collectives,
@@ -168,6 +169,22 @@ class DPXStrategy(ParallelStrategy):
     def replica_modules(self) -> list[Module]:
         """The modules of all replicas during a run, the user's own first; empty with one device."""
         return [] if self._replicas is None else [replica.module for replica in self._replicas.replicas]
+
+    def planned_activations(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of activations that the memory plan predicts on ``device`` at their peak, and its budget for all."""
+        return self._planning.forecast(device)
+
+    def watch_replicas(self) -> StepTimes | None:
+        """Times the next step of every replica; ``None`` with one device."""
+        if self._replicas is None:
+            return None
+        self._replicas.times = StepTimes(self._replicas.devices)
+        return self._replicas.times
+
+    def stop_watching(self) -> None:
+        """The following steps are not timed."""
+        if self._replicas is not None:
+            self._replicas.times = None
 
     @property
     def num_processes(self) -> int:

@@ -10,7 +10,7 @@ from lightning_dpx.errors import BenchError
 
 
 def test_every_mode_reports_time_startup_and_memory(capfd) -> None:
-    modes = ["one device", "dpx", "ddp"]
+    modes = ["one device", "dpx, watched", "ddp"]
     command = ["bench", "step", "--models", "tiny", "--devices", "2", "--rounds", "1", "--json", "--modes", *modes]
     assert main(command) == 0
     report = json.loads(capfd.readouterr().out)
@@ -34,4 +34,4 @@ def test_a_job_that_fails_is_an_error_with_its_last_words() -> None:
 def test_an_unknown_model_is_refused_with_the_known_ones(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "step", "--models", "huge"])
-    assert "'tiny', 'deep', 'wide', 'cnn', 'gpt'" in capsys.readouterr().err
+    assert "'tiny', 'deep', 'wide', 'digits', 'cnn', 'gpt'" in capsys.readouterr().err

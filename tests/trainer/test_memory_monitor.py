@@ -55,10 +55,10 @@ class Noted(dpx.DeviceMemoryMonitor):
 @sim_only
 @pytest.mark.parametrize("reducer", ["collective", "colocate"])
 def test_bytes_equal_the_devices_own_count(reducer: str, execution: str) -> None:
-    monitor, ledger = Noted(table=False), Ledger()
+    monitor, ledger = Noted(table=False, every_n_steps=1), Ledger()
     model = seeded(optimizer="adam", norm=True)
     strategy = dpx.DPXStrategy(reducer=reducer, execution=execution)
-    trainer = make_trainer(strategy=strategy, devices=3, callbacks=[monitor, ledger], log_every_n_steps=1, **on_sim)
+    trainer = make_trainer(strategy=strategy, devices=3, callbacks=[monitor, ledger], **on_sim)
     trainer.fit(model, make_loader(), make_loader())
     for step, counted in zip(monitor.steps, ledger.allocated, strict=True):
         assert [step[f"sim:{index}"].allocated for index in range(3)] == counted
@@ -103,7 +103,7 @@ def test_peaks_are_those_of_the_same_run_without_the_monitor() -> None:
 
 @sim_only
 def test_shifted_parts_show_where_they_went() -> None:
-    monitor = Noted(table=False)
+    monitor = Noted(table=False, every_n_steps=1)
     strategy = dpx.DPXStrategy(shifts={"sim:0": "sim:5"}, shift_activations=["net.2"])
     model = seeded()
     make_trainer(strategy=strategy, devices=1, callbacks=[monitor], **on_sim).fit(model, make_loader(), make_loader())
@@ -130,7 +130,7 @@ def test_loggers_get_names_that_all_of_them_keep(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["auto", "dpx"])
 def test_on_the_host_and_with_other_strategies(strategy: str, tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "reports" / "memory.json"
-    monitor = dpx.DeviceMemoryMonitor(save_to=path, prog_bar=True)
+    monitor = dpx.DeviceMemoryMonitor(save_to=path, prog_bar=True, every_n_steps=1)
     options = {} if strategy == "auto" else {"strategy": strategy}
     with caplog.at_level("INFO"):
         make_trainer(max_epochs=1, callbacks=[monitor], **options).fit(seeded(), make_loader(), make_loader())
@@ -148,7 +148,7 @@ def test_a_nearly_full_device_is_announced_once(tmp_path: Path) -> None:
     path = tmp_path / "memory.csv"
     dpx.simulate(2, memory="1MB")
     try:
-        monitor = dpx.DeviceMemoryMonitor(table=False, warn_at=1e-3, save_to=path)
+        monitor = dpx.DeviceMemoryMonitor(table=False, warn_at=1e-3, save_to=path, every_n_steps=1)
         trainer = make_trainer(strategy="dpx", devices=2, callbacks=[monitor], **on_sim)
         with pytest.warns(UserWarning, match=r"sim:\d is nearly full: a step's peak was \d+ of 1 MiB") as caught:
             trainer.fit(seeded(), make_loader(), make_loader())

@@ -1,0 +1,113 @@
+"""What callbacks that report have in common: when a step is measured, and where its figures go."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.imports import _RICH_AVAILABLE
+
+from lightning_dpx.errors import ConfigurationError
+
+WARM_UP = 2  # the first steps are always measured: the second is the first with optimizer state
+
+
+class Pace:
+    """Which steps of a fit are measured.
+
+    Args:
+        every_n_steps: Each so many; the trainer's ``log_every_n_steps`` unless given.
+
+    Raises:
+        ConfigurationError: it is no positive integer.
+    """
+
+    def __init__(self, every_n_steps: int | None) -> None:
+        if every_n_steps is not None and (isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int)):
+            raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
+        self._every, self._steps = every_n_steps, 0
+
+    def restart(self) -> None:
+        """A new fit begins."""
+        self._steps = 0
+
+    def step(self, trainer: Trainer) -> bool:
+        """Counts a step; whether it is measured."""
+        self._steps += 1
+        every = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self._steps <= WARM_UP or (every > 0 and self._steps % every == 0)
+
+
+def check_file(save_to: str | Path | None) -> Path | None:
+    """The path of a report.
+
+    Raises:
+        ConfigurationError: it is neither CSV nor JSON.
+    """
+    path = None if save_to is None else Path(save_to)
+    if path is not None and path.suffix not in (".csv", ".json"):
+        raise ConfigurationError(f"save_to={str(save_to)!r} is not allowed; name a .csv or a .json file.")
+    return path
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of equal keys, as CSV with a header or as a JSON list."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+        return
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["step"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def log_figures(trainer: Trainer, figures: dict[tuple[str, ...], float], step: int) -> None:
+    """To every logger, under ``dpx/...``; the names hold nothing that a logger would replace."""
+    for logger in trainer.loggers:
+        named = {logger.group_separator.join(("dpx", *parts)): value for parts, value in figures.items()}
+        logger.log_metrics(named, step=step)
+
+
+def steps_taken(trainer: Trainer) -> int:
+    """The count that Lightning's own logs have on their x-axis."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def short_name(device: torch.device) -> str:
+    """``cuda1``: without the colon, which some loggers replace."""
+    return f"{device.type}{'' if device.index is None else device.index}"
+
+
+def format_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table, its cells aligned to the right."""
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]]
+    return f"{title}\n" + "\n".join(lines)
+
+
+def show_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table on rank 0: with rich on a terminal that has it, as plain text otherwise."""
+    if _RICH_AVAILABLE:
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(stderr=True)
+        if console.is_terminal:
+            table = Table(*heads, title=title)
+            for row in rows:
+                table.add_row(*row)
+            rank_zero_print(console, table)
+            return
+    rank_zero_info(format_rows(title, heads, rows))
+
+
+@rank_zero_only
+def rank_zero_print(console: Any, table: Any) -> None:
+    console.print(table)
