@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
 from sklearn.datasets import load_digits
 from torch import nn
@@ -39,6 +39,20 @@ class DigitClassifier(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class DigitData(LightningDataModule):
+    """The digits for ``dpx fit --config examples/digits.yaml``."""
+
+    def __init__(self, batch_size: int = 64) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loaders(self.batch_size)[0]
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return loaders(self.batch_size)[1]
 
 
 def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:

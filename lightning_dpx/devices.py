@@ -86,6 +86,20 @@ def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
     return groups
 
 
+def accelerators() -> list[torch.device]:
+    """All accelerators of this process, of the kind that torch was built or simulated for."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.get_device_module(kind).device_count())]
+
+
+def num_direct_links(devices: Sequence[torch.device]) -> int:
+    """Pairs of devices that copy to each other without a detour through the host."""
+    pairs = [(a, b) for index, a in enumerate(devices) for b in devices[index + 1 :]]
+    return sum(a.type == "cuda" and torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+
+
 def num_usable_cpus() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_dpx.bench.picture import new_figure
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Stage, Staged, State, run_plainly
 from lightning_dpx.errors import PlanError
+from lightning_dpx.pictures import new_figure, save_figure
 from lightning_dpx.recompute import MemoryTrace, apply_plan, plan_profile, profile_step, remove_plan
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -278,4 +278,4 @@ def plot_contests(results: Sequence[Contest], path: Path) -> None:
         axes.set_ylabel("" if number else "step time / unplanned")
         axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

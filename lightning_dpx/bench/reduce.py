@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.bench.picture import new_figure
 from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, is_host, synchronize
 from lightning_dpx.errors import BenchError
+from lightning_dpx.pictures import new_figure, save_figure
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_reducer
 
 SIZES = ("1e5", "1e6", "1e7", "2.5e7", "1e8", "resnet50", "gpt2")
@@ -267,4 +267,4 @@ def plot_reductions(results: Sequence[Reduction], path: Path) -> None:
     axes.set_title("Summing the gradients of all replicas")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

@@ -18,6 +18,7 @@ from lightning_dpx.recompute.apply import (
     profile_module,
     remove_plan,
     search_plan,
+    timeline_of,
 )
 from lightning_dpx.recompute.auto import make_planner, plan_profile
 from lightning_dpx.recompute.extrapolate import extrapolate, scaled
@@ -53,4 +54,5 @@ __all__ = [
     "scaled",
     "search_plan",
     "summary",
+    "timeline_of",
 ]

@@ -14,7 +14,7 @@ from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.recompute.auto import make_planner, plan_profile
 from lightning_dpx.recompute.call_names import CallNames
-from lightning_dpx.recompute.forecast import Forecast
+from lightning_dpx.recompute.forecast import Forecast, forecast, timeline
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, Run, profile_step
@@ -132,12 +132,21 @@ def estimate_cost(module: nn.Module, plan: CheckpointPlan, *batch: Any) -> dict[
 
 def forecast_plan(profile: Profile, plan: CheckpointPlan) -> Forecast:
     """The step of ``profile`` with a plan that may have been made for another one."""
+    return forecast(profile, *_choice_of(profile, plan))
+
+
+def timeline_of(profile: Profile, plan: CheckpointPlan | None = None) -> list[int]:
+    """Bytes of activations at every event of the step of ``profile``, with a plan or with everything kept."""
+    return list(profile.curve) if plan is None else timeline(profile, *_choice_of(profile, plan))
+
+
+def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[int]]:
+    """The values of ``profile`` that ``plan`` drops, and those of them that go after every use."""
     problem = Problem(profile)
     named = {value.name: index for index, value in enumerate(profile.values) if value.name}
     can = problem.values_of(problem.droppable)
     dropped = {named[name] for name in plan.dropped if name in named} & can
-    fleeting = {named[name] for name in plan.names("recompute each time") if name in named} & can
-    return problem.forecast_values(dropped, fleeting)
+    return dropped, {named[name] for name in plan.names("recompute each time") if name in named} & can
 
 
 class AppliedPlan:

@@ -32,6 +32,14 @@ def forecast(profile: Profile, dropped: Collection[int], fleeting: Collection[in
     return _Replay(profile, frozenset(dropped), frozenset(fleeting)).run()
 
 
+def timeline(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> list[int]:
+    """Bytes of activations at every event of such a step: the most that is there between it and the next."""
+    replay = _Replay(profile, frozenset(dropped), frozenset(fleeting))
+    replay.curve = [0] * len(profile.curve)
+    replay.run()
+    return replay.curve
+
+
 class _Replay:
     def __init__(self, profile: Profile, dropped: frozenset[int], fleeting: frozenset[int]) -> None:
         self._profile, self._dropped = profile, dropped
@@ -50,6 +58,7 @@ class _Replay:
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
         self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that autograd still uses
+        self.curve: list[int] | None = None  # filled if somebody wants to see it
 
     def _make_fleeting(self, index: int) -> None:
         on_the_way, stack = [index], list(self._profile.values[index].inputs)
@@ -102,7 +111,11 @@ class _Replay:
         return Forecast(self._peak, kept, self._seconds)
 
     def _see(self, event: int) -> None:
-        self._peak = max(self._peak, self._base[min(event, len(self._base) - 1)] + self._held)
+        event = min(event, len(self._base) - 1)
+        there = self._base[event] + self._held
+        self._peak = max(self._peak, there)
+        if self.curve is not None:
+            self.curve[event] = max(self.curve[event], there)
 
     def _advance(self, start: int, stop: int) -> None:
         """Looks at the curve between two requests."""
@@ -112,6 +125,9 @@ class _Replay:
                 self._held -= heapq.heappop(self._ends)[1]
             until = min(stop, self._ends[0][0]) if self._ends else stop
             self._peak = max(self._peak, max(self._base[event:until], default=0) + self._held)
+            if self.curve is not None:
+                for seen in range(event, until):
+                    self.curve[seen] = max(self.curve[seen], self._base[seen] + self._held)
             event = max(until, event + 1)
 
     def _serve(self, wanted: int, event: int, released: int) -> None:

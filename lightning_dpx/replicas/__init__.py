@@ -6,7 +6,15 @@ from lightning_dpx.replicas.context import ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
 from lightning_dpx.replicas.replica import Replica, stand_in
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
-from lightning_dpx.replicas.slicing import BatchDim, batch_size, children_of, rebuild, slice_batch
+from lightning_dpx.replicas.slicing import (
+    BatchDim,
+    batch_size,
+    children_of,
+    parse_workload,
+    rebuild,
+    slice_batch,
+    split_sizes,
+)
 from lightning_dpx.replicas.state import BufferMode
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.trial import Trial, first_loss
@@ -28,9 +36,11 @@ __all__ = [
     "current_rank",
     "first_loss",
     "gather",
+    "parse_workload",
     "rebuild",
     "restore_batch_norm",
     "slice_batch",
+    "split_sizes",
     "stand_in",
     "synchronize_batch_norm",
     "weighted_mean",

@@ -29,7 +29,7 @@ def load_library() -> None:
     if library.exists():
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         return
-    _require_build_tools()
+    require_build_tools()
     from torch.utils.cpp_extension import load  # imports setuptools; only here it is needed
 
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,12 @@ def cached_library() -> Path:
     return Path(root, f"lightning_dpx_sim_{key}.so")
 
 
-def _require_build_tools() -> None:
+def require_build_tools() -> None:
+    """Whether the backend could be built here.
+
+    Raises:
+        UnsupportedError: what is missing.
+    """
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         raise UnsupportedError(
             "Simulated devices need a C++ compiler, and none of c++, g++ and clang++ is on the PATH; install one "

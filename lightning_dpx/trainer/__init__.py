@@ -2,6 +2,7 @@
 
 from lightning_dpx.trainer.accelerator import SimAccelerator
 from lightning_dpx.trainer.activation_planner import ActivationPlanner
+from lightning_dpx.trainer.dry_run import DeviceForecast, DryRun, Settings, dry_run
 from lightning_dpx.trainer.memory_monitor import DeviceMemory, DeviceMemoryMonitor
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.strategy import DPXStrategy
@@ -11,9 +12,13 @@ __all__ = [
     "ActivationPlanner",
     "DPXPrecision",
     "DPXStrategy",
+    "DeviceForecast",
     "DeviceMemory",
     "DeviceMemoryMonitor",
     "DeviceThroughputMonitor",
+    "DryRun",
     "ReplicaWork",
+    "Settings",
     "SimAccelerator",
+    "dry_run",
 ]

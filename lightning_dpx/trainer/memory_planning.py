@@ -98,7 +98,7 @@ class MemoryPlanning:
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
     ) -> None:
-        self._budget, self._planner = parse_budget(budget), make_planner(planner)
+        self.budget, self.planner = parse_budget(budget), make_planner(planner)
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
         self._given = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
@@ -113,7 +113,7 @@ class MemoryPlanning:
     @property
     def wanted(self) -> bool:
         """Whether anything is to be planned or followed."""
-        return self._budget is not None or self._given is not None
+        return self.budget is not None or self._given is not None
 
     def follow_given(self, modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         """Puts the plan that was given on every replica."""
@@ -125,7 +125,7 @@ class MemoryPlanning:
 
     def is_open(self, batch: Any) -> bool:
         """Whether ``batch`` needs a plan of its own: it is the first, or larger than any before."""
-        return self._budget is not None and self._largest.grows(batch)
+        return self.budget is not None and self._largest.grows(batch)
 
     def decide(
         self, replicas: ReplicaSet, shares: Sequence[Share], run: Step, owned: Mapping[torch.device, int]
@@ -154,7 +154,7 @@ class MemoryPlanning:
             room = (limit - static) // len(group)
             if room <= 0:
                 raise PlanError(
-                    f"memory_budget={self._budget!r} allows {_mib(limit)} on {device}, and parameters, "
+                    f"memory_budget={self.budget!r} allows {_mib(limit)} on {device}, and parameters, "
                     f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
                     "reducer='colocate' or shifts."
                 )
@@ -164,15 +164,15 @@ class MemoryPlanning:
                 profile = scaled(known, share.num_rows / rows)
             elif profile is None:
                 rank_zero_info(f"dpx: profiles a step on {share.num_rows} rows to plan the memory of {device} ...")
-                profile = profiles[share.num_rows] = _profile(replicas, share, run)
+                profile = profiles[share.num_rows] = profile_share(replicas, share, run)
             try:
-                plan = plan_profile(replicas.root.module, profile, room, self._planner)
+                plan = plan_profile(replicas.root.module, profile, room, self.planner)
             except PlanError as error:
                 if error.smallest is None:
                     raise
                 least = _mib(static + len(group) * error.smallest)
                 error.add_note(
-                    f"On {device}, memory_budget={self._budget!r} allows {_mib(limit)} in all, of which "
+                    f"On {device}, memory_budget={self.budget!r} allows {_mib(limit)} in all, of which "
                     f"parameters, gradients and optimizer state take {_mib(static)}; it must allow at least {least}."
                 )
                 raise
@@ -192,10 +192,10 @@ class MemoryPlanning:
         return (plan.peak or 0) * sharing, limit
 
     def _limit(self, device: torch.device) -> int:
-        if isinstance(self._budget, float):
-            return int(self._budget * capacity_of(device).total)
-        if isinstance(self._budget, int):
-            return self._budget
+        if isinstance(self.budget, float):
+            return int(self.budget * capacity_of(device).total)
+        if isinstance(self.budget, int):
+            return self.budget
         present = 0 if is_host(device) else allocated_and_peak(device)[0]
         return present + int(free_bytes(device) * (1 - _MARGIN))
 
@@ -223,7 +223,7 @@ class MemoryPlanning:
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""
         self._steps += 1
-        if self._steps == 2 and self._budget is not None:
+        if self._steps == 2 and self.budget is not None:
             self._before = {device: allocated_and_peak(device)[0] for device in self.plans if not is_host(device)}
             for device in self._before:
                 reset_peak_memory(device)
@@ -240,7 +240,13 @@ class MemoryPlanning:
         self._before = {}
 
 
-def _profile(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
+def profile_share(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
+    """A step on ``share``, run by a stand-in; extrapolated from fewer rows where all do not fit.
+
+    Raises:
+        UnsupportedError: manual optimization.
+        PlanError: the step cannot be planned for, or does not fit and has too few rows to extrapolate from.
+    """
     if not replicas.root.module.automatic_optimization:
         raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
 

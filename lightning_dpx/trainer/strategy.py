@@ -156,6 +156,38 @@ class DPXStrategy(ParallelStrategy):
         self._announced: set[str] = set()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
+    # ---- what was asked for ----
+
+    @property
+    def reducer(self) -> str | GradientReducer:
+        """As given."""
+        return self._reducer
+
+    @property
+    def workload(self) -> Workload:
+        """As given."""
+        return self._workload
+
+    @property
+    def batch_dim(self) -> int | dict[str, int]:
+        """As given."""
+        return self._batch_dim
+
+    @property
+    def memory_budget(self) -> int | float | str | None:
+        """As given, a text as bytes."""
+        return self._planning.budget
+
+    @property
+    def planner(self) -> Planner:
+        """Who plans."""
+        return self._planning.planner
+
+    @property
+    def shifts_activations(self) -> bool:
+        """Whether parts of the replicas run, or may run, on other devices."""
+        return bool(self._shifts or self._auto_shifts)
+
     # ---- what Lightning asks about the process ----
 
     @property
@@ -348,7 +380,7 @@ class DPXStrategy(ParallelStrategy):
 
     def _arranged(self, module: Module | None = None) -> AbstractContextManager[None]:
         """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
-        shifted = bool(self._shifts or self._auto_shifts)
+        shifted = self.shifts_activations
         if not shifted and not self._planning.plans:
             return nullcontext()
         module = module or self.lightning_module
@@ -388,7 +420,7 @@ class DPXStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of every parameter to where its owner is."""
-        if not self._shifts and not self._auto_shifts and (self._step is None or not self._step.has_other_owners):
+        if not self.shifts_activations and (self._step is None or not self._step.has_other_owners):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -1,0 +1,7 @@
+"""``python -m lightning_dpx`` is ``dpx``."""
+
+import sys
+
+from lightning_dpx.cli import main
+
+sys.exit(main())

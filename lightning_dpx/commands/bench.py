@@ -1,0 +1,95 @@
+"""``dpx bench``: measures this machine, next to the alternatives."""
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dpx.bench import (
+    BUDGETS,
+    MODELS,
+    MODES,
+    SIZES,
+    STAGED_MODELS,
+    compare_plans,
+    compare_reductions,
+    compare_steps,
+    format_contests,
+    format_reductions,
+    format_table,
+    plot_contests,
+    plot_reductions,
+)
+from lightning_dpx.commands.progress import progress
+from lightning_dpx.devices import num_usable_cpus
+from lightning_dpx.simulate import simulate
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to ``dpx``."""
+    benches = commands.add_parser("bench", help="measure this machine").add_subparsers(required=True, metavar="bench")
+    step = benches.add_parser("step", help="a training step of one device, dpx and DDP (CPU)")
+    step.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    step.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    step.add_argument("--devices", type=_positive, default=4, help="replicas of dpx, processes of DDP")
+    step.add_argument("--rounds", type=_positive, default=5, help="turns of every job")
+    step.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    step.set_defaults(run=_bench_step, takes_more=False)
+    reduce = benches.add_parser("reduce", help="summing gradients: every mode, DDP's all-reduce and a plain copy")
+    reduce.add_argument("--sizes", nargs="+", default=list(SIZES), help="elements, or resnet50, or gpt2")
+    reduce.add_argument("--devices", nargs="+", default=["cpu"] * 4, help="one per replica, for example cuda:0 cuda:1")
+    reduce.add_argument("--rounds", type=_positive, default=9, help="turns of every contestant")
+    reduce.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    reduce.add_argument("--plot", type=Path, metavar="FILE", help="also draw the bandwidths (PNG, SVG, PDF)")
+    reduce.set_defaults(run=_bench_reduce, takes_more=False)
+    plan = benches.add_parser("plan", help="memory plans and other ways of checkpointing: peak and step time (CPU)")
+    plan.add_argument("--models", nargs="+", choices=STAGED_MODELS, default=list(STAGED_MODELS))
+    plan.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="shares of the unplanned peak")
+    plan.add_argument("--rounds", type=_positive, default=7, help="turns of every contestant")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="also draw time over memory (PNG, SVG, PDF)")
+    plan.set_defaults(run=_bench_plan, takes_more=False)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed; give 1 or more")
+    return value
+
+
+def _bench_step(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    results = compare_steps(args.models, args.modes, args.devices, args.rounds, progress)
+    _report(args.json, [result.as_dict() for result in results], format_table(results))
+    return 0
+
+
+def _bench_reduce(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    if any(device.startswith("sim") for device in args.devices):
+        simulate(16)
+    results = compare_reductions(args.sizes, args.devices, args.rounds, progress)
+    _report(args.json, [result.as_dict() for result in results], format_reductions(results))
+    if args.plot is not None:
+        plot_reductions(results, args.plot)
+    return 0
+
+
+def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    results = compare_plans(args.models, args.budgets, args.rounds, progress)
+    _report(args.json, [result.as_dict() for result in results], format_contests(results))
+    if args.plot is not None:
+        plot_contests(results, args.plot)
+    return 0
+
+
+def _report(as_json: bool, results: list[dict[str, Any]], table: str) -> None:
+    machine = {"cpus": num_usable_cpus(), "processor": platform.machine(), "torch": torch.__version__}
+    if as_json:
+        print(json.dumps({"machine": machine, "results": results}, indent=2))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in machine.items()))
+        print(table)

@@ -1,0 +1,125 @@
+"""``dpx doctor``: what is here, what "auto" would choose and why, and what is missing."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices import accelerators, capacity_of, has_nccl, linked_groups, num_direct_links, num_usable_cpus
+from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.reducers import choose_reducer
+from lightning_dpx.simulate import require_build_tools
+
+GIB = 2**30
+EXTRAS = {
+    "matplotlib": ("plots", "pictures and reports"),
+    "jsonargparse": ("cli", "dpx fit, plan and other commands with configs"),
+    "ninja": ("simulate", "simulated devices"),
+    "rich": ("cli", "tables on a terminal"),
+    "pynvml": ("nvidia", "what other processes hold on a GPU"),
+}
+PACKAGES = ("lightning_dpx", "torch", "lightning", "torchmetrics", "numpy", "PyYAML")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: What it is about.
+        value: What was found.
+        remedy: What to do, where something is missing.
+    """
+
+    topic: str
+    value: str
+    remedy: str = ""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to ``dpx``."""
+    doctor = commands.add_parser("doctor", help='what is here, what "auto" would choose and why, what is missing')
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.set_defaults(run=run, takes_more=False)
+
+
+def run(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    """Examines this machine; prints what it finds."""
+    findings = [*versions(), *devices(), *choices(), *missing()]
+    if args.json:
+        print(json.dumps([{"topic": f.topic, "value": f.value, "remedy": f.remedy} for f in findings], indent=1))
+        return 0
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        print(f"{finding.topic:{width}}  {finding.value}" + (f"; {finding.remedy}" if finding.remedy else ""))
+    return 0
+
+
+def versions() -> list[Finding]:
+    """Of Python and the packages that matter."""
+    found = [Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    for package in PACKAGES:
+        found.append(Finding(package, importlib.metadata.version(package)))
+    return found
+
+
+def devices() -> list[Finding]:
+    """What there is, how large, and what it is linked to."""
+    cpu = capacity_of(torch.device("cpu"))
+    found = [
+        Finding("cpu", f"{num_usable_cpus()} usable cores, {torch.get_num_threads()} torch threads, "
+                       f"{cpu.total / GIB:.0f} GiB, {cpu.others / GIB:.0f} GiB held by others")
+    ]  # fmt: skip
+    there = accelerators()
+    for device in there:
+        size = capacity_of(device)
+        name = torch.get_device_module(device).get_device_name(device)
+        held = f", {size.others / GIB:.1f} GiB held by others" if size.others else ""
+        found.append(Finding(str(device), f"{name}, {size.total / GIB:.1f} GiB{held}"))
+    if len(there) > 1:
+        groups = " and ".join("{" + ", ".join(str(there[i]) for i in group) + "}" for group in linked_groups(there))
+        pairs = len(there) * (len(there) - 1) // 2
+        found.append(Finding("links", f"{num_direct_links(there)} of {pairs} pairs are direct; groups: {groups}"))
+    return found
+
+
+def choices() -> list[Finding]:
+    """What the strategy's ``"auto"`` values stand for here."""
+    there = accelerators() or [torch.device("cpu")]
+    if len(there) > 1:
+        why = "NCCL is there" if has_nccl(there) else "no NCCL; every device sums its share"
+    else:
+        why = "one device, so one sum"
+    threads = "a thread per device" if len(there) > 1 else "replicas take their slices as one"
+    on_cpu = "the first step is watched, and threads are used where operators are large"
+    return [
+        Finding("accelerator='auto'", there[0].type),
+        Finding("reducer='auto'", f"{choose_reducer(there)} ({why})"),
+        Finding("execution='auto'", threads if there[0].type != "cpu" else f"{threads}, or {on_cpu}"),
+        Finding("memory_budget='auto'", "what is free on each device when the first batch comes, less 5%"),
+    ]
+
+
+def missing() -> list[Finding]:
+    """Optional parts, and what they are for."""
+    found = []
+    for module, (extra, purpose) in EXTRAS.items():
+        try:
+            found.append(Finding(module, f"{importlib.metadata.version(_distribution(module))}, for {purpose}"))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(module, f"missing: {purpose}", f"pip install 'lightning-dpx[{extra}]'"))
+    try:
+        require_build_tools()
+        found.append(Finding("simulated devices", "can be built"))
+    except UnsupportedError as error:
+        found.append(Finding("simulated devices", f"cannot be built: {error}"))
+    return found
+
+
+def _distribution(module: str) -> str:
+    return {"pynvml": "nvidia-ml-py"}.get(module, module)

@@ -1,0 +1,233 @@
+"""``dpx plan``: what a config would take on devices that need not be there, and what to recompute so that it fits."""
+
+import argparse
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_dpx.commands.progress import done, progress
+from lightning_dpx.commands.train import make_cli
+from lightning_dpx.devices import parse_bytes
+from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
+from lightning_dpx.recompute import PLANNERS, Profile, format_plan, plan_profile
+from lightning_dpx.trainer import (
+    ActivationPlanner,
+    DeviceMemoryMonitor,
+    DeviceThroughputMonitor,
+    DPXStrategy,
+    DryRun,
+    Settings,
+    dry_run,
+)
+
+HEADS = (
+    "device", "rows", "parameters", "gradients", "optimizer", "buffers", "activations", "planned", "peak", "budget",
+    "extra time", "fits",
+)  # fmt: skip
+NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
+MIB = 2**20
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to ``dpx``."""
+    plan = commands.add_parser(
+        "plan",
+        help="predict the memory of a run on devices that need not be there, and plan what to recompute",
+        description="Profiles one step of a config on this machine's CPU and predicts every device's peak. Exit status "
+        "0: it fits; 2: it does not. Everything that `dpx fit` takes can follow (--model ..., --data ...).",
+    )
+    plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
+    plan.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
+    plan.add_argument("--devices", help='a number, or names such as "cuda:0,cuda:1"; the config\'s unless given')
+    plan.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
+    plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=run, takes_more=True)
+
+
+def run(args: argparse.Namespace, others: Sequence[str]) -> int:
+    """Plans; the status says whether the run fits.
+
+    Raises:
+        ConfigurationError: an argument, or the config, has a value that is not allowed.
+        PlanError: there is nothing to save.
+    """
+    if args.report is not None and args.report.suffix not in (".html", ".png", ".svg", ".pdf"):
+        raise ConfigurationError(f"--report {args.report} is not allowed; name an .html, .png, .svg or .pdf file.")
+    configs = [part for config in args.config for part in ("--config", config)]
+    cli = make_cli(["fit", *configs, *others], execute=False, **_on_one_cpu())
+    chosen = cli._get(cli.config_init, "trainer.strategy")
+    settings = settings_of(chosen, args.budget, args.devices or cli._get(cli.config, "trainer.devices"), args.planner)
+    cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
+        warnings.simplefilter("ignore", FutureWarning)
+        found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
+    done()
+    if args.json:
+        print(json.dumps({"fits": found.fits, "devices": [_as_dict(forecast) for forecast in found.forecasts]}))
+    else:
+        print(format_dry_run(found))
+    if args.save is not None:
+        if found.tightest is None or found.tightest.plan is None:
+            raise PlanError("No device can meet its budget, so there is no plan to save.")
+        found.tightest.plan.save(args.save)
+        progress(f"the plan is in {args.save}")
+    if args.report is not None:
+        write_report(found, args.report)
+        progress(f"the report is in {args.report}")
+    return 0 if found.fits else 2
+
+
+def _on_one_cpu() -> dict[str, Any]:
+    """What a dry run changes in a config: no step is trained, and no device of the config is needed."""
+    return {
+        "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "profiler": None,
+    }  # fmt: skip
+
+
+def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | None) -> Settings:
+    """What of a config, and of the command line, decides about memory.
+
+    Raises:
+        ConfigurationError: no devices, or a budget that needs the devices to be there.
+        UnsupportedError: the config shifts parts of the model.
+    """
+    own = strategy if isinstance(strategy, DPXStrategy) else DPXStrategy()
+    if own.shifts_activations:
+        raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
+    given = budget if budget is not None else own.memory_budget
+    if isinstance(given, float) or given == "auto":
+        raise ConfigurationError(
+            f"memory_budget={given!r} needs the devices to be there; give --budget in bytes, such as 8GiB."
+        )
+    allowed = int(given) if isinstance(given, str) and given.isdigit() else given
+    return Settings(
+        devices=parse_devices(devices),
+        workload=own.workload,
+        batch_dim=own.batch_dim,
+        reducer=own.reducer,
+        budget=None if allowed is None else parse_bytes("--budget", allowed),
+        planner=planner or own.planner,
+    )
+
+
+def parse_devices(devices: Any) -> tuple[torch.device, ...]:
+    """``4`` and ``"4"``: ``cuda:0`` to ``cuda:3``; ``[0, 2]`` and ``"cuda:0,cuda:2"``: those.
+
+    Raises:
+        ConfigurationError: none of these.
+    """
+    try:
+        if isinstance(devices, list):
+            parts = devices
+        elif isinstance(devices, str) and not devices.isdigit():
+            parts = [part.strip() for part in devices.split(",")]
+        else:
+            parts = list(range(int(devices)))
+        found = tuple(torch.device(f"cuda:{part}" if str(part).isdigit() else part) for part in parts)
+    except (TypeError, ValueError, RuntimeError):
+        found = ()
+    if not found:
+        raise ConfigurationError(f"--devices {devices!r} is not allowed; give a number, or names: cuda:0,cuda:1.")
+    return found
+
+
+def _cells(found: DryRun) -> list[list[str]]:
+    rows = []
+    for one in found.forecasts:
+        share = one.plan.recompute_share if one.plan is not None else None
+        sizes = (one.parameters, one.gradients, one.optimizer, one.buffers, one.unplanned)
+        rows.append(
+            [
+                *(one.device, str(one.rows), *(f"{size / MIB:.1f}" for size in sizes)),
+                f"{one.plan.peak / MIB:.1f}" if one.plan is not None and one.plan.peak is not None else "-",
+                f"{one.peak / MIB:.1f}",
+                f"{one.budget / MIB:.1f}" if one.budget else "-",
+                f"{share:.1%}" if share is not None else "-",
+                "yes" if one.fits else f"needs {one.smallest / MIB:.1f}",
+            ]
+        )
+    return rows
+
+
+def format_dry_run(found: DryRun) -> str:
+    """A table in MiB, and the plan of the tightest device."""
+    rows = [list(HEADS), *_cells(found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(0, "a training step, in MiB, predicted:")
+    tightest = found.tightest
+    if tightest is not None and tightest.plan is not None and tightest.plan.dropped:
+        lines += ["", f"plan of {tightest.device}:", format_plan(tightest.plan)]
+    return "\n".join(lines)
+
+
+def _as_dict(forecast: Any) -> dict[str, Any]:
+    values = asdict(forecast)
+    plan = values.pop("plan")
+    share = None if plan is None else plan["recompute_share"]
+    return {**values, "peak": forecast.peak, "fits": forecast.fits, "extra_time_share": share}
+
+
+def write_report(found: DryRun, path: Path) -> None:
+    """A page with everything, or the first of its pictures.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    steps = [
+        DeviceStep(
+            one.device,
+            {kind: getattr(one, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")},
+            {"everything kept": one.static + one.unplanned, "planned": one.peak},
+            budget=one.budget,
+        )
+        for one in found.forecasts
+    ]
+    devices = draw_devices(steps, "Memory of a training step, predicted")
+    if path.suffix != ".html":
+        save_figure(devices, path)
+        return
+    sections = [
+        Section("Devices", "Predicted for one training step, in MiB.", HEADS, _cells(found), [devices]),
+    ]
+    tightest = found.tightest
+    if tightest is not None and tightest.plan is not None:
+        profile, plan = found.profiles[tightest.rows], tightest.plan
+        progress("planning for other budgets")
+        chosen = (plan.peak or 0, plan.recompute_share or 0.0)
+        prices = draw_prices([chosen, *prices_of(profile)], profile.peak, chosen)
+        sections += [
+            Section("What a budget costs", "Activations alone; the rest of a device's memory comes on top.",
+                    figures=[prices]),
+            Section("The plan", f"For {tightest.device}, whose room is the least.",
+                    figures=[draw_plan(profile, plan)], printed=format_plan(plan, most_rows=1000)),
+        ]  # fmt: skip
+    write_page(path, "dpx: memory plan", sections)
+
+
+def prices_of(profile: Profile, points: int = 8) -> list[tuple[int, float]]:
+    """Peaks and extra times of plans between the smallest and the unplanned peak."""
+    found = []
+    module = torch.nn.Module()
+    smallest = plan_profile(module, profile, None)
+    low = smallest.peak or 0
+    for step in range(points + 1):
+        budget = low + (profile.peak - low) * step // (points + 1)
+        try:
+            plan = plan_profile(module, profile, budget)
+        except PlanError:
+            continue
+        found.append((plan.peak or 0, plan.recompute_share or 0.0))
+    return found

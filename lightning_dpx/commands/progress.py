@@ -1,0 +1,19 @@
+"""What happens next, for people who wait: on a terminal only."""
+
+import sys
+
+_WIDTH = 100
+
+
+def progress(text: str) -> None:
+    """Tells it on standard error, over what was told before; nothing where nobody looks."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{'dpx: ' + text[:_WIDTH]:{_WIDTH}}")
+        sys.stderr.flush()
+
+
+def done() -> None:
+    """Wipes the last word of :func:`progress` away."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{'':{_WIDTH}}\r")
+        sys.stderr.flush()

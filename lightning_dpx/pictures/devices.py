@@ -1,0 +1,83 @@
+"""Memory of every device over one step, stacked by kind, measured against planned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, MIB, PLANNED, new_figure, plain_axes
+
+_BEFORE_BACKWARD = "forward"  # the phase in which there are no gradients yet
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """One device in one step, in bytes.
+
+    Attributes:
+        name: The device.
+        static: By kind: ``"parameters"``, ``"gradients"``, ``"optimizer"``, ``"buffers"``.
+        peaks: By phase, in order, the most that was allocated in it.
+        planned: The predicted peak; 0 without a plan.
+        budget: What was allowed; 0 without a budget.
+        capacity: What the device has; 0 where that is unknown.
+    """
+
+    name: str
+    static: Mapping[str, int]
+    peaks: Mapping[str, int]
+    planned: int = 0
+    budget: int = 0
+    capacity: int = 0
+
+
+def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a training step") -> Any:
+    """A panel per device: a bar per phase, up to its peak, stacked by kind, with what was planned and allowed.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    columns = min(4, len(devices))
+    rows = -(-len(devices) // columns)
+    figure = new_figure(1.2 + 2.6 * columns, 0.9 + 3.2 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    for axes in panels[len(devices) :]:
+        axes.set_visible(False)
+    for axes, device in zip(panels, devices, strict=False):
+        _draw_device(plain_axes(axes), device)
+    for axes in panels[::columns]:
+        axes.set_ylabel("MiB")
+    figure.suptitle(title)
+    handles: dict[str, Any] = {}
+    for axes in panels[: len(devices)]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_device(axes: Any, device: DeviceStep) -> None:
+    places = range(len(device.peaks))
+    bottoms = [0.0] * len(device.peaks)
+    for kind in ("parameters", "buffers", "optimizer", "gradients"):
+        sizes = [
+            0.0 if kind == "gradients" and phase == _BEFORE_BACKWARD else device.static.get(kind, 0) / MIB
+            for phase in device.peaks
+        ]
+        axes.bar(places, sizes, bottom=bottoms, width=0.7, color=KIND_COLOURS[kind], label=kind)
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    rest = [max(0.0, peak / MIB - bottom) for peak, bottom in zip(device.peaks.values(), bottoms, strict=True)]
+    label = "activations and temporary tensors, at the peak"
+    axes.bar(places, rest, bottom=bottoms, width=0.7, color=KIND_COLOURS["activations"], label=label)
+    top = max(device.peaks.values(), default=0)
+    for value, colour, style, name in (
+        (device.planned, PLANNED, "--", "planned peak"),
+        (device.budget, LIMIT, "-", "budget"),
+        (device.capacity, "black", ":", "capacity"),
+    ):
+        if value and value < 3 * top:
+            axes.axhline(value / MIB, color=colour, linestyle=style, linewidth=1.4, label=name)
+    for place, peak in zip(places, device.peaks.values(), strict=True):
+        size = f"{peak / MIB:,.0f}" if peak >= 100 * MIB else f"{peak / MIB:.3g}"
+        axes.annotate(size, (place, peak / MIB), (0, -3), textcoords="offset points", ha="center", va="top", fontsize=8)
+    axes.set_xticks(list(places), list(device.peaks), fontsize=9)
+    axes.set_title(device.name, fontsize=10)

@@ -1,0 +1,76 @@
+"""A report as one HTML file that needs nothing else: no scripts, no fonts, no network."""
+
+import html
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dpx.pictures.figure import svg_of
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2.5rem auto; max-width: 62rem; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
+.about { color: #777; font-size: .85rem } .scroll { overflow-x: auto }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
+th { font-weight: 600; border-bottom: 2px solid #bbb } th:first-child, td:first-child { text-align: left }
+svg { max-width: 100%; height: auto } pre { font-size: .8rem; background: #f6f6f6; padding: .8rem; overflow-x: auto }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+        heading: Its heading.
+        text: A paragraph.
+        heads: Of the table's columns; no table without.
+        rows: Of the table.
+        figures: Drawn below.
+        printed: Text in a fixed width, below those.
+    """
+
+    heading: str
+    text: str = ""
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    figures: Sequence[Any] = ()
+    printed: str = ""
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
+    """Writes the report.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    about = f"lightning_dpx on torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    body = "\n".join(_section(section) for section in sections)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>"
+        f'<p class="about">{html.escape(about)}</p>\n{body}\n</body></html>\n',
+        encoding="utf-8",
+    )
+
+
+def _section(section: Section) -> str:
+    parts = [f"<h2>{html.escape(section.heading)}</h2>"]
+    if section.text:
+        parts.append(f"<p>{html.escape(section.text)}</p>")
+    if section.heads:
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.heads)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in section.rows
+        )
+        parts.append(f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>')
+    parts += [svg_of(figure) for figure in section.figures]
+    if section.printed:
+        parts.append(f"<pre>{html.escape(section.printed)}</pre>")
+    return "\n".join(parts)

@@ -1,0 +1,111 @@
+"""A memory plan as a picture: bytes through the step, what is kept from when to when, and the price of a budget."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, MIB, PLANNED, UNPLANNED, new_figure, plain_axes
+from lightning_dpx.recompute import CheckpointPlan, Profile, timeline_of
+
+_ACTIONS = {
+    "keep": KIND_COLOURS["parameters"],
+    "recompute": KIND_COLOURS["activations"],
+    "recompute each time": "#8cc27f",
+    "compress": KIND_COLOURS["gradients"],
+    "park": KIND_COLOURS["optimizer"],
+}
+_MOST_ROWS = 48
+
+
+def draw_plan(profile: Profile, plan: CheckpointPlan, title: str = "") -> Any:
+    """Above, the bytes of activations through forward and backward, with and without the plan. Below, the largest
+    values: a bar from the end of a value's use in forward to the end of its use in backward, in the colour of what the
+    plan does with it; a bar is solid where memory is occupied, and a tick marks a recomputation.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    rows = _largest(profile, plan)
+    figure = new_figure(9, 3.4 + 0.13 * len(rows))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, max(1.0, 0.13 * len(rows))])
+    _draw_bytes(plain_axes(above), profile, plan)
+    _draw_values(below, profile, rows)
+    for axes in (above, below):
+        axes.axvline(profile.forward_events, color="black", linewidth=0.8, alpha=0.5)
+    above.set_title(title or f"{plan.model}: {len(plan.dropped)} of {len(plan.decisions)} values are not kept")
+    return figure
+
+
+def _draw_bytes(axes: Any, profile: Profile, plan: CheckpointPlan) -> None:
+    unplanned, with_plan = timeline_of(profile), timeline_of(profile, plan)
+    events = range(len(unplanned))
+    axes.fill_between(events, [size / MIB for size in unplanned], step="post", color=UNPLANNED, alpha=0.25)
+    axes.step(events, [size / MIB for size in unplanned], where="post", color=UNPLANNED, label="everything kept")
+    axes.fill_between(events, [size / MIB for size in with_plan], step="post", color=PLANNED, alpha=0.35)
+    axes.step(events, [size / MIB for size in with_plan], where="post", color=PLANNED, label="with the plan")
+    if plan.budget:
+        axes.axhline(plan.budget / MIB, color=LIMIT, linewidth=1.2, label="budget")
+    axes.set_ylabel("activations, MiB")
+    axes.set_ylim(0, 1.12 * max(unplanned, default=1) / MIB)
+    middle = profile.forward_events
+    for place, text in ((middle / 2, "forward"), ((middle + len(unplanned)) / 2, "backward")):
+        axes.annotate(text, (place, 1), (0, -12), ("data", "axes fraction"), "offset points", ha="center", fontsize=9)
+    axes.legend(loc="upper right", frameon=False, fontsize=9)
+
+
+def _largest(profile: Profile, plan: CheckpointPlan) -> list[tuple[str, str, int, int]]:
+    """Name, action, storage and value of the values that occupy most, in the order of forward."""
+    actions = {decision.name: decision.action for decision in plan.decisions}
+    seen: dict[int, tuple[str, str, int, int]] = {}
+    for index, value in enumerate(profile.values):
+        if value.name in actions and value.storage >= 0:
+            seen.setdefault(value.storage, (value.name, actions[value.name], value.storage, index))
+    by_size = sorted(seen.values(), key=lambda row: profile.storages[row[2]].num_bytes, reverse=True)
+    return sorted(by_size[:_MOST_ROWS], key=lambda row: row[3])
+
+
+def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int, int]]) -> None:
+    shown: set[str] = set()
+    for place, (_, action, number, index) in enumerate(rows):
+        storage, colour = profile.storages[number], _ACTIONS[action]
+        label = None if action in shown else action
+        shown.add(action)
+        span = storage.freed - storage.unused
+        if action == "keep":
+            axes.barh(place, span, left=storage.unused, height=0.7, color=colour, label=label)
+            continue
+        axes.barh(place, span, left=storage.unused, height=0.7, color=colour, alpha=0.22, label=label)
+        for request in profile.requests:
+            if request.value == index:
+                used = max(1, request.released - request.event)
+                axes.barh(place, used, left=request.event, height=0.7, color=colour)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=6)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("events of the step: every allocation and release, in order")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", frameon=False, fontsize=8)
+
+
+def draw_prices(prices: Sequence[tuple[int, float]], unplanned: int, chosen: tuple[int, float] | None = None) -> Any:
+    """What every budget costs: extra time of a step over the predicted peak.
+
+    Args:
+        prices: Predicted peak of activations in bytes, and the extra time as a share of a step, of several plans.
+        unplanned: Bytes without a plan.
+        chosen: The plan that is followed.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    figure = new_figure(6.5, 3.8)
+    axes = plain_axes(figure.add_subplot())
+    points = sorted([*prices, (unplanned, 0.0)])
+    axes.plot([size / MIB for size, _ in points], [100 * share for _, share in points], "o-", color=PLANNED, ms=4)
+    if chosen is not None:
+        axes.plot(chosen[0] / MIB, 100 * chosen[1], "D", color=LIMIT, ms=8, label="this plan")
+        axes.legend(frameon=False)
+    axes.axvline(unplanned / MIB, color=UNPLANNED, linestyle=":")
+    axes.annotate("everything kept", (unplanned / MIB, 0.5), (-4, 0), ("data", "axes fraction"), "offset points",
+                  ha="right", rotation=90, fontsize=8, va="center")  # fmt: skip
+    axes.set(xlabel="peak of activations, MiB", ylabel="extra time of a step, %", xlim=(0, None), ylim=(0, None))
+    axes.set_title("What a budget costs")
+    return figure

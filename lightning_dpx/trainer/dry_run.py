@@ -1,0 +1,232 @@
+"""What a training step would take on devices that need not be there: profiled on the CPU, planned for each device.
+
+A step of one replica is watched on the CPU, on as many rows as each device would get. Bytes of tensors are the same on
+every device; the workspaces of its libraries are not seen, and the extra time of a plan is the CPU's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
+from lightning_dpx.reducers import GradientReducer, make_reducer
+from lightning_dpx.replicas import BatchDim, ReplicaSet, Share, batch_size, parse_workload, slice_batch, split_sizes
+from lightning_dpx.trainer.auto_shift import states_of
+from lightning_dpx.trainer.logging import StepLog
+from lightning_dpx.trainer.memory_planning import profile_share
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What of the strategy decides about memory.
+
+    Attributes:
+        devices: One per replica; they need not exist.
+        workload: As in the strategy; ``"auto"`` counts as even.
+        batch_dim: As in the strategy.
+        reducer: As in the strategy.
+        budget: Bytes on each device, or ``None``.
+        planner: As in the strategy.
+    """
+
+    devices: tuple[torch.device, ...]
+    workload: str | Sequence[float] = "even"
+    batch_dim: BatchDim = 0
+    reducer: str | GradientReducer = "auto"
+    budget: int | None = None
+    planner: str | Planner = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceForecast:
+    """One device in a training step, in bytes.
+
+    Attributes:
+        device: Its name.
+        rows: Of the batch.
+        parameters: Of the replica.
+        gradients: Of the replica, and what arrives from others on an owner.
+        optimizer: State of the parameters that it owns.
+        buffers: Of the replica.
+        unplanned: Activations at their peak, if all are kept.
+        plan: What is kept and what is computed again; ``None`` where the budget cannot be met.
+        budget: What was allowed in all; 0 without a budget.
+        smallest: The least that the device can do with in all; 0 if it was not asked for.
+    """
+
+    device: str
+    rows: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    unplanned: int
+    plan: CheckpointPlan | None
+    budget: int
+    smallest: int = 0
+
+    @property
+    def static(self) -> int:
+        """Everything but activations."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def peak(self) -> int:
+        """The predicted peak, with the plan if there is one."""
+        return self.static + (self.unplanned if self.plan is None or self.plan.peak is None else self.plan.peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is met."""
+        return not self.budget or (self.plan is not None and self.peak <= self.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What was found: a forecast per active device, and the profile of a step by its number of rows."""
+
+    forecasts: tuple[DeviceForecast, ...]
+    profiles: dict[int, Profile]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device meets the budget."""
+        return all(forecast.fits for forecast in self.forecasts)
+
+    @property
+    def tightest(self) -> DeviceForecast | None:
+        """The device whose plan drops most; its plan serves all."""
+        planned = [forecast for forecast in self.forecasts if forecast.plan is not None]
+        return min(planned, key=lambda forecast: forecast.plan.peak or 0, default=None)  # type: ignore[union-attr]
+
+
+class _Seen(Exception):  # noqa: N818  it ends a fit and is no error
+    """The first batch is there, the step must not happen."""
+
+
+class _FirstBatch(Callback):
+    """Works on the first training batch, where everything that Lightning sets up is there, and ends the fit."""
+
+    def __init__(self, work: Callable[[Trainer, LightningModule, Any], DryRun]) -> None:
+        self._work = work
+        self.found: DryRun | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Looks at the batch instead of training on it."""
+        self.found = self._work(trainer, pl_module, batch)
+        raise _Seen
+
+
+def dry_run(
+    trainer: Trainer,
+    module: LightningModule,
+    data: Any,
+    settings: Settings,
+    progress: Progress = lambda _: None,
+) -> DryRun:
+    """Predicts the memory of every device in a training step of ``module`` on the first batch of ``data``.
+
+    Args:
+        trainer: On one CPU, with the precision and the callbacks of the run.
+        module: What would be trained; it is not changed, beyond what its own setup hooks do.
+        data: A datamodule or a loader; ``None`` if the module has its own.
+        settings: Of the run.
+        progress: Told what happens next.
+
+    Raises:
+        ConfigurationError: there is no training batch, or a setting is not allowed.
+        UnsupportedError: manual optimization.
+    """
+    first = _FirstBatch(lambda trainer, module, batch: _forecast(trainer, module, batch, settings, progress))
+    with _with_callback(trainer, first):
+        arguments = {"datamodule" if hasattr(data, "prepare_data") else "train_dataloaders": data} if data else {}
+        with suppress(_Seen):
+            trainer.fit(module, **arguments)
+    if first.found is None:
+        raise ConfigurationError("There is no training batch to look at: the loader is empty, or no step is allowed.")
+    return first.found
+
+
+@contextmanager
+def _with_callback(trainer: Trainer, callback: Callback) -> Iterator[None]:
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+
+
+def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
+    if not module.automatic_optimization:
+        raise UnsupportedError("A dry run profiles a step, which manual optimization makes impossible.")
+    num_rows = batch_size(batch, settings.batch_dim)
+    sizes = split_sizes(num_rows, parse_workload(settings.workload, len(settings.devices)))
+    replicas = ReplicaSet(module, [torch.device("cpu")], batch_dim=settings.batch_dim, keep=[trainer, *trainer.loggers])
+    profiles: dict[int, Profile] = {}
+    for size in sorted({size for size in sizes if size}, reverse=True):
+        if profiles:
+            largest = max(profiles)
+            profiles[size] = scaled(profiles[largest], size / largest)
+            continue
+        progress(f"profiling a step on {size} rows")
+        part = batch if size == num_rows else slice_batch(batch, [size, num_rows - size], settings.batch_dim)[0]
+        profiles[size] = profile_share(replicas, Share(replicas.root, size, part), _runner(trainer))
+    static = _static(trainer, module, settings)
+    forecasts = []
+    for device, size, sizes_there in zip(settings.devices, sizes, static, strict=True):
+        if size:
+            progress(f"planning {device}")
+            forecasts.append(_device(module, str(device), size, sizes_there, profiles[size], settings))
+    return DryRun(tuple(forecasts), profiles)
+
+
+def _runner(trainer: Trainer) -> Callable[[Any, Any, int], Any]:
+    def run(twin: Any, rows: Any, num_rows: int) -> Any:
+        index = {"batch_idx": 0} if is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2) else {}
+        with StepLog(Share(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
+            with trainer.precision_plugin.train_step_context():
+                return twin.training_step(rows, **index)
+
+    return run
+
+
+def _static(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
+    """Per replica, the bytes that are there all the time."""
+    parameters = list(module.parameters())
+    here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
+    owners = make_reducer(here, settings.devices).owners([p.numel() for p in parameters])
+    several = len(set(settings.devices)) > 1
+    states = max((states_of(optimizer) for optimizer in trainer.optimizers), default=0)
+    trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
+    return [
+        {
+            "parameters": sum(p.nbytes for p in parameters),
+            "gradients": sum(size for size, _ in trained)
+            + (sum(size for size, owner in trained if owner == index) if several else 0),
+            "optimizer": states * sum(size for size, owner in trained if owner == index),
+            "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+        }
+        for index in range(len(settings.devices))
+    ]
+
+
+def _device(
+    module: LightningModule, device: str, rows: int, static: dict[str, int], profile: Profile, settings: Settings
+) -> DeviceForecast:
+    allowed, held = settings.budget, sum(static.values())
+    common = {"device": device, "rows": rows, **static, "unplanned": profile.peak, "budget": allowed or 0}
+    try:
+        room = None if allowed is None else max(1, allowed - held)
+        plan = plan_profile(module, profile, profile.peak if room is None else room, settings.planner)
+    except PlanError as error:
+        smallest = held + (error.smallest if error.smallest is not None else 0)
+        return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
+    return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
