@@ -38,6 +38,7 @@ from lightning_dpx.trainer import (
     DeviceMemoryMonitor,
     DeviceThroughputMonitor,
     DPXPrecision,
+    DPXProfiler,
     DPXStrategy,
     SimAccelerator,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "ConfigurationError",
     "DPXError",
     "DPXPrecision",
+    "DPXProfiler",
     "DPXStrategy",
     "DeviceMemoryMonitor",
     "DeviceThroughputMonitor",

@@ -216,7 +216,28 @@ def capacity_of(device: torch.device) -> Capacity:
     module = torch.get_device_module(device)
     free, total = (int(size) for size in module.mem_get_info(device))
     reserved = int(module.memory_reserved(device))
-    return Capacity(reserved, 0, 0) if total > NO_LIMIT else Capacity(reserved, total, max(0, total - free - reserved))
+    if total > NO_LIMIT:
+        return Capacity(reserved, 0, 0)
+    listed = _listed_for_others(device) if device.type == "cuda" else None
+    return Capacity(reserved, total, max(0, total - free - reserved) if listed is None else listed)
+
+
+def _listed_for_others(device: torch.device) -> int | None:
+    """What the driver lists for other processes, where nvidia-ml-py is installed: without this process's own context.
+
+    ``None`` where that cannot be told: in a container the driver's process numbers are not ours.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(torch.cuda._get_pynvml_handler(device))
+    except (pynvml.NVMLError, RuntimeError):
+        return None
+    if all(process.pid != os.getpid() for process in processes):
+        return None
+    return sum(process.usedGpuMemory or 0 for process in processes if process.pid != os.getpid())
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

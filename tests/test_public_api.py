@@ -10,6 +10,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "ConfigurationError",
         "DPXError",
         "DPXPrecision",
+        "DPXProfiler",
         "DPXStrategy",
         "DeviceMemoryMonitor",
         "DeviceThroughputMonitor",

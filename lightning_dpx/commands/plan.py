@@ -29,8 +29,8 @@ from lightning_dpx.trainer import (
 )
 
 HEADS = (
-    "device", "rows", "parameters", "gradients", "optimizer", "buffers", "activations", "planned", "peak", "budget",
-    "extra time", "fits",
+    "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
+    "peak", "budget", "extra time", "fits",
 )  # fmt: skip
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
 MIB = 2**20
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     else:
         print(format_dry_run(found))
     if args.save is not None:
-        if found.tightest is None or found.tightest.plan is None:
-            raise PlanError("No device can meet its budget, so there is no plan to save.")
-        found.tightest.plan.save(args.save)
-        progress(f"the plan is in {args.save}")
+        tightest = found.tightest
+        if not found.fits or tightest is None or tightest.plan is None:
+            raise PlanError(f"Not all devices can meet their budget, so there is no plan to save in {args.save}.")
+        tightest.plan.save(args.save)
     if args.report is not None:
         write_report(found, args.report)
         progress(f"the report is in {args.report}")
@@ -147,7 +147,7 @@ def _cells(found: DryRun) -> list[list[str]]:
     rows = []
     for one in found.forecasts:
         share = one.plan.recompute_share if one.plan is not None else None
-        sizes = (one.parameters, one.gradients, one.optimizer, one.buffers, one.unplanned)
+        sizes = (one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs, one.unplanned)
         rows.append(
             [
                 *(one.device, str(one.rows), *(f"{size / MIB:.1f}" for size in sizes)),

@@ -100,6 +100,7 @@ def make_cli(arguments: list[str], *, execute: bool, **trainer: Any) -> Any:
                 super()._run_subcommand(subcommand)
 
     return CLI(
+        seed_everything_default=0,
         trainer_defaults={"strategy": {"class_path": "lightning_dpx.DPXStrategy"}},
         save_config_callback=SaveConfig if execute else None,
         parser_kwargs={"prog": "dpx"},

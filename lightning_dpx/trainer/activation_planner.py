@@ -13,6 +13,7 @@ from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
+    Profile,
     applied_plan,
     apply_plan,
     bytes_of_budget,
@@ -43,6 +44,7 @@ class ActivationPlanner(Callback):
 
     Attributes:
         plan: What is followed; ``None`` before the first batch.
+        profile: The step that it was made from; ``None`` if it was given.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -62,6 +64,7 @@ class ActivationPlanner(Callback):
         bytes_of_budget(self._budget, 1)  # checks it
         self._planner = make_planner(planner)
         self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
+        self.profile: Profile | None = None
         self._given = self.plan is not None
         self._largest = LargestBatch()
         self._step = ExitStack()
@@ -116,7 +119,9 @@ class ActivationPlanner(Callback):
             with StepLog(Share(replica, 0, batch)).recording(twin):
                 return loss_to_plan_from(twin.training_step(batch, batch_idx))
 
-        profile = profile_step(twin, step, replica.device, context=trainer.precision_plugin.train_step_context)
+        self.profile = profile = profile_step(
+            twin, step, replica.device, context=trainer.precision_plugin.train_step_context
+        )
         budget = bytes_of_budget(self._budget, profile.peak)
         self.plan = trainer.strategy.broadcast(plan_profile(module, profile, budget, self._planner))
         apply_plan(module, self.plan)

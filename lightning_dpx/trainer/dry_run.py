@@ -1,7 +1,9 @@
 """What a training step would take on devices that need not be there: profiled on the CPU, planned for each device.
 
 A step of one replica is watched on the CPU, on as many rows as each device would get. Bytes of tensors are the same on
-every device; the workspaces of its libraries are not seen, and the extra time of a plan is the CPU's.
+every device, but for operators that keep other things there: attention with dropout keeps its scores on the CPU, which
+fused kernels of a GPU do not. Workspaces of a device's libraries are not seen, and the extra time of a plan is the
+CPU's. Gradients count all through the step, as they do when they accumulate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
@@ -56,6 +60,7 @@ class DeviceForecast:
         gradients: Of the replica, and what arrives from others on an owner.
         optimizer: State of the parameters that it owns.
         buffers: Of the replica.
+        inputs: Its part of the batch.
         unplanned: Activations at their peak, if all are kept.
         plan: What is kept and what is computed again; ``None`` where the budget cannot be met.
         budget: What was allowed in all; 0 without a budget.
@@ -68,6 +73,7 @@ class DeviceForecast:
     gradients: int
     optimizer: int
     buffers: int
+    inputs: int
     unplanned: int
     plan: CheckpointPlan | None
     budget: int
@@ -76,7 +82,7 @@ class DeviceForecast:
     @property
     def static(self) -> int:
         """Everything but activations."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
 
     @property
     def peak(self) -> int:
@@ -179,20 +185,33 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         progress(f"profiling a step on {size} rows")
         part = batch if size == num_rows else slice_batch(batch, [size, num_rows - size], settings.batch_dim)[0]
         profiles[size] = profile_share(replicas, Share(replicas.root, size, part), _runner(trainer))
-    static = _static(trainer, module, settings)
+    inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     forecasts = []
-    for device, size, sizes_there in zip(settings.devices, sizes, static, strict=True):
+    for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):
         if size:
             progress(f"planning {device}")
-            forecasts.append(_device(module, str(device), size, sizes_there, profiles[size], settings))
+            static["inputs"] = inputs * size // num_rows
+            forecasts.append(_device(module, str(device), size, static, profiles[size], settings))
     return DryRun(tuple(forecasts), profiles)
+
+
+class _AsOnAccelerators(TorchFunctionMode):
+    """Dropout keeps a byte per element on accelerators, and on the CPU a number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.functional.dropout, torch.dropout):
+            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
+            p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+            if training and 0 < p < 1 and not given.get("inplace"):
+                return torch.native_dropout(given["input"], p, True)[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _runner(trainer: Trainer) -> Callable[[Any, Any, int], Any]:
     def run(twin: Any, rows: Any, num_rows: int) -> Any:
         index = {"batch_idx": 0} if is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2) else {}
         with StepLog(Share(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
-            with trainer.precision_plugin.train_step_context():
+            with trainer.precision_plugin.train_step_context(), _AsOnAccelerators():
                 return twin.training_step(rows, **index)
 
     return run

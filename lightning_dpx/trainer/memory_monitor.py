@@ -1,18 +1,20 @@
 """What every device holds, by phase of a step and by kind, for loggers, files and a table at the end of fit."""
 
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.trainer.activation_planner import ActivationPlanner
+from lightning_dpx.trainer.device_memory import GIB, MIB, DeviceMemory, Phase, bytes_by_device, flat, table_of
+from lightning_dpx.trainer.memory_report import draw_report, planned_activations
 from lightning_dpx.trainer.reports import (
     Pace,
     check_file,
@@ -24,47 +26,6 @@ from lightning_dpx.trainer.reports import (
     write_rows,
 )
 from lightning_dpx.trainer.strategy import DPXStrategy
-
-Phase = Literal["forward", "backward", "optimizer"]
-PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-GIB = 2**30
-MIB = 2**20
-
-
-@dataclass(slots=True)
-class DeviceMemory:
-    """Bytes on one device in one training step.
-
-    Attributes:
-        allocated: By tensors, at the end of the step; on the host, resident memory of the process.
-        reserved: By the allocator, from the device.
-        peak: The most that was allocated during the step.
-        peak_by_phase: The same for forward, backward (with the reduction) and optimizer.
-        activations: What forward left for backward.
-        parameters: Of all replicas and shifted parts here; shared storage counts once.
-        gradients: After backward and reduction.
-        buffers: Likewise.
-        optimizer: State of the optimizers.
-        planned: The peak that a memory plan predicts; 0 without a plan.
-        budget: What the plan was made for; 0 without one.
-        total: The device's capacity.
-        others: Held by other processes and libraries.
-    """
-
-    allocated: int = 0
-    reserved: int = 0
-    peak: int = 0
-    peak_by_phase: dict[str, int] = field(default_factory=dict)
-    activations: int = 0
-    parameters: int = 0
-    gradients: int = 0
-    buffers: int = 0
-    optimizer: int = 0
-    planned: int = 0
-    budget: int = 0
-    total: int = 0
-    others: int = 0
 
 
 class DeviceMemoryMonitor(Callback):
@@ -79,6 +40,8 @@ class DeviceMemoryMonitor(Callback):
         save_to: Also write every report to this file: one row per step and device (``.csv``) or a list (``.json``).
         warn_at: Warn once per device when the peak passes this share of its capacity; 1 never warns.
         every_n_steps: How often; the trainer's ``log_every_n_steps`` unless given.
+        report: Write a page with tables and pictures to this ``.html`` file when fit ends. A TensorBoard logger gets
+            the pictures anyway, where matplotlib is installed.
 
     Attributes:
         devices: The devices of the last measured step.
@@ -96,7 +59,10 @@ class DeviceMemoryMonitor(Callback):
         save_to: str | Path | None = None,
         warn_at: float = 0.95,
         every_n_steps: int | None = None,
+        report: str | Path | None = None,
     ) -> None:
+        if report is not None and Path(report).suffix != ".html":
+            raise ConfigurationError(f"report={str(report)!r} is not allowed; name an .html file.")
         if isinstance(warn_at, bool) or not isinstance(warn_at, int | float) or not 0 < warn_at <= 1:
             raise ConfigurationError(f"warn_at={warn_at!r} is not allowed; give a share of the capacity in (0, 1].")
         self._path, self._pace = check_file(save_to), Pace(every_n_steps)
@@ -108,6 +74,7 @@ class DeviceMemoryMonitor(Callback):
         self._rows: list[dict[str, Any]] = []
         self._warned: set[torch.device] = set()
         self._measuring = False
+        self._page = None if report is None else Path(report)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before."""
@@ -141,7 +108,7 @@ class DeviceMemoryMonitor(Callback):
         if not self._measuring:
             return
         self._end_phase("backward")
-        gradients = _bytes_by_device(
+        gradients = bytes_by_device(
             parameter.grad
             for module in replica_modules(trainer, pl_module)
             for parameter in module.parameters()
@@ -168,9 +135,9 @@ class DeviceMemoryMonitor(Callback):
     def _weigh(self, trainer: Trainer, module: LightningModule) -> None:
         """What walks over all parameters."""
         modules = replica_modules(trainer, module)
-        parameters = _bytes_by_device(parameter for replica in modules for parameter in replica.parameters())
-        buffers = _bytes_by_device(buffer for replica in modules for buffer in replica.buffers())
-        states = _bytes_by_device(
+        parameters = bytes_by_device(parameter for replica in modules for parameter in replica.parameters())
+        buffers = bytes_by_device(buffer for replica in modules for buffer in replica.buffers())
+        states = bytes_by_device(
             value
             for optimizer in trainer.optimizers
             for state in optimizer.state.values()
@@ -190,8 +157,13 @@ class DeviceMemoryMonitor(Callback):
         self._note_peaks()
         if self._path is not None and trainer.is_global_zero:
             write_rows(self._path, self._rows)
-        if self._table and self.last:
-            show_rows(*self._as_table())
+        if not self.last or not trainer.is_global_zero:
+            return
+        if self._table:
+            show_rows(*table_of(self.last, self.highest))
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if self._page is not None or (boards and find_spec("matplotlib")):
+            draw_report(trainer, self.last, table_of(self.last, self.highest), boards, self._page)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What was measured until then is what one wants to see after running out of memory."""
@@ -199,20 +171,7 @@ class DeviceMemoryMonitor(Callback):
 
     def format_table(self) -> str:
         """One row per device: the last measured step by kind, and the highest peak of the fit, in MiB."""
-        return format_rows(*self._as_table())
-
-    def _as_table(self) -> tuple[str, list[str], list[list[str]]]:
-        phases = [f"peak {phase}" for phase in PHASES]
-        rows = []
-        for device, memory in self.last.items():
-            sizes = [getattr(memory, kind) for kind in KINDS]
-            sizes += [memory.peak_by_phase.get(phase, 0) for phase in PHASES]
-            sizes += [memory.peak, self.highest.get(device, 0)]
-            unless_none = [f"{size / MIB:.1f}" if size else "-" for size in (memory.planned, memory.budget)]
-            capacity = f"{memory.total / MIB:.0f}" if memory.total else "-"
-            rows.append([str(device), *(f"{size / MIB:.1f}" for size in sizes), *unless_none, capacity])
-        heads = ["device", *KINDS, *phases, "peak", "highest", "planned", "budget", "of"]
-        return "dpx: memory of the last step, in MiB", heads, rows
+        return format_rows(*table_of(self.last, self.highest))
 
     def _begin_phase(self) -> None:
         for device in self.devices:
@@ -246,7 +205,7 @@ class DeviceMemoryMonitor(Callback):
         step = steps_taken(trainer)
         if self._path is not None:
             for device, memory in self.last.items():
-                self._rows.append({"step": step, "device": str(device), **_flat(memory)})
+                self._rows.append({"step": step, "device": str(device), **flat(memory)})
         if self._prog_bar:
             for device, memory in self.last.items():
                 name = f"{short_name(device)} GiB"
@@ -254,19 +213,9 @@ class DeviceMemoryMonitor(Callback):
         figures: dict[tuple[str, ...], float] = {
             ("memory", short_name(device), f"{kind}_gib"): size / GIB
             for device, memory in self.last.items()
-            for kind, size in _flat(memory).items()
+            for kind, size in flat(memory).items()
         }
         log_figures(trainer, figures, step)
-
-
-def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, int]:
-    """Bytes of activations that a plan predicts on ``device`` at their peak, and the budget for all; 0 without."""
-    if isinstance(trainer.strategy, DPXStrategy):
-        return trainer.strategy.planned_activations(device)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ActivationPlanner) and callback.plan is not None:
-            return (callback.plan.peak or 0, 0) if device == canonical_device(trainer.strategy.root_device) else (0, 0)
-    return 0, 0
 
 
 def replica_modules(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
@@ -275,23 +224,5 @@ def replica_modules(trainer: Trainer, module: LightningModule) -> list[nn.Module
     return replicas or [module]
 
 
-def _flat(memory: DeviceMemory) -> dict[str, int]:
-    sizes = asdict(memory)
-    phases = sizes.pop("peak_by_phase")
-    return {**sizes, **{f"peak_{phase}": phases.get(phase, 0) for phase in PHASES}}
-
-
 def _devices_of(module: nn.Module) -> set[torch.device]:
     return {canonical_device(tensor.device) for tensor in (*module.parameters(), *module.buffers())}
-
-
-def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:
-    storages: dict[tuple[torch.device, int], int] = {}
-    for tensor in tensors:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            storages[canonical_device(tensor.device), storage.data_ptr()] = storage.nbytes()
-    sizes: dict[torch.device, int] = {}
-    for (device, _), size in storages.items():
-        sizes[device] = sizes.get(device, 0) + size
-    return sizes

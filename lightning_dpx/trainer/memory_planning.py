@@ -105,6 +105,7 @@ class MemoryPlanning:
         if self._given is not None and not isinstance(self._given, CheckpointPlan):
             raise ConfigurationError(f"plan={plan!r} is not allowed; give a CheckpointPlan or the path of a saved one.")
         self.plans: dict[torch.device, CheckpointPlan] = {}
+        self.profiles: dict[torch.device, Profile] = {}
         self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
         self._largest = LargestBatch()
         self._before: dict[torch.device, int] = {}
@@ -176,7 +177,7 @@ class MemoryPlanning:
                     f"parameters, gradients and optimizer state take {_mib(static)}; it must allow at least {least}."
                 )
                 raise
-            self.plans[device] = plan
+            self.plans[device], self.profiles[device] = plan, profile
             rank_zero_info(_announcement(device, plan, static, limit, len(group), profile))
         for replica in replicas.replicas:  # also those without a share today
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
@@ -214,11 +215,13 @@ class MemoryPlanning:
             if applied_plan(replica.module) is not None:
                 remove_plan(replica.module)
         self.plans.clear()
+        self.profiles.clear()
 
     def forget(self) -> None:
         """The run is over; the next one plans anew."""
         self._largest, self._before, self._steps = LargestBatch(), {}, 0
         self.plans.clear()
+        self.profiles.clear()
 
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""
@@ -260,7 +263,8 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
         return on_rows(share.batch, share.num_rows)
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-    gc.collect()
+    finally:
+        gc.collect()  # a stand-in and its gradients refer to each other in circles
     if share.num_rows < 4:
         raise PlanError(
             f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "

@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.recompute import CheckpointPlan, Planner, planned
+from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, planned
 from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, between_processes, choose_reducer
 from lightning_dpx.replicas import (
     BufferMode,
@@ -201,6 +201,11 @@ class DPXStrategy(ParallelStrategy):
     def replica_modules(self) -> list[Module]:
         """The modules of all replicas during a run, the user's own first; empty with one device."""
         return [] if self._replicas is None else [replica.module for replica in self._replicas.replicas]
+
+    @property
+    def memory_plans(self) -> dict[torch.device, tuple[CheckpointPlan, Profile | None]]:
+        """By device, the plan that is followed, and the step that it was made from if it was made here."""
+        return {device: (plan, self._planning.profiles.get(device)) for device, plan in self._planning.plans.items()}
 
     def planned_activations(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations that the memory plan predicts on ``device`` at their peak, and its budget for all."""

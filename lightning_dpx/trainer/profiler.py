@@ -1,0 +1,35 @@
+"""torch.profiler that sees what the replicas do in their threads."""
+
+from pathlib import Path
+
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch._C._profiler import _ExperimentalConfig
+
+
+class DPXProfiler(PyTorchProfiler):
+    """Lightning's PyTorchProfiler, for all threads: torch.profiler alone records only the one that started it.
+
+    Args:
+        dirpath: Folder of the report; the logger's unless given.
+        filename: Of the report, without its suffix; printed on standard output unless given.
+        export_to_chrome: Write a trace for chrome://tracing or Perfetto beside it.
+        row_limit: Rows of the table; -1 for all.
+        sort_by_key: Of the table's columns, for example ``"cpu_time_total"``.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+    ) -> None:
+        super().__init__(
+            dirpath,
+            filename,
+            export_to_chrome=export_to_chrome,
+            row_limit=row_limit,
+            sort_by_key=sort_by_key,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        )

@@ -1,0 +1,180 @@
+"""``dpx plan`` predicts what the devices of a config would hold, without them, and is right."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.cli import main
+from lightning_dpx.commands.plan import parse_devices
+from tests.conftest import SIMULATED, make_trainer
+
+# Lightning calls what jsonargparse has deprecated.
+pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+sim_only = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+
+
+class Deep(LightningModule):
+    """Rows (B, 64) through 12 layers of width 64 to one number."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(dropout)) for _ in range(12)]
+        self.net = nn.Sequential(*layers, nn.Linear(64, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class Rows(LightningDataModule):
+    """Three batches of 1024 rows."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(3072, 64), torch.randn(3072, 1)), 1024)
+
+
+class ByHand(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class NoRows(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(0, 64), torch.randn(0, 1)), 1024)
+
+
+def config(folder: Path, strategy: str = "{}", model: str = "Deep", data: str = "Rows") -> str:
+    """For four GPUs, which no test machine must have."""
+    path = folder / "config.yaml"
+    path.write_text(
+        "trainer:\n  accelerator: gpu\n  devices: 4\n  max_epochs: 1\n  precision: 32-true\n"
+        "  callbacks:\n    - class_path: lightning_dpx.DeviceMemoryMonitor\n"
+        "    - class_path: lightning.pytorch.callbacks.ModelCheckpoint\n"
+        f"  strategy:\n    class_path: lightning_dpx.DPXStrategy\n    init_args: {strategy}\n"
+        f"model:\n  class_path: tests.commands.test_plan.{model}\n"
+        f"data:\n  class_path: tests.commands.test_plan.{data}\n"
+    )
+    return str(path)
+
+
+def planned(capsys: Any, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    status = main(["plan", "--json", *arguments])
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] == (status == 0)
+    return status, found["devices"]
+
+
+@sim_only
+@pytest.mark.parametrize("reducer", ["collective", "colocate"])
+@pytest.mark.parametrize("budget", [None, "2500KiB"])
+def test_the_prediction_is_what_a_run_on_such_devices_takes(
+    reducer: str, budget: str | None, tmp_path: Path, capsys: Any
+) -> None:
+    options = f"{{reducer: {reducer}, workload: [3, 2, 2, 1], memory_budget: {budget or 'null'}, gradient_packs: 0}}"
+    status, devices = planned(capsys, "--config", config(tmp_path, options))
+    assert status == 0
+    assert [device["device"] for device in devices] == [f"cuda:{index}" for index in range(4)]
+    assert [device["rows"] for device in devices] == [384, 256, 256, 128]
+    gc.collect()  # what other tests left on the devices
+    monitor = dpx.DeviceMemoryMonitor(table=False, every_n_steps=1)
+    strategy = dpx.DPXStrategy(
+        reducer=reducer, workload=[3, 2, 2, 1], memory_budget=budget, gradient_packs=0, execution="inline"
+    )
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=4, max_epochs=1, callbacks=[monitor])
+    trainer.fit(Deep(), datamodule=Rows())
+    for index, device in enumerate(devices):
+        taken = max(monitor.last[torch.device("sim", index)].peak_by_phase.values())
+        # Gradients count all through the step; here they come while activations go.
+        assert device["peak"] - device["gradients"] <= taken * 1.02, index
+        assert taken <= device["peak"] * 1.02, index
+
+
+def test_a_plan_is_saved_drawn_and_followed(tmp_path: Path, capsys: Any) -> None:
+    plan, page = tmp_path / "plan.yaml", tmp_path / "report.html"
+    arguments = ["--config", config(tmp_path), "--budget", "2MiB", "--save", str(plan), "--report", str(page)]
+    assert main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1].split()[:3] == ["device", "rows", "parameters"]
+    assert "plan of cuda:0:" in printed
+    assert dpx.CheckpointPlan.load(plan).dropped
+    text = page.read_text()
+    assert text.count("<svg") == 3
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
+    strategy = dpx.DPXStrategy(plan=str(plan), execution="inline")
+    make_trainer(strategy=strategy, devices=2, max_epochs=1).fit(Deep(), datamodule=Rows())
+
+
+def test_what_does_not_fit_says_so_and_what_would(tmp_path: Path, capsys: Any) -> None:
+    status, devices = planned(capsys, "--config", config(tmp_path), "--budget", "1300KiB")
+    assert status == 2
+    assert [device["fits"] for device in devices] == [False, True, True, True], (
+        "the first one has the optimizer's state"
+    )
+    assert devices[0]["smallest"] > 1300 * 2**10 >= devices[1]["peak"]
+    assert main(["plan", "--config", config(tmp_path), "--budget", "1300KiB"]) == 2
+    assert "needs 1." in capsys.readouterr().out
+    assert main(["plan", "--config", config(tmp_path), "--budget", "1300KiB", "--save", str(tmp_path / "p.yaml")]) == 1
+    assert "Not all devices can meet their budget" in capsys.readouterr().err
+
+
+def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys: Any) -> None:
+    own = config(tmp_path, "{memory_budget: 1MiB}")
+    _, devices = planned(capsys, "--config", own, "--devices", "cuda:1,cuda:3", "--budget", "2097152")
+    assert [(device["device"], device["budget"]) for device in devices] == [("cuda:1", 2**21), ("cuda:3", 2**21)]
+    _, devices = planned(capsys, "--config", own, "--model.init_args.dropout", "0.0")
+    assert [device["budget"] for device in devices] == [2**20] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--budget", "lots"], "--budget='lots' is not allowed"),
+        (["--devices", "gpus"], "--devices 'gpus' is not allowed; give a number, or names"),
+        (["--devices", "0"], "--devices '0' is not allowed"),
+        (["--report", "report.doc"], "--report report.doc is not allowed; name an .html, .png, .svg or .pdf file"),
+    ],
+)
+def test_bad_arguments(options: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", "--config", config(tmp_path), *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "data", "said"),
+    [
+        ("{memory_budget: auto}", "Deep", "Rows", "memory_budget='auto' needs the devices to be there; give --budget"),
+        ("{memory_budget: 0.5}", "Deep", "Rows", "memory_budget=0.5 needs the devices"),
+        ("{shifts: auto}", "Deep", "Rows", "does not know what shifts would move"),
+        ("{}", "ByHand", "Rows", "manual optimization makes impossible"),
+        ("{}", "Deep", "NoRows", "There is no training batch to look at"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_configs_that_cannot_be_planned(
+    strategy: str, model: str, data: str, said: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["plan", "--config", config(tmp_path, strategy, model, data)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_devices_as_lightning_takes_them() -> None:
+    assert [str(device) for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
+    assert [str(device) for device in parse_devices("2")] == ["cuda:0", "cuda:1"]
+    assert [str(device) for device in parse_devices("cuda:1, 3")] == ["cuda:1", "cuda:3"]

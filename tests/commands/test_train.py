@@ -1,0 +1,110 @@
+"""``dpx fit`` and its siblings: from the shell, from files, with clear words for a wrong value."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).parent.parent.parent
+DIGITS = "examples/digits.yaml"
+
+
+class Tiny(LightningModule):
+    """For the shell: counts its rows, and predicts them."""
+
+    def validation_step(self, rows: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_rows", float(len(rows)))
+
+    def predict_step(self, rows: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return rows
+
+
+class TinyData(LightningDataModule):
+    """Eight rows."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.zeros(8, 2), batch_size=4)  # type: ignore[arg-type]
+
+    predict_dataloader = val_dataloader
+
+
+def shell(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    """``dpx``, as installed, in the folder of the examples."""
+    command = [str(Path(sys.executable).with_name("dpx")), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done
+
+
+def test_fit_and_then_test_with_a_config(tmp_path: Path) -> None:
+    quick = ("--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false")
+    files = ("--trainer.default_root_dir", str(tmp_path), "--trainer.enable_checkpointing", "true")
+    fitted = shell("fit", "--config", DIGITS, *quick, *files)
+    assert "dpx: memory of the last step, in MiB" in fitted.stderr
+    assert "work of the last step" in fitted.stderr
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    tested = shell("test", "--config", DIGITS, "--ckpt_path", str(checkpoint))
+    assert "accuracy" in tested.stdout
+
+
+def test_validate_and_predict_run_as_well() -> None:
+    config = ("--model", "tests.commands.test_train.Tiny", "--data", "tests.commands.test_train.TinyData")
+    options = ("--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.logger", "false")
+    assert "val_rows" in shell("validate", *config, *options).stdout
+    shell("predict", *config, *options)
+
+
+def test_printed_configs_round_trip(tmp_path: Path) -> None:
+    options = ("--trainer.strategy.memory_budget", "8GiB", "--trainer.strategy.workload", "[2, 1, 1, 1]")
+    printed = shell("fit", "--config", DIGITS, *options, "--print_config").stdout
+    arguments = yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]
+    assert arguments["memory_budget"] == "8GiB"
+    assert arguments["workload"] == [2.0, 1.0, 1.0, 1.0]
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    assert shell("fit", "--config", str(again), "--print_config").stdout == printed
+
+
+def test_help_is_a_manual() -> None:
+    printed = shell("fit", "--trainer.strategy.help", "lightning_dpx.DPXStrategy").stdout
+    for argument in ("reducer", "workload", "memory_budget", "shifts", "communication_dtype", "timeout"):
+        assert f"--trainer.strategy.{argument}" in printed
+    assert "in this many packs" in " ".join(printed.split())
+    everything = shell("--help").stdout
+    assert all(command in everything for command in ("fit", "validate", "test", "predict", "plan", "bench", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("reducer", "ncl", "Unknown reducer 'ncl'; available: collective, colocate, hierarchical, naive, nccl"),
+        ("execution", "fast", "Literal['auto', 'inline', 'threads']. Got value: fast"),
+        ("workload", "[1, 2]", "dpx: workload has 2 entries [1.0, 2.0] for 4 devices; give one per device."),
+        ("memory_budget", "8GiBB", "memory_budget='8GiBB' is not allowed"),
+        ("planner", "greedy", "Unknown planner 'greedy'; available: auto"),
+        ("plan", "missing.yaml", "missing.yaml cannot be read as a plan"),
+    ],
+)
+def test_a_wrong_value_names_what_is_allowed(option: str, value: str, said: str) -> None:
+    done = shell("fit", "--config", DIGITS, f"--trainer.strategy.{option}", value, ok=False)
+    assert said in done.stderr.replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.parametrize("memory", ["64MiB", "[64MiB, 1GiB]"])
+def test_a_rehearsal_on_simulated_devices(memory: str) -> None:
+    options = ("--trainer.accelerator", "sim", "--trainer.devices", "2", "--trainer.max_epochs", "1")
+    simulated = ("--simulate.num_devices", "2", "--simulate.memory", memory)
+    done = shell("fit", "--config", DIGITS, *options, *simulated, "--trainer.enable_progress_bar", "false")
+    (row,) = (line.split() for line in done.stderr.splitlines() if line.strip().startswith("sim:1"))
+    assert row[-1] == ("64" if memory == "64MiB" else "1024")
+
+
+def test_without_a_command_it_says_what_there_is() -> None:
+    assert "the following arguments are required: command" in shell(ok=False).stderr
+    assert "unrecognized arguments: --fast" in shell("doctor", "--fast", ok=False).stderr
