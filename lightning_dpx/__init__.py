@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dpx.activations import Activation, trace_activations
 from lightning_dpx.errors import (
+    BudgetError,
     CollectiveError,
     ConfigurationError,
     DPXError,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "ActivationPlanner",
+    "BudgetError",
     "CheckpointPlan",
     "CollectiveError",
     "ConfigurationError",

@@ -8,11 +8,14 @@ DPXError
 ├── GatherError (ValueError)             replica results that cannot be merged into one
 ├── CollectiveError (RuntimeError)       replicas that cannot meet in a collective inside a step
 ├── PlanError (ValueError)               a memory plan that cannot be made, read or applied
+│   └── BudgetError (OutOfMemoryError)   no plan meets the budget
 └── BenchError (RuntimeError)            a job of a bench that did not finish
 
 Errors raised by user code inside a replica are never wrapped: the original object is raised again, with a note that
 names the replica, its device and the stage.
 """
+
+import torch
 
 
 class DPXError(Exception):
@@ -44,14 +47,18 @@ class CollectiveError(DPXError, RuntimeError):
 
 
 class PlanError(DPXError, ValueError):
-    """No plan meets the budget, or a plan does not belong to this model.
+    """A plan cannot be made or read, or does not belong to this model."""
+
+
+class BudgetError(PlanError, torch.OutOfMemoryError):
+    """No plan meets the budget. What retries with fewer rows when memory runs out (BatchSizeFinder) recognises it.
 
     Attributes:
-        smallest: Where a budget cannot be met, the bytes of activations that can be.
+        smallest: The bytes of activations that can be met; ``None`` where there is no room for any.
     """
 
     def __init__(self, message: str, smallest: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(f"{message} Such a step is out of memory (Lightning looks for the words CUDA out of memory).")
         self.smallest = smallest
 
 

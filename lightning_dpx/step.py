@@ -9,6 +9,7 @@ in the backward of the loss would wait for the very thread that it occupies. Two
 over the whole batch works in the same way: it is computed from leaves that hold the replicas' outputs.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils import _pytree
 
+from lightning_dpx.errors import GatherError
 from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, check_choice, gather, weighted_mean
 
@@ -82,7 +84,7 @@ class TrainingStep:
         self._processes, self._rows = processes, 0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
-        self._unreduced = False
+        self._unreduced = self._said_none = False
 
     def forward(
         self, shares: Sequence[Share], call: Callable[[Share], Any], finish: Callable[[Any], Any] | None = None
@@ -99,10 +101,15 @@ class TrainingStep:
             if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
         """
         self._replicas.state.synchronize()
-        self._rows += sum(share.num_rows for share in shares)
+        self._replicas.state.remember_buffers()
         outputs = self._replicas.run("training_step", shares, call)
+        if len(shares) > 1:
+            self._replicas.state.refuse_shared_writes()
         self._active = [share.replica for share in shares]
         kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
+        self._rows += sum(share.num_rows for share, _ in kept)
+        if 0 < len(kept) < len(shares):
+            self._say_that_some_have_no_loss([share for share, one in zip(shares, outputs, strict=True) if one is None])
         if not kept:
             self._pending = []
             self._collect_buffers()
@@ -111,9 +118,21 @@ class TrainingStep:
             return finish(self._merge_outputs([share for share, _ in kept], [output for _, output in kept]))
         for _, output in kept:
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            if not isinstance(loss, torch.Tensor):
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return output  # Lightning has its own words for a step that returns something else
+        if len({isinstance(output, Mapping) for _, output in kept}) > 1:
+            names = ", ".join(type(output).__name__ for _, output in kept)
+            raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
         return self._merge([share for share, _ in kept], [output for _, output in kept])
+
+    def _say_that_some_have_no_loss(self, shares: Sequence[Share]) -> None:
+        if not self._said_none:
+            who = ", ".join(str(share.replica.index) for share in shares)
+            warnings.warn(
+                f"training_step returned None on replica {who} of {len(self._active)}: these rows weigh nothing.",
+                stacklevel=2,
+            )
+        self._said_none = True
 
     def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
@@ -129,7 +148,7 @@ class TrainingStep:
         if not isinstance(outputs[0], Mapping):
             return leaf
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
-        return {"loss": leaf, **gather(extras, rows, device)}
+        return {"loss": leaf, **gather(extras, rows, device, self._replicas.output_dim)}
 
     def _merge_outputs(self, shares: list[Share], outputs: list[Any]) -> Any:
         """Outputs of the whole batch, on the first device, with leaves that catch the gradients for each replica."""
@@ -147,16 +166,19 @@ class TrainingStep:
 
             copies.append(_pytree.tree_map_only(torch.Tensor, detach, output))
             self._pending.append(waiting)
-        return gather(copies, [share.num_rows for share in shares], device)
+        return gather(copies, [share.num_rows for share in shares], device, self._replicas.output_dim)
 
     def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
         self._replicas.state.synchronize()
+        self._replicas.state.remember_buffers()
         self._rows += sum(share.num_rows for share in shares)
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
         self._collect_buffers()
-        return gather(outputs, [share.num_rows for share in shares], self._replicas.root.device)
+        return gather(
+            outputs, [share.num_rows for share in shares], self._replicas.root.device, self._replicas.output_dim
+        )
 
     def weights(self, shares: Sequence[Share]) -> list[float]:
         """Every share's part in the loss of the whole batch."""
@@ -237,12 +259,14 @@ class TrainingStep:
                 column[index].grad = _on(total, column[index].device) if replica == owner else None
 
     def discard(self) -> None:
-        """After an error: forgets the forward and the gradients of the other replicas."""
-        self._pending, self._unreduced = [], False
+        """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
+        self._pending, self._unreduced, self._rows = [], False, 0
         if self._eager is not None:
             self._eager.forget()
-        for replica in self._replicas.replicas[1:]:
-            replica.module.zero_grad(set_to_none=True)
+        for replica in self._replicas.replicas:
+            for parameter in replica.parameters:
+                parameter.grad = None
+        self._replicas.state.restore_buffers()
 
     def close(self) -> None:
         """Takes its hooks off the parameters; the next backward puts them on again."""

@@ -5,6 +5,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
     expected = [
         "Activation",
         "ActivationPlanner",
+        "BudgetError",
         "CheckpointPlan",
         "CollectiveError",
         "ConfigurationError",

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.train import make_cli
 from lightning_dpx.devices import parse_bytes
-from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.recompute import PLANNERS, Profile, format_plan, plan_profile
 from lightning_dpx.trainer import (
@@ -227,7 +227,7 @@ def prices_of(profile: Profile, points: int = 8) -> list[tuple[int, float]]:
         budget = low + (profile.peak - low) * step // (points + 1)
         try:
             plan = plan_profile(module, profile, budget)
-        except PlanError:
+        except BudgetError:
             continue
         found.append((plan.peak or 0, plan.recompute_share or 0.0))
     return found

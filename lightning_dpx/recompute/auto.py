@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_dpx.errors import PlanError
+from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.optimal import OptimalPlanner
 from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
 from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, least_seconds, register_planner
@@ -35,14 +35,14 @@ def plan_profile(
     """The plan for ``module``, whose step is ``profile``.
 
     Raises:
-        PlanError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
+        BudgetError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
     """
     problem, chosen = Problem(profile), make_planner(planner)
     choice = Choice() if budget is not None and profile.peak <= budget else chosen.choose(problem, budget)
     result = problem.forecast(choice)
     if budget is not None and result.peak > budget:
         smallest = problem.forecast(AutoPlanner().choose(problem, None)).peak
-        raise PlanError(
+        raise BudgetError(
             f"A budget of {_mib(budget)} for activations cannot be met"
             + (f" by planner={chosen.name!r}, which reaches {_mib(result.peak)}" if smallest <= budget else "")
             + f"; the smallest that can is {_mib(smallest)}, without a plan it is {_mib(profile.peak)}. "

@@ -14,6 +14,22 @@ from lightning_dpx.errors import PlanError
 
 Action = Literal["keep", "recompute", "recompute each time", "compress", "park"]
 _VERSION = 1
+_MOST_CHARACTERS = 8 * 2**20
+
+
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Data without aliases, which can stand for more than fits anywhere, and without a key given twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) != len(node.value):
+            raise yaml.YAMLError(f"a key is given twice{node.start_mark}")
+        return mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +118,12 @@ class CheckpointPlan:
             PlanError: the file is not a plan; says what is wrong with it.
         """
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            with open(path, encoding="utf-8") as file:
+                text = file.read(_MOST_CHARACTERS + 1)
+            if len(text) > _MOST_CHARACTERS:
+                raise ValueError(f"it is longer than {_MOST_CHARACTERS} characters")
+            content = yaml.load(text, _PlainLoader)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise PlanError(f"{path} cannot be read as a plan: {error}") from error
         return _from_mapping(content, str(path))
 
@@ -152,7 +172,7 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
         head[field] = content.get(field)
-        if not isinstance(head[field], kinds) or isinstance(head[field], bool):
+        if not isinstance(head[field], kinds) or not _is_sound(head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = CheckpointPlan(**head, decisions=decisions)
     if content.get("checksum") != _checksum(decisions):
@@ -176,9 +196,14 @@ def _decision(row: Any, where: str) -> Decision:
     if row["action"] not in get_args(Action):
         raise PlanError(f"{where}: action={row['action']!r} is not allowed; give one of {', '.join(get_args(Action))}.")
     for field, kinds in (("name", str), ("operator", str), ("num_bytes", int), ("seconds", _NUMBER)):
-        if not isinstance(row[field], kinds):
+        if not isinstance(row[field], kinds) or not _is_sound(row[field]):
             raise PlanError(f"{where}: {field}={row[field]!r} is not allowed.")
     return Decision(**row)
+
+
+def _is_sound(value: Any) -> bool:
+    """Texts, ``None``, and numbers that can be a size or a time."""
+    return not isinstance(value, int | float) or (not isinstance(value, bool) and 0 <= value < float("inf"))
 
 
 def _checksum(decisions: tuple[Decision, ...]) -> str:

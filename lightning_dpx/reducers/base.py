@@ -79,7 +79,10 @@ class GradientReducer(ABC):
         total: Gradients = [None] * len(targets)
         divisor = len(grads) if average else 1
         lists = self._sums_per_place(grads, dense)
+        shrink = self._shrink(lists)
         sums = lists[0] if len(lists) == 1 else self._sum(lists, [targets[index] for index in dense])
+        if shrink != 1 and sums:
+            torch._foreach_div_(sums, shrink)
         for index, tensor in zip(dense, _finished(sums, grads[0], dense, divisor), strict=True):
             total[index] = tensor
         for index in set(range(len(targets))).difference(dense):
@@ -100,7 +103,10 @@ class GradientReducer(ABC):
         self._check(grads)
         dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
         lists = self._sums_per_place(grads, dense)
+        shrink = self._shrink(lists)
         spread = self._spread(lists) if len(lists) > 1 else lists
+        for sums in spread if shrink != 1 else ():
+            torch._foreach_div_(sums, shrink)
         divisor = len(grads) if average else 1
         finished = [_finished(sums, grads[0], dense, divisor) for sums in spread]
         totals: list[Gradients] = []
@@ -134,6 +140,16 @@ class GradientReducer(ABC):
         if wire is None or not tensor.is_floating_point() or wire.itemsize >= tensor.dtype.itemsize:
             return tensor.to(place, non_blocking=True)
         return tensor.to(wire).to(place, non_blocking=True).to(tensor.dtype)
+
+    def _shrink(self, lists: Sequence[Dense]) -> float:
+        """A sum of halves overflows where no gradient does: what travels is divided, exactly, by a power of two."""
+        if len(lists) == 1 or self.communication_dtype is not torch.float16:
+            return 1.0
+        factor = 0.5 ** (len(self.devices) - 1).bit_length()
+        for row in lists:
+            if row:
+                torch._foreach_mul_(row, factor)
+        return factor
 
     def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
         """D x n: replicas of one place are summed there, in replica order."""

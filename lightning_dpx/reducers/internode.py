@@ -56,21 +56,21 @@ class ProcessReducer:
         used = [index for index in range(len(grads)) if present[index + 1] > 0]
         own = [torch.zeros_like(like[i]) if (gradient := grads[i]) is None else gradient for i in used]
         factor = 1.0 if rows < 0 else rows / float(present[0])
-        places = {gradient.device: None for gradient in own}
-        targets = [list(places).index(gradient.device) for gradient in own]
+        wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
+        targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
         result: Gradients = [None] * len(grads)
         works = []
         for indices in alike(own, targets):
             for split in split_at_boundaries([own[i].numel() for i in indices], self._num_splits):
                 members = [own[indices[position]] for position in split]
-                pack = self._on_wire(flatten(members) * factor)
+                pack = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]) * factor)
                 work = distributed.all_reduce(pack, async_op=True)
                 works.append((work, pack, [used[indices[position]] for position in split], members))
         for work, pack, indices, members in works:
             work.wait()
-            arrived = pack.to(device=members[0].device, dtype=members[0].dtype)
-            for index, tensor in zip(indices, unpack_like(arrived, members), strict=True):
-                result[index] = tensor
+            arrived = pack.to(members[0].dtype)
+            for index, member, tensor in zip(indices, members, unpack_like(arrived, members), strict=True):
+                result[index] = tensor.to(member.device)
         return result
 
     def _on_wire(self, pack: torch.Tensor) -> torch.Tensor:

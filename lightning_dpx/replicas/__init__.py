@@ -9,6 +9,8 @@ from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, che
 from lightning_dpx.replicas.slicing import (
     BatchDim,
     batch_size,
+    check_batch_dim,
+    check_workload,
     children_of,
     parse_workload,
     rebuild,
@@ -30,6 +32,8 @@ __all__ = [
     "StepTimes",
     "Trial",
     "batch_size",
+    "check_batch_dim",
+    "check_workload",
     "check_choice",
     "children_of",
     "collectives",

@@ -15,8 +15,6 @@ import torch
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.replicas.context import ReplicaRank, outside_step
 
-DEADLINE_SECONDS = 1800.0  # as torch.distributed
-
 
 class Meeting:
     """The meetings of one run of ``world_size`` participants.
@@ -27,6 +25,7 @@ class Meeting:
         refusal: Why nobody can meet here, if so.
         start_others: Called once, by the first participant to wait in turns; starts the participants that have not
             begun, each of which calls :meth:`begin`.
+        deadline: Seconds that a participant waits for the others; no limit unless given.
     """
 
     def __init__(
@@ -35,9 +34,11 @@ class Meeting:
         in_turns: bool = False,
         refusal: str = "",
         start_others: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
     ) -> None:
         self.world_size = world_size
         self._in_turns, self._refusal, self._start_others = in_turns, refusal, start_others
+        self._deadline = deadline
         self._changed = threading.Condition()
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
@@ -70,9 +71,10 @@ class Meeting:
             else:
                 self._break_if_hopeless()
             self._hand_over()
-            ready = self._changed.wait_for(lambda: rank in self._results and self._may_run(rank), DEADLINE_SECONDS)
+            ready = self._changed.wait_for(lambda: rank in self._results and self._may_run(rank), self._deadline)
             if not ready:
-                self._break(f"{kind}: not all replicas came within {DEADLINE_SECONDS:.0f} s")
+                here = ", ".join(map(str, sorted(self._arrived)))
+                self._break(f"{kind}: only replicas {here} of {self.world_size} came within {self._deadline:g} s")
             result, error = self._results.pop(rank)
         if error is not None:
             raise error
@@ -93,6 +95,13 @@ class Meeting:
             self._ended.add(rank)
             self._break_if_hopeless()
             self._hand_over()
+
+    def abandon(self) -> None:
+        """Nobody waits for the participants: those that wait for each other hear of it."""
+        with self._changed:
+            self._refusal = "the step was interrupted"
+            self._break(self._refusal)
+            self._changed.notify_all()
 
     def _complete(self, act: Callable[[list[Any]], Any]) -> None:
         kinds = {rank: kind for rank, (kind, _) in sorted(self._arrived.items())}

@@ -83,8 +83,11 @@ def _merge_children(
 def _merge_tensors(parts: list[torch.Tensor], sizes: list[int], device: torch.device, dim: int, path: str) -> Any:
     if len(parts) == 1:
         return parts[0].to(device)
-    if all(part.ndim > dim and part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
-        return torch.cat([part.to(device) for part in parts], dim)
+    for candidate in dict.fromkeys((dim, 0)):
+        if all(
+            part.ndim > candidate and part.shape[candidate] == rows for part, rows in zip(parts, sizes, strict=True)
+        ):
+            return torch.cat([part.to(device) for part in parts], candidate)
     if any(part.shape != parts[0].shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise GatherError(

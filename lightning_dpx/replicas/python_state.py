@@ -10,6 +10,7 @@ a step.
 
 import copy
 import operator
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import nn
 from torch.utils import _pytree
 
 from lightning_dpx.errors import ReplicationError
-from lightning_dpx.replicas.replica import SHARED_TYPES, Replica
+from lightning_dpx.replicas.replica import SHARED_TYPES, Replica, reaches
 from lightning_dpx.replicas.slicing import PLAIN
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -42,6 +45,8 @@ class PythonState:
         self._seen = [dict(vars(child)) for child in self._modules[0]]  # holds them, so that no id is used twice
         self._containers = [self._signature(child) for child in self._modules[0]]
         self._slots = {replica.index: self._slots_of(replica) for replica in self._others}
+        self._hooks = [_users_hooks(child) for child in self._modules[0]]
+        self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
         self._sizes: dict[int, list[Any]] = {}
 
     def share(self) -> None:
@@ -52,13 +57,20 @@ class PythonState:
         """
         if not self._others:
             return
+        known, buffers = self._root.modules, self._root.buffers
         self._root.refresh()
+        if self._root.modules is not known:
+            self._check_modules()
+        if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
+            for replica in self._others:
+                replica.refresh()
+        self._check_hooks_of_parameters()
         modules = self._looked_after(self._root)
-        if len(modules) != len(self._seen):
-            raise ReplicationError(
-                "The module has other submodules now than its replicas: change it before fit (configure_model)."
-            )
         self._modules[0] = modules
+        for index, child in enumerate(modules):
+            if (hooks := _users_hooks(child)) != self._hooks[index]:
+                self._hooks[index] = hooks
+                self._send_hooks(index, child, hooks)
         changed = [index for index in range(len(modules)) if self._is_changed(index)]
         for replica in self._others:
             for index in changed:
@@ -83,6 +95,26 @@ class PythonState:
                 if type(target) is type(value) and target is not value and value is not None:
                     _take(value, target, known, self._root.device)
         self._remember([index for index in range(len(owned)) if self._is_changed(index)])
+
+    def _check_hooks_of_parameters(self) -> None:
+        for parameter in self._root.parameters:
+            hooks = parameter._backward_hooks
+            if hooks and len(hooks) > self._parameter_hooks.get(id(parameter), 0):
+                name = next(name for name, other in self._root.module.named_parameters() if other is parameter)
+                raise ReplicationError(
+                    f"Parameter {name} got a hook after setup, which would see the gradient of one replica only; "
+                    "register it before fit (configure_model), so that every replica has it."
+                )
+
+    def _check_modules(self) -> None:
+        mine, theirs = (dict(replica.module.named_modules()) for replica in (self._root, self._others[0]))
+        for name in [*mine, *(name for name in theirs if name not in mine)]:
+            now, then = (type(modules.get(name)).__name__ for modules in (mine, theirs))
+            if type(mine.get(name)) is not type(theirs.get(name)):
+                raise ReplicationError(
+                    f"The module has other submodules now than its replicas: {name} is {now} and was {then}. Change it "
+                    "before fit (configure_model)."
+                )
 
     def _looked_after(self, replica: Replica) -> list[nn.Module]:
         return [child for child in replica.modules if not isinstance(child, self._skip)]
@@ -122,6 +154,25 @@ class PythonState:
             if key not in mine:
                 del vars(twin)[key]
 
+    def _send_hooks(self, index: int, child: nn.Module, hooks: dict[tuple[str, int], Any]) -> None:
+        originals = {id(module) for module in self._root.modules}
+        for (key, _), hook in hooks.items():
+            if isinstance(hook, types.FunctionType) and reaches(hook, originals):
+                name = next(name for name, other in self._root.module.named_modules() if other is child)
+                raise ReplicationError(
+                    f"{name}.{key} got a hook after setup, {hook.__qualname__!r}, whose closure captures this very "
+                    "module; on a replica it would still act on the original. Use a bound method."
+                )
+        for replica in self._others:
+            twin = self._modules[replica.index][index]
+            for key in _HOOKS:
+                held = vars(twin)[key]
+                for number in [number for number, hook in held.items() if not _is_ours(hook)]:
+                    del held[number]
+                held.update({number: self._copied(hook, replica) for (of, number), hook in hooks.items() if of == key})
+            for key in _HOOK_FLAGS:
+                vars(twin)[key].update(vars(child)[key])
+
     def _copied(self, value: Any, replica: Replica) -> Any:
         if isinstance(value, (*PLAIN, *SHARED_TYPES)):
             return value
@@ -145,6 +196,18 @@ class PythonState:
             for key, value in self._own(child)
             if type(value) in (list, dict, set)
         ]
+
+
+def _is_ours(hook: Any) -> bool:
+    owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
+    return (getattr(owner, "__module__", "") or "").startswith("lightning_dpx.")
+
+
+def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
+    """By attribute and number; what the plan or a shift put there is not the user's."""
+    state = vars(child)
+    held = [(key, state[key]) for key in _HOOKS if state.get(key)]
+    return {(key, number): hook for key, hooks in held for number, hook in hooks.items() if not _is_ours(hook)}
 
 
 def _summary(value: Any) -> Any:

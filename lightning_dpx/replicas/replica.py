@@ -6,14 +6,18 @@ the storage of their parameters (no copy, no broadcast); each has its own gradie
 """
 
 import copy
+import functools
 import operator
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device
@@ -97,6 +101,8 @@ def replicate(
             names the path of the attribute.
     """
     _refuse_lazy(module)
+    if len(devices) > 1:
+        _refuse_parallel(module)
     root = canonical_device(devices[0])
     replicas = [Replica(0, root, module)]
     for index, device in enumerate(devices[1:], start=1):
@@ -134,7 +140,7 @@ def _copy(
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
     try:
-        twin = copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, dict(memo))  # what fails leaves half-made copies in its memo
         twin.to(device)  # what no memo knows: states of metrics, and the device that a LightningModule remembers
         return twin
     except Exception as error:
@@ -148,6 +154,14 @@ def _copy(
 def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     twin = copy.copy(parameter) if type(parameter) is not nn.Parameter else nn.Parameter(data, parameter.requires_grad)
     twin.data, twin.grad = data, None
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name)
+        if hooks:
+            twin.requires_grad_(True)  # torch takes hooks only while it does
+            register = twin.register_hook if name == "_backward_hooks" else twin.register_post_accumulate_grad_hook
+            for hook in hooks.values():
+                register(hook)  # type: ignore[no-untyped-call]
+            twin.requires_grad_(parameter.requires_grad)
     return twin
 
 
@@ -163,34 +177,70 @@ def _uncopyable_path(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-def _refuse_lazy(module: nn.Module) -> None:
+def _refuse_parallel(module: nn.Module) -> None:
+    """What another strategy spreads over devices or processes cannot be a part of a replica."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ReplicationError(f"{name} is a {type(child).__name__}; give the module inside it.")
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ReplicationError(f"Parameter {name} is lazy and has no value yet; run one forward before training.")
+        if is_traceable_wrapper_subclass(parameter) and hasattr(parameter, "device_mesh"):
+            raise ReplicationError(f"Parameter {name} is distributed over {parameter.device_mesh}; give whole tensors.")
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for kind, named in (("Parameter", module.named_parameters()), ("Buffer", module.named_buffers())):
+        for name, tensor in named:
+            if isinstance(tensor, UninitializedTensorMixin):
+                raise ReplicationError(f"{kind} {name} is lazy and has no value yet; run one forward before training.")
 
 
 def _refuse_unfaithful(module: nn.Module, twin: nn.Module) -> None:
-    """A deepcopy hands functions over as they are: one whose closure holds the original would still act on it."""
+    """A deepcopy hands functions and weak references over as they are: those that lead to the original would still
+    act on it."""
     originals = {id(child) for child in module.modules()}
     for (name, child), copied in zip(module.named_modules(), twin.modules(), strict=True):
         kept = {id(function) for _, function in _functions(copied)}
         for key, function in _functions(child):
-            if id(function) in kept and _captures(function, originals):
+            if id(function) in kept and reaches(function, originals):
+                what = getattr(function, "__qualname__", type(function).__name__)
                 raise ReplicationError(
-                    f"{f'{name}.' if name else ''}{key} holds the function {function.__qualname__!r}, whose closure "
+                    f"{f'{name}.' if name else ''}{key} holds the function {what!r}, whose closure "
                     "captures this very module; in a copy it would still act on the original. Use a bound method."
                 )
 
 
-def _functions(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+def _functions(module: nn.Module) -> Iterator[tuple[str, object]]:
     for key, value in vars(module).items():
-        for held in value.values() if key.endswith("_hooks") and isinstance(value, dict) else (value,):
-            if isinstance(held, types.FunctionType):
-                yield key, held
+        if key not in ("_parameters", "_buffers", "_modules"):
+            for held in _pytree.tree_leaves(value):
+                if isinstance(held, functools.partial):
+                    held = held.func  # its arguments are copied
+                if isinstance(held, (types.FunctionType, functools._lru_cache_wrapper, weakref.ref)):
+                    yield key, held
 
 
-def _captures(function: types.FunctionType, originals: set[int]) -> bool:
-    return any(id(_content(cell)) in originals for cell in function.__closure__ or ())
+def reaches(value: object, originals: set[int], depth: int = 4) -> bool:
+    """Whether a function leads to one of the original modules: by its closure, defaults, or what those hold."""
+    if id(value) in originals:
+        return True
+    if depth == 0 or isinstance(value, nn.Module):
+        return False
+    if isinstance(value, weakref.ref):
+        nexts = [value()]
+    elif isinstance(value, types.MethodType):
+        nexts = [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        nexts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        nexts = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, functools._lru_cache_wrapper):
+        nexts = [value.__wrapped__]
+    elif isinstance(value, list | tuple | dict):
+        nexts = list(value.values() if isinstance(value, dict) else value)
+    else:
+        return False
+    return any(reaches(item, originals, depth - 1) for item in nexts)
 
 
 def _content(cell: types.CellType) -> object:

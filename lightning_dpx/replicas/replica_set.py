@@ -19,6 +19,7 @@ from lightning_dpx.devices import (
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
+from lightning_dpx.replicas.error_notes import annotate
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica, replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
@@ -55,6 +56,8 @@ class ReplicaSet:
         existing: Per replica, parameters by name that it takes instead of copies.
         private: See :class:`PythonState`.
         skip: See :class:`PythonState`.
+        check_every: Every so many steps, replicas are compared with replica 0; never if 0.
+        deadline: Seconds after which replicas in threads that have not ended a stage are an error; none unless given.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -75,6 +78,8 @@ class ReplicaSet:
         existing: Sequence[Mapping[str, nn.Parameter]] = (),
         private: frozenset[str] = frozenset(),
         skip: tuple[type, ...] = (),
+        deadline: float | None = None,
+        check_every: int = 0,
     ) -> None:
         check_choice("execution", execution, get_args(Execution))
         check_choice("buffers", buffers, get_args(BufferMode))
@@ -87,20 +92,27 @@ class ReplicaSet:
         self._keep = tuple(keep)
         self.replicas = replicate(module, self.devices, self._keep, existing)
         seed_apart(self.devices)
-        self.state = StateSync(self.replicas, buffers)
+        self.state = StateSync(self.replicas, buffers, check_every)
         self.python_state = PythonState(self.replicas, private, skip)
         self.batch_dim = batch_dim
         self._merge = merge and execution == "auto"
-        self._executor = make_executor(execution, self.devices)
+        self._deadline = deadline
+        self._executor = make_executor(execution, self.devices, deadline)
         crowded = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
         self._venue = Venue(crowded=next((str(device) for device in crowded if not is_host(device)), ""))
         self._sizes: dict[tuple[int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
         self._trains_in_threads = False
-        self._turns = InlineExecutor()
+        self._turns = InlineExecutor(deadline)
         self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
         self._callers_threads: int | None = None
         self.times: StepTimes | None = None  # of the step that somebody watches
+
+    @property
+    def output_dim(self) -> int:
+        """The batch dim to look for first in results: that of the inputs, where some have another than 0."""
+        dims = [self.batch_dim] if isinstance(self.batch_dim, int) else list(self.batch_dim.values())
+        return next((dim for dim in dims if dim > 0), 0)
 
     @property
     def root(self) -> Replica:
@@ -125,7 +137,7 @@ class ReplicaSet:
         """From now on training steps run every replica in a thread of its own, or stay merged."""
         if threads != self._trains_in_threads:
             self._executor.close()
-            self._executor = make_executor("threads" if threads else "inline", self.devices)
+            self._executor = make_executor("threads" if threads else "inline", self.devices, self._deadline)
         self._trains_in_threads = threads
 
     @property
@@ -199,12 +211,16 @@ class ReplicaSet:
 
         def ranked() -> Any:
             with as_rank(rank):
-                for watch in watching:
-                    watch.start()
-                result = call(share)
-                for watch in watching:
-                    watch.stop()
-                return result
+                try:
+                    for watch in watching:
+                        watch.start()
+                    result = call(share)
+                    for watch in watching:
+                        watch.stop()
+                    return result
+                except BaseException as error:
+                    annotate(error, share.replica.module, share.replica.device)
+                    raise
 
         return ranked
 
@@ -270,16 +286,16 @@ def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> t
     return tuple(merged)
 
 
-def make_executor(execution: Execution, devices: Sequence[torch.device]) -> Executor:
+def make_executor(execution: Execution, devices: Sequence[torch.device], deadline: float | None = None) -> Executor:
     """Threads where they can help: one lane per physical device, or one per replica where asked for."""
     physical = distinct_devices(devices)
     if execution == "inline" or len(devices) == 1 or (execution == "auto" and len(physical) == 1):
-        return InlineExecutor()
+        return InlineExecutor(deadline)
     if execution == "auto":
-        return ThreadedExecutor([physical.index(device) for device in devices])
+        return ThreadedExecutor([physical.index(device) for device in devices], deadline=deadline)
     on_host = sum(is_host(device) for device in devices)
     threads = max(1, num_usable_cpus() // on_host) if on_host else None
-    return ThreadedExecutor(range(len(devices)), threads)
+    return ThreadedExecutor(range(len(devices)), threads, deadline)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

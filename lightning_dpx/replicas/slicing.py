@@ -4,12 +4,14 @@ Legend: B rows in the batch, K replicas, n_i rows of replica i (n_1 + ... + n_K 
 DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give it whole to everybody").
 """
 
+import copy
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
@@ -20,7 +22,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 BatchDim = int | Mapping[str, int]
 
 
-def parse_workload(workload: str | Sequence[float], num_replicas: int) -> tuple[float, ...]:
+def parse_workload(workload: Any, num_replicas: int) -> tuple[float, ...]:
     """One positive share per replica.
 
     Raises:
@@ -33,17 +35,45 @@ def parse_workload(workload: str | Sequence[float], num_replicas: int) -> tuple[
                 f"for example workload={[1] * num_replicas}."
             )
         return (1.0,) * num_replicas
+    check_workload(workload)
     shares = tuple(workload)
     if len(shares) != num_replicas:
         raise ConfigurationError(
             f"workload has {len(shares)} entries {list(shares)} for {num_replicas} devices; give one per device."
         )
-    for index, share in enumerate(shares):
+    return tuple(float(share) for share in shares)
+
+
+def check_workload(workload: object) -> None:
+    """What can be said before the devices are known.
+
+    Raises:
+        ConfigurationError: an unknown word, or an entry that is not a positive finite number.
+    """
+    if workload in ("even", "auto"):
+        return
+    if isinstance(workload, str) or not isinstance(workload, Sequence):
+        raise ConfigurationError(
+            f"workload={workload!r} is not allowed; give 'even', 'auto' or one positive number per device."
+        )
+    for index, share in enumerate(workload):
         if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share <= 0:
             raise ConfigurationError(
                 f"workload[{index}]={share!r} is not allowed; every entry must be a positive finite number."
             )
-    return tuple(float(share) for share in shares)
+
+
+def check_batch_dim(batch_dim: object) -> None:
+    """Refuses what :func:`slice_batch` would not understand, or would not notice.
+
+    Raises:
+        ConfigurationError: neither a dim nor {input path: dim}.
+    """
+    dims = batch_dim if isinstance(batch_dim, Mapping) else {"": batch_dim}
+    if not all(isinstance(path, str) and type(dim) is int for path, dim in dims.items()):
+        raise ConfigurationError(
+            f"batch_dim={batch_dim!r} is not allowed; give an int, or {{'input path': int}}, for example {{'1': 0}}."
+        )
 
 
 def split_sizes(num_rows: int, workload: Sequence[float], usual_rows: int = 0) -> tuple[int, ...]:
@@ -143,17 +173,35 @@ def _is_plain_list(node: Any) -> bool:
     return type(node) in (list, tuple) and bool(node) and all(isinstance(item, PLAIN) for item in node)
 
 
+def _has_no_rows(node: Any) -> bool:
+    """A list of whatever holds no tensor: strings, records, objects; one per row, if there are as many as rows."""
+    return type(node) in (list, tuple) and bool(node) and not any(map(_holds_rows, node))
+
+
+def _holds_rows(node: Any) -> bool:
+    if isinstance(node, torch.Tensor | np.ndarray | PackedSequence):
+        return True
+    return any(_holds_rows(child) for _, child in children_of(node) or ())
+
+
 def _sized_inputs(node: Any, batch_dim: BatchDim, path: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(node, torch.Tensor):
         dim = _dim_of(path, batch_dim)
         if dim == -1 or node.ndim == 0:
             return
+        if node.layout != torch.strided or node.is_nested:
+            raise SliceError(
+                f"{path or 'The batch'} is a sparse or nested tensor, which cannot be cut by rows; give it whole to "
+                f"every replica by batch_dim={{{path!r}: -1}}, or give dense tensors."
+            )
         if not 0 <= dim < node.ndim:
             raise SliceError(
                 f"batch_dim={dim} is out of range for {path or 'the batch'} of shape {tuple(node.shape)}; "
                 f"allowed: 0 to {node.ndim - 1}, or -1 for an input without a batch dim."
             )
         yield path or "the batch", node.shape[dim]
+    elif isinstance(node, np.ndarray) and node.ndim and _dim_of(path, batch_dim) != -1:
+        yield path or "the batch", len(node)
     elif not _is_plain_list(node):
         for name, child in children_of(node) or ():
             yield from _sized_inputs(child, batch_dim, f"{path}.{name}" if path else name)
@@ -166,9 +214,12 @@ def _cut(node: Any, path: str, sizes: list[int], total: int, batch_dim: BatchDim
     if isinstance(node, torch.Tensor):
         dim = _dim_of(path, batch_dim)
         if dim == -1 or node.ndim == 0:
-            return [node] * len(sizes)
-        return node.split(sizes, dim)  # type: ignore[no-any-return, no-untyped-call]
-    if _is_plain_list(node) and len(node) == total and _dim_of(path, batch_dim) != -1:
+            return [_own(node) for _ in sizes]
+        return [_own(part) for part in node.split(sizes, dim)]  # type: ignore[no-untyped-call]
+    if isinstance(node, np.ndarray) and node.ndim and _dim_of(path, batch_dim) != -1:
+        return np.split(node, list(itertools.accumulate(sizes))[:-1])
+    transposed = type(node) in (list, tuple) and any(_is_plain_list(child) and len(child) == total for child in node)
+    if _has_no_rows(node) and not transposed and len(node) == total and _dim_of(path, batch_dim) != -1:
         ends = list(itertools.accumulate(sizes))
         return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     children = children_of(node)
@@ -176,6 +227,11 @@ def _cut(node: Any, path: str, sizes: list[int], total: int, batch_dim: BatchDim
         return [node] * len(sizes)
     parts = [_cut(child, f"{path}.{name}" if path else name, sizes, total, batch_dim) for name, child in children]
     return [rebuild(node, [part[index] for part in parts]) for index in range(len(sizes))]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A replica's part, which it may write in place: views would share a version counter, and autograd complain."""
+    return tensor if tensor.requires_grad else tensor.data  # the caller may want its gradient
 
 
 def rebuild(node: Any, parts: Sequence[Any]) -> Any:
@@ -190,8 +246,10 @@ def rebuild(node: Any, parts: Sequence[Any]) -> Any:
     if isinstance(node, list | tuple):
         return type(node)(parts)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node)]
-        return dataclasses.replace(node, **dict(zip(names, parts, strict=True)))
+        clone = copy.copy(node)
+        for field, part in zip(dataclasses.fields(node), parts, strict=True):
+            object.__setattr__(clone, field.name, part)  # frozen ones too, and without a second __post_init__
+        return clone
     handler = _pytree.SUPPORTED_NODES[type(node)]
     _, context = handler.flatten_fn(node)
     return handler.unflatten_fn(list(parts), context)

@@ -1,5 +1,7 @@
 """Keeps the replicas equal to replica 0: parameters after they changed, buffers after a step, train/eval flags."""
 
+import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +12,7 @@ from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.replica import Replica
 
 BufferMode = Literal["broadcast", "mean"]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StateSync:
@@ -19,16 +22,20 @@ class StateSync:
     calls :meth:`mark_changed` wherever such writes are customary (around evaluation, weight averaging).
     """
 
-    def __init__(self, replicas: Sequence[Replica], buffers: BufferMode = "broadcast") -> None:
+    def __init__(self, replicas: Sequence[Replica], buffers: BufferMode = "broadcast", check_every: int = 0) -> None:
         self._root, self._others, self._buffers = replicas[0], tuple(replicas[1:]), buffers
         self._owners: list[int] = []
         self._flags: list[bool] = []
         self._owned: list[nn.Parameter] = []
+        self._mirrored: list[list[int]] = [[] for _ in self._others]  # versions of the copies, as they were left
         self._versions: list[int] = []
-        self._changed = True
+        self._changed, self._unchecked = True, 3
+        self._sums: list[int] = []  # in the first steps, to notice writes through .data
+        self._check_every, self._checked = check_every, 0
 
     def mark_changed(self) -> None:
         """The next :meth:`synchronize` copies everything."""
+        self._before: list[torch.Tensor] = []  # the buffers, as they were before the step
         self._changed = True
 
     def set_owners(self, owners: Sequence[int]) -> None:
@@ -51,6 +58,7 @@ class StateSync:
                     target.copy_(value, non_blocking=True)
         self._owned = self._root.parameters
         self._versions = [parameter._version for parameter in self._owned]
+        self._mirrored = [_versions(replica) for replica in self._others]
         self._changed = False
 
     def _take_flags_of_owners(self) -> None:
@@ -69,13 +77,68 @@ class StateSync:
         Raises:
             ReplicationError: a parameter was added, removed or resized since the replicas were made.
         """
+        if self._root.module.training:
+            self._check_now_and_then()
         self.synchronize_parameters()
         for replica in self._others:
             for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
                 if target_module.training != source_module.training:
                     target_module.training = source_module.training
+            if not _alike(self._root.buffers, replica.buffers):
+                self._replace_buffers(replica)
             for source, target in zip(self._root.buffers, replica.buffers, strict=True):
                 target.copy_(source, non_blocking=True)
+
+    def _replace_buffers(self, replica: Replica) -> None:
+        """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""
+        self._check_names(replica)  # pruning renames parameters without changing them
+        memo: dict[int, torch.Tensor] = {}
+        for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
+            for name in set(target_module._buffers) - set(source_module._buffers):
+                del target_module._buffers[name]
+            for name, source in source_module._buffers.items():
+                if source is not None and id(source) not in memo:
+                    memo[id(source)] = source.detach().to(replica.device, copy=True)
+                vars(target_module).pop(name, None)
+                target_module._buffers[name] = None if source is None else memo[id(source)]
+        replica.refresh()
+
+    def differing(self) -> list[tuple[str, int]]:
+        """Parameters whose bits on a replica are not those on replica 0, by name and replica.
+
+        What replica 0 has changed since the last forward travels first, as it would before the next one.
+        """
+        if self._changes_known():
+            self.synchronize_parameters()
+        apart = [replica for replica in self._others if replica.device != self._root.device]
+        mine = checksums(self._root.parameters) if apart else []
+        names = [name for name, _ in self._root.module.named_parameters()]
+        return [
+            (name, replica.index)
+            for replica in apart
+            for name, here, there in zip(names, mine, checksums(replica.parameters), strict=True)
+            if here != there
+        ]
+
+    def _changes_known(self) -> bool:
+        owned = self._root.parameters
+        known = self._changed or owned is not self._owned
+        return known or [parameter._version for parameter in owned] != self._versions
+
+    def _check_now_and_then(self) -> None:
+        """Every so many steps: writes that left no trace, and that no coming step would overwrite."""
+        self._checked += 1
+        if not self._check_every or self._checked % self._check_every or self._changes_known():
+            return
+        apart = self.differing()
+        if apart:
+            self.mark_changed()
+            (name, replica), more = apart[0], f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+            warnings.warn(
+                f"Parameter {name} on replica {replica}{more} differed from replica 0 without a trace (written through "
+                ".data?); all replicas get the values of replica 0, your module.",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def synchronize_parameters(self) -> None:
@@ -88,17 +151,18 @@ class StateSync:
         owned = self._root.parameters
         versions = [parameter._version for parameter in owned]
         changed = self._changed or versions != self._versions or owned is not self._owned
-        for replica in self._others:
-            self._follow(replica, owned, changed)
+        for replica, left in zip(self._others, self._mirrored, strict=True):
+            self._follow(replica, owned, changed or _versions(replica) != left)
+        self._mirrored = [_versions(replica) for replica in self._others]
         self._owned, self._versions, self._changed = owned, versions, False
+        if self._unchecked and any(replica.device == self._root.device for replica in self._others):
+            self._sums = checksums(owned)
+            self._unchecked -= 1
 
     def _follow(self, replica: Replica, owned: list[nn.Parameter], changed: bool) -> None:
         mirrored = replica.parameters
-        if len(mirrored) != len(owned):
-            raise ReplicationError(
-                f"The module has {len(owned)} parameters now, its replica {replica.index} has {len(mirrored)}: "
-                "parameters were added or removed after setup. Change the module before fit (configure_model)."
-            )
+        if owned is not self._owned:
+            self._check_names(replica)
         for source, target in zip(owned, mirrored, strict=True):
             if source.shape != target.shape:
                 raise ReplicationError(
@@ -113,12 +177,51 @@ class StateSync:
             if target.requires_grad != source.requires_grad:
                 target.requires_grad_(source.requires_grad)
 
+    def refuse_shared_writes(self) -> None:
+        """After a forward: replicas on one device share the storage of their parameters, so each write hit it again.
+
+        Raises:
+            ReplicationError: the forward wrote a parameter.
+        """
+        if not any(replica.device == self._root.device for replica in self._others):
+            return
+        sums, self._sums = self._sums, []
+        now = checksums(self._owned) if sums else []
+        for index, (parameter, version) in enumerate(zip(self._owned, self._versions, strict=True)):
+            if parameter._version != version or (sums and sums[index] != now[index]):
+                raise ReplicationError(
+                    f"The step wrote parameter {self._name_of(parameter)}, which the replicas on {self._root.device} "
+                    "share, once for every replica. Write it in a hook between the steps (on_train_batch_end), or make "
+                    "it a buffer."
+                )
+
+    @torch.no_grad()
+    def remember_buffers(self) -> None:
+        """Before a step that may fail half-way: replica 0's buffers, for :meth:`restore_buffers`."""
+        buffers = self._root.buffers
+        if _alike(buffers, self._before):
+            if buffers:
+                torch._foreach_copy_(self._before, buffers)
+        else:
+            self._before = [buffer.clone() for buffer in buffers]
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
+        if self._before and _alike(self._root.buffers, self._before):
+            torch._foreach_copy_(self._root.buffers, self._before)
+
     @torch.no_grad()
     def collect_buffers(self, active: Sequence[Replica]) -> None:
         """After a step: replica 0's buffers become the first active replica's, or the mean over the active ones.
 
         Integer buffers (such as ``num_batches_tracked``) are never averaged.
         """
+        if self._buffers == "mean" and len(active) > 1:
+            for replica in active:  # a step may have put new tensors in their place
+                replica.refresh()
+            for replica in active[1:]:
+                self._check_buffers(replica)
         columns = zip(*(replica.buffers for replica in active), strict=True)
         for owned, column in zip(self._root.buffers, columns, strict=True):
             if self._buffers == "mean" and owned.is_floating_point() and len(column) > 1:
@@ -126,5 +229,56 @@ class StateSync:
             elif column[0] is not owned:
                 owned.copy_(column[0])
 
+    def _check_buffers(self, replica: Replica) -> None:
+        mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))
+        for name in [*mine, *(name for name in theirs if name not in mine)]:
+            shapes = [tuple(buffers[name].shape) if name in buffers else None for buffers in (mine, theirs)]
+            if shapes[0] != shapes[1]:
+                raise ReplicationError(
+                    f"Buffer {name} has shape {shapes[0]} on replica 0 and {shapes[1]} on replica {replica.index}, "
+                    "so there is no mean; use buffers='broadcast'."
+                )
+
+    def _check_names(self, replica: Replica) -> None:
+        mine, theirs = (list(dict(module.named_parameters())) for module in (self._root.module, replica.module))
+        if mine == theirs:
+            return
+        added = [name for name in mine if name not in theirs]
+        removed = [name for name in theirs if name not in mine]
+        what = [f"{verb}: {', '.join(names)}" for verb, names in (("added", added), ("removed", removed)) if names]
+        raise ReplicationError(
+            f"The parameters of the module are not those of its replicas ({'; '.join(what) or 'another order'}). "
+            "Change the module before fit (configure_model)."
+        )
+
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, other in self._root.module.named_parameters() if other is parameter)
+
+
+def _versions(replica: Replica) -> list[int]:
+    return [parameter._version for parameter in replica.parameters]
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The sum of the bits of each tensor, read as integers: exact in any order, and changed by any single change."""
+    if not tensors:
+        return []
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        bits = real.contiguous().view(-1).view(_INTEGERS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return [int(value) for device in _by_device(sums) for value in device]
+
+
+def _by_device(sums: list[torch.Tensor]) -> list[list[int]]:
+    """Runs of neighbours on one device travel to the host together."""
+    runs = [list(run) for _, run in itertools.groupby(sums, key=lambda value: value.device)]
+    return [torch.stack(run).tolist() for run in runs]
+
+
+def _alike(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return len(mine) == len(theirs) and all(
+        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(mine, theirs, strict=True)
+    )

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.devices import host_random_state
+from lightning_dpx.replicas.state import checksums
 
 MIN_FLOPS_PER_OPERATOR = 2e6  # of one replica's slice: some 30 us of arithmetic, against 5-10 us of interpreter
 MIN_FLOPS_PER_PARAMETER = 1024  # of the whole batch: below, summing K gradients costs more than threads gain
@@ -106,7 +107,7 @@ def _equal(whole: torch.Tensor, merged: Any) -> bool:
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What a step could write: buffers, and attributes with the length of their containers."""
+    """What a step could write: buffers, parameters, and attributes with the length of their containers."""
     for path, child in module.named_modules():
         for key, value in vars(child).items():
             if key not in ("_parameters", "_buffers", "_modules"):
@@ -114,6 +115,10 @@ def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{path}.{key}".lstrip("."), (id(value), size)
     for path, buffer in module.named_buffers():
         yield path, (id(buffer), buffer._version)
+    named = list(module.named_parameters())
+    sums = checksums([parameter for _, parameter in named])  # writes through ``.data`` count in no version
+    for (path, parameter), bits in zip(named, sums, strict=True):
+        yield path, (id(parameter), parameter._version, bits)
 
 
 def first_loss(output: Any) -> Any:

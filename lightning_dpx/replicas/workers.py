@@ -6,8 +6,12 @@ error (lowest replica) is raised as the original object, with a note that says w
 """
 
 import contextvars
+import os
 import queue
+import sys
 import threading
+import time
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -55,16 +59,17 @@ class Executor(ABC):
             BaseException: the error of the first failed task, the same object, with notes. A failure comes before the
                 complaints of those that waited for the one that failed.
         """
-        outcomes = self._outcomes(tasks, venue or Venue())
-        failed = [(task, outcome.error) for task, outcome in zip(tasks, outcomes, strict=True) if outcome.error]
-        if not failed:
+        venue = venue or Venue()
+        try:
+            outcomes = self._outcomes(tasks, venue)
+        finally:
+            venue.meeting = None  # it holds what the tasks returned
+        if all(outcome.error is None for outcome in outcomes):
             return [outcome.value for outcome in outcomes]
-        failed.sort(key=lambda item: isinstance(item[1], CollectiveError))
-        first, error = failed[0]
-        error.add_note(f"In replica {first.replica} on {first.device}, during {first.stage}.")
-        for task, other in failed[1:]:
-            error.add_note(f"Replica {task.replica} on {task.device} failed too: {type(other).__name__}: {other}")
-        raise error
+        try:
+            raise _first_error(tasks, outcomes)
+        finally:
+            del outcomes  # the traceback of an error holds this frame, and through it all that the replicas made
 
     @abstractmethod
     def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
@@ -79,7 +84,13 @@ class InlineExecutor(Executor):
     """One task after the other in the calling thread: one random generator, one order, no waiting.
 
     Only a task that waits for the others in a meeting has them started in threads, and even then one runs at a time.
+
+    Args:
+        deadline: Seconds that a task may wait for the others; no limit unless given.
     """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self._deadline = deadline
 
     def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
         outcomes = [Outcome() for _ in tasks]
@@ -100,7 +111,7 @@ class InlineExecutor(Executor):
                     threads.append(threading.Thread(target=perform, args=(index,), name="dpx-turn", daemon=True))
                     threads[-1].start()
 
-        venue.meeting = meeting = Meeting(len(tasks), in_turns=True, start_others=start_others)
+        venue.meeting = meeting = Meeting(len(tasks), in_turns=True, start_others=start_others, deadline=self._deadline)
         for index, task in enumerate(tasks):
             if begun[index]:
                 break
@@ -109,8 +120,9 @@ class InlineExecutor(Executor):
             meeting.end(index)
             if outcomes[index].error is not None and not threads:
                 break
+        interrupted = any(isinstance(one.error, KeyboardInterrupt) for one in outcomes)
         for thread in threads:
-            thread.join()
+            thread.join(1.0 if interrupted else None)
         return outcomes
 
     def close(self) -> None:
@@ -120,17 +132,23 @@ class InlineExecutor(Executor):
 class ThreadedExecutor(Executor):
     """One persistent daemon thread per lane; tasks of one lane run in order.
 
+    A lane that is left behind in the middle of a task, by Ctrl-C or by the deadline, is never waited for again.
+
     Args:
         lane_of: The lane (thread) of every replica: the physical device, or the replica itself where concurrency on
             one device was asked for.
         intra_op_threads: CPU threads of torch for each lane's own operators; ``None`` leaves torch's choice.
+        deadline: Seconds that one run may take; no limit unless given.
     """
 
-    def __init__(self, lane_of: Sequence[int], intra_op_threads: int | None = None) -> None:
-        self._lane_of = tuple(lane_of)
+    def __init__(
+        self, lane_of: Sequence[int], intra_op_threads: int | None = None, deadline: float | None = None
+    ) -> None:
+        self._lane_of, self._deadline = tuple(lane_of), deadline
         self._inboxes: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
-        self._threads_per_lane = intra_op_threads
+        self._threads_per_lane, self._process = intra_op_threads, os.getpid()
+        self._abandoned = False
         weakref.finalize(self, _end, self._inboxes)  # whoever forgets to close it leaves no threads behind
 
     @property
@@ -145,6 +163,7 @@ class ThreadedExecutor(Executor):
         number is set again once all lanes have chosen.
         """
         ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._process = os.getpid()
         callers_threads = torch.get_num_threads()
         for lane in range(max(self._lane_of) + 1):
             inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -159,11 +178,14 @@ class ThreadedExecutor(Executor):
         torch.set_num_threads(callers_threads)
 
     def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
+        if self._process != os.getpid():  # a fork takes no threads along
+            self._threads.clear()
+            self._inboxes.clear()
         if not self._threads:
             self.start()
         lanes = [self._lane_of[task.replica] for task in tasks]
         crowded = "" if len(set(lanes)) == len(lanes) else "several replicas take turns in the thread of one device"
-        venue.meeting = meeting = Meeting(len(tasks), refusal=crowded)
+        venue.meeting = meeting = Meeting(len(tasks), refusal=crowded, deadline=self._deadline)
         context, outcomes = CallerContext.capture(), [Outcome() for _ in tasks]
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -179,15 +201,50 @@ class ThreadedExecutor(Executor):
 
         for index, task in enumerate(tasks):
             self._inboxes[self._lane_of[task.replica]].put(job(index, task, contextvars.copy_context()))
-        for _ in tasks:
-            finished.get()
+        try:
+            self._await(tasks, finished)
+        except BaseException:  # Ctrl-C: whatever still runs, nobody waits for it any more
+            self._abandoned = True
+            meeting.abandon()
+            raise
         return outcomes
+
+    def _await(self, tasks: Sequence[Task], finished: "queue.SimpleQueue[int]") -> None:
+        end = None if self._deadline is None else time.monotonic() + self._deadline
+        waiting = dict(enumerate(tasks))
+        while waiting:
+            try:
+                del waiting[finished.get(timeout=None if end is None else max(0.0, end - time.monotonic()))]
+            except queue.Empty:
+                who = ", ".join(f"replica {task.replica} on {task.device}" for task in waiting.values())
+                stage = next(iter(waiting.values())).stage
+                error = CollectiveError(f"The {stage} of {who} did not end within {self._deadline:g} s.")
+                error.add_note(self._stacks())
+                raise error from None
+
+    def _stacks(self) -> str:
+        frames = sys._current_frames()
+        seen = [(thread.name, frames.get(thread.ident or 0)) for thread in self._threads]
+        return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in seen if frame)
 
     def close(self) -> None:
         _end(self._inboxes)
         for thread in self._threads:
-            thread.join()
+            if not self._abandoned:
+                thread.join()
         self._threads = []
+
+
+def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseException:
+    """That of the lowest replica, with notes; one that only waited for a failed one comes after it."""
+    failed = [(task, one.error) for task, one in zip(tasks, outcomes, strict=True) if one.error is not None]
+    failed.sort(key=lambda item: isinstance(item[1], CollectiveError))
+    first, error = failed[0]
+    error.add_note(f"In replica {first.replica} on {first.device}, during {first.stage}.")
+    for task, other in failed[1:]:
+        if other is not error:  # one that was raised where they met
+            error.add_note(f"Replica {task.replica} on {task.device} failed too: {type(other).__name__}: {other}")
+    return error
 
 
 def _end(inboxes: "list[queue.SimpleQueue[Callable[[], None] | None]]") -> None:
@@ -207,6 +264,7 @@ def _serve(
     ready.put(None)
     while (job := inbox.get()) is not None:
         job()
+        del job  # while the lane waits, it must not hold what a step allocated
 
 
 def _attempt(task: Task) -> Outcome:

@@ -86,6 +86,7 @@ def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
     for source, target in shifts.items():
         try:
             placed[canonical_device(source)] = canonical_device(target)
+            torch.empty(0, device=target)  # is it there?
         except RuntimeError as error:
             raise ConfigurationError(f"shifts[{source!r}]={target!r} names an unknown device: {error}") from error
     for source, target in placed.items():
@@ -267,6 +268,7 @@ class _OnDevice(TorchFunctionMode):
             if tensor.ndim == 0 and tensor.device.type == "cpu":
                 return tensor  # scalars mix with every device
             if tensor.device == here or tensor.device not in self._pair:
+                self._refuse_written_copy(tensor)
                 return tensor
             foreign.append(tensor)
             return self.copy(tensor, here)
@@ -291,6 +293,17 @@ class _OnDevice(TorchFunctionMode):
                 f"one side of the cut at {', '.join(self.shift.chosen)}. Checkpoint the two sides one by one."
             )
 
+    def _refuse_written_copy(self, tensor: torch.Tensor) -> None:
+        """Whoever writes into a copy writes past the original, and all that read the original, or a view, differ."""
+        for read in (tensor, tensor._base):
+            for _, arrived in self._copies.get(read, {}).values() if read is not None else ():
+                if self._originals[arrived][0] != arrived._version:
+                    raise UnsupportedError(
+                        f"A tensor of shape {list(tensor.shape)} is used on {tensor.device} after its copy on "
+                        f"{arrived.device} was written in place: an in-place operator cannot cross the cut at "
+                        f"{', '.join(self.shift.chosen)}. Write it out of place, or choose another cut."
+                    )
+
     def brought(self, value: Any, device: torch.device) -> Any:
         """A nested value with its tensors on ``device``."""
 
@@ -306,6 +319,7 @@ class _OnDevice(TorchFunctionMode):
             return tensor.to(device, non_blocking=True)
         entry = self._copies.get(tensor, {}).get(device)
         if entry is not None and entry[0] == tensor._version:
+            self._refuse_written_copy(tensor)
             held: torch.Tensor = entry[1]
             return held
         version, reference = self._originals.get(tensor, (-1, None))

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import BatchDim, ReplicaSet, Share, batch_size, parse_workload, slice_batch, split_sizes
@@ -245,7 +245,7 @@ def _device(
     try:
         room = None if allowed is None else max(1, allowed - held)
         plan = plan_profile(module, profile, profile.peak if room is None else room, settings.planner)
-    except PlanError as error:
+    except BudgetError as error:
         smallest = held + (error.smallest if error.smallest is not None else 0)
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]

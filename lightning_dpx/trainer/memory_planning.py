@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import allocated_and_peak, capacity_of, free_bytes, is_host, parse_bytes, reset_peak_memory
-from lightning_dpx.errors import ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
@@ -154,7 +154,7 @@ class MemoryPlanning:
             self._limits[device] = limit, len(group)
             room = (limit - static) // len(group)
             if room <= 0:
-                raise PlanError(
+                raise BudgetError(
                     f"memory_budget={self.budget!r} allows {_mib(limit)} on {device}, and parameters, "
                     f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
                     "reducer='colocate' or shifts."
@@ -168,7 +168,7 @@ class MemoryPlanning:
                 profile = profiles[share.num_rows] = profile_share(replicas, share, run)
             try:
                 plan = plan_profile(replicas.root.module, profile, room, self.planner)
-            except PlanError as error:
+            except BudgetError as error:
                 if error.smallest is None:
                     raise
                 least = _mib(static + len(group) * error.smallest)
@@ -193,10 +193,17 @@ class MemoryPlanning:
         return (plan.peak or 0) * sharing, limit
 
     def _limit(self, device: torch.device) -> int:
-        if isinstance(self.budget, float):
-            return int(self.budget * capacity_of(device).total)
-        if isinstance(self.budget, int):
-            return self.budget
+        if isinstance(self.budget, int | float):
+            total = capacity_of(device).total
+            if isinstance(self.budget, float) and not total:
+                raise ConfigurationError(
+                    f"memory_budget={self.budget!r} is a fraction of {device}, which has no limit; give bytes."
+                )
+            if isinstance(self.budget, int) and 0 < total < self.budget:
+                raise ConfigurationError(
+                    f"memory_budget={self.budget!r} is more than {device} has, {_mib(total)}; give less, or 'auto'."
+                )
+            return int(self.budget * total) if isinstance(self.budget, float) else self.budget
         present = 0 if is_host(device) else allocated_and_peak(device)[0]
         return present + int(free_bytes(device) * (1 - _MARGIN))
 
@@ -226,7 +233,7 @@ class MemoryPlanning:
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""
         self._steps += 1
-        if self._steps == 2 and self.budget is not None:
+        if self._steps == 2:
             self._before = {device: allocated_and_peak(device)[0] for device in self.plans if not is_host(device)}
             for device in self._before:
                 reset_peak_memory(device)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
@@ -42,8 +44,8 @@ class ReplicaMetrics:
     """The metric objects of a module and their copies on the replicas."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        columns = [[child for child in replica.module.modules() if isinstance(child, Metric)] for replica in replicas]
-        names = [name for name, child in replicas[0].module.named_modules() if isinstance(child, Metric)]
+        columns = [[metric for _, metric in _found(replica.module)] for replica in replicas]
+        names = [name for name, _ in _found(replicas[0].module)]
         self._rows: list[tuple[str, tuple[Metric, ...]]] = list(zip(names, zip(*columns, strict=True), strict=True))
         self._owner = {id(copied): copies[0] for _, copies in self._rows for copied in copies}
 
@@ -89,6 +91,22 @@ class ReplicaMetrics:
             value = copies[0].compute()
             total = _State(total.values, total.updates, None, value)
         return total
+
+
+def _found(module: nn.Module) -> list[tuple[str, Metric]]:
+    """All metrics of ``module``, each once: submodules, and those in plain lists and dicts."""
+    found: dict[int, tuple[str, Metric]] = {}
+    for path, child in module.named_modules():
+        if isinstance(child, Metric):
+            found.setdefault(id(child), (path, child))
+            continue
+        for key, value in vars(child).items():
+            if type(value) in (list, dict, tuple) and not key.startswith("_"):
+                for keys, leaf in _pytree.tree_leaves_with_path(value):
+                    if isinstance(leaf, Metric):
+                        name = f"{path}.{key}".lstrip(".") + _pytree.keystr(keys)
+                        found.setdefault(id(leaf), (name, leaf))
+    return list(found.values())
 
 
 def _merge(name: str, metric: Metric, first: _State, second: _State) -> _State:

@@ -46,7 +46,8 @@ def on_wire(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(module: nn.Module, **settings: Any) -> Fingerprint:
     """What must be equal on all processes."""
     parameters = {name: f"{list(value.shape)} {value.dtype}" for name, value in module.named_parameters()}
-    return {"torch": torch.__version__, **settings, "parameters": parameters}
+    buffers = {name: f"{list(value.shape)} {value.dtype}" for name, value in module.named_buffers()}
+    return {"torch": torch.__version__, **settings, "parameter": parameters, "buffer": buffers}
 
 
 def agree(mine: Fingerprint) -> None:
@@ -68,12 +69,12 @@ def agree(mine: Fingerprint) -> None:
 
 def _first_difference(first: Fingerprint, other: Fingerprint) -> tuple[str, Any, Any] | None:
     for key, value in first.items():
-        if key == "parameters":
+        if isinstance(value, dict):
             for name in (*value, *other[key]):
                 if value.get(name) != other[key].get(name):
-                    return f"parameter {name}", value.get(name, "missing"), other[key].get(name, "missing")
+                    return f"{key} {name}", value.get(name, "missing"), other[key].get(name, "missing")
             if list(value) != list(other[key]):
-                return "the order of the parameters", list(value), list(other[key])
+                return f"the order of the {key}s", list(value), list(other[key])
         elif value != other.get(key):
             return key, value, other.get(key)
     return None

@@ -1,5 +1,6 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,16 +11,19 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
-from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.errors import ConfigurationError, ReplicationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, planned
 from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, between_processes, choose_reducer
 from lightning_dpx.replicas import (
@@ -31,7 +35,9 @@ from lightning_dpx.replicas import (
     Share,
     StepTimes,
     Trial,
+    check_batch_dim,
     check_choice,
+    check_workload,
     collectives,
     current_rank,
     first_loss,
@@ -42,6 +48,7 @@ from lightning_dpx.replicas import (
 from lightning_dpx.shifting import applied_shift, check_shifts, unshift_activations
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
+from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
@@ -82,7 +89,9 @@ class DPXStrategy(ParallelStrategy):
         plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
         process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
             NCCL beside it for CUDA devices, unless given.
-        timeout: Seconds that processes wait for each other.
+        timeout: Seconds that processes, and replicas in threads, wait for each other.
+        check_replicas_every_n_steps: How often the replicas' parameters are compared with those of your module, to the
+            bit, to notice writes that leave no trace; 0 never does. See also check_replicas().
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -112,6 +121,7 @@ class DPXStrategy(ParallelStrategy):
         plan: CheckpointPlan | str | None = None,
         process_group_backend: str | None = None,
         timeout: float = 300.0,
+        check_replicas_every_n_steps: int = 100,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -124,8 +134,18 @@ class DPXStrategy(ParallelStrategy):
         check_reducer(reducer)
         if communication_dtype is not None:
             check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
-        if isinstance(gradient_packs, bool) or not isinstance(gradient_packs, int) or gradient_packs < 0:
-            raise ConfigurationError(f"gradient_packs={gradient_packs!r} is not allowed; give 0 or a positive integer.")
+        check_count("gradient_packs", gradient_packs)
+        check_workload(workload)
+        check_batch_dim(batch_dim)
+        if shifts is not None and not isinstance(shifts, str | Mapping):
+            raise ConfigurationError(f"shifts={shifts!r} is not allowed; give 'auto' or {{from: to}}.")
+        parts = [shift_activations] if isinstance(shift_activations, str) else shift_activations
+        if parts is not None and (not isinstance(parts, list | tuple) or not parts):
+            raise ConfigurationError(f"shift_activations={parts!r} is not allowed; name at least one submodule.")
+        if process_group_backend is not None and not isinstance(process_group_backend, str):
+            raise ConfigurationError(
+                f"process_group_backend={process_group_backend!r} is not allowed; give a name such as 'gloo'."
+            )
         self._shifts_open = shifts == "auto"
         if isinstance(shifts, str):
             if not self._shifts_open:
@@ -138,10 +158,12 @@ class DPXStrategy(ParallelStrategy):
             raise ConfigurationError(f"{given} needs {missing}: where from and to, and which parts of the module.")
         self._auto_shifts = self._shifts_open
         self._shifts = check_shifts(shifts) if shifts is not None else {}
-        self._shifted_parts = list(shift_activations or [])
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+        self._shifted_parts = list(parts or [])
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
             raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
         self._planning = MemoryPlanning(memory_budget, planner, plan)
+        check_count("check_replicas_every_n_steps", check_replicas_every_n_steps)
+        self._check_every = check_replicas_every_n_steps
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
         self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
         self.num_nodes = 1  # Lightning sets it
@@ -154,7 +176,8 @@ class DPXStrategy(ParallelStrategy):
         self._metrics: ReplicaMetrics | None = None
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        files = checkpoint_io or WholeFiles()
+        super().__init__(accelerator, parallel_devices, cluster_environment, files, precision_plugin)
 
     # ---- what was asked for ----
 
@@ -210,6 +233,17 @@ class DPXStrategy(ParallelStrategy):
     def planned_activations(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations that the memory plan predicts on ``device`` at their peak, and its budget for all."""
         return self._planning.forecast(device)
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all replicas with those of your module, to the bit.
+
+        Raises:
+            ReplicationError: they differ; names the parameters and replicas.
+        """
+        differing = [] if self._replicas is None else self._replicas.state.differing()
+        if differing:
+            names = ", ".join(f"{name} on replica {replica}" for name, replica in differing)
+            raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")
 
     def watch_replicas(self) -> StepTimes | None:
         """Times the next step of every replica; ``None`` with one device."""
@@ -317,6 +351,8 @@ class DPXStrategy(ParallelStrategy):
             keep=[item for item in keep if item is not None],
             private=frozenset(vars(pl.LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"},
             skip=(Metric, MetricCollection),
+            deadline=self._timeout,
+            check_every=self._check_every,
         )
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
@@ -395,12 +431,31 @@ class DPXStrategy(ParallelStrategy):
 
     def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
         """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
-        agree(fingerprint(module, loss_reduction=self._loss_reduction, communication_dtype=str(self._wire)))
+        reducer = self._reducer if isinstance(self._reducer, str) else type(self._reducer).__name__
+        mine = fingerprint(
+            module,
+            loss_reduction=self._loss_reduction,
+            communication_dtype=str(self._wire),
+            gradient_packs=self._gradient_packs,
+            reducer=reducer,
+            precision=str(self.precision_plugin.precision),
+            accumulate_grad_batches=module.trainer.accumulate_grad_batches,
+        )
+        agree(mine)
         counts: list[Any] = [None] * self.num_processes
         torch.distributed.all_gather_object(counts, num_replicas)
         self._replica_offset, self._all_replicas = sum(counts[: self.process_rank]), sum(counts)
         make_step_aware(self.process_rank, self._replica_offset)
         start_equal(module)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """At the start of an epoch, several processes must have as many batches as each other.
+
+        Raises:
+            ReplicationError: they have not, and some would wait for the others in vain.
+        """
+        if batch_idx == 0 and self._is_connected and self.lightning_module is not None:
+            agree({"the number of batches": self.lightning_module.trainer.num_training_batches})
 
     def _announce_reducer(self, devices: Sequence[torch.device]) -> None:
         if self._reducer == "auto" and len(set(devices)) > 1:
@@ -412,16 +467,30 @@ class DPXStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         if self._step is None or self._replicas is None or not self._step.has_other_owners:
             return
-        mine = self._replicas.root.parameters
-        owned = {id(one): other for one, other in zip(mine, self._step.owner_parameters, strict=True)}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} looks for the optimizer's parameters in the module, but with "
+                    "reducer='colocate' they have owners elsewhere; use another reducer."
+                )
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise UnsupportedError(
                     "LBFGS keeps all parameters in one vector, so reducer='colocate' cannot spread them; use another "
                     "reducer."
                 )
+        self._optimize_owners()
+
+    def _optimize_owners(self) -> None:
+        """Optimizers change the owners' copies, also in groups that they got later."""
+        assert self._step is not None, "only called with replicas"
+        assert self._replicas is not None, "only called with replicas"
+        mine = self._replicas.root.parameters
+        owned = {id(one): other for one, other in zip(mine, self._step.owner_parameters, strict=True)}
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]
+                if any(owned.get(id(parameter), parameter) is not parameter for parameter in group["params"]):
+                    group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of every parameter to where its owner is."""
@@ -451,6 +520,12 @@ class DPXStrategy(ParallelStrategy):
         if text not in self._announced:
             rank_zero_info(text)
         self._announced.add(text)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """A run that SIGTERM ended has not succeeded (lightning up to 2.6 exits with 0)."""
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = 128 + signal.SIGTERM
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
@@ -510,9 +585,9 @@ class DPXStrategy(ParallelStrategy):
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
             with self.precision_plugin.train_step_context(), self._logs(shares) as call:
-                run_step = call("training_step", args[1:], kwargs)
+                run_step, finisher = call("training_step", args[1:], kwargs), self._finisher("training_step")
                 if replicas.root.module.automatic_optimization:
-                    return self._step.forward(shares, run_step, self._finisher("training_step"))
+                    return self._step.forward(shares, run_step if finisher else _checked(run_step), finisher)
                 return self._finished("training_step", self._manual_step(shares, run_step))
         except BaseException:
             self._step.discard()
@@ -600,7 +675,7 @@ class DPXStrategy(ParallelStrategy):
         with self.precision_plugin.val_step_context(), self._logs(shares) as call:
             self._replicas.state.synchronize()
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
-            merged = gather(outputs, [share.num_rows for share in shares], self.root_device)
+            merged = gather(outputs, [share.num_rows for share in shares], self.root_device, self._replicas.output_dim)
         return self._finished(name, merged)
 
     def _shares(self, name: str, args: tuple[Any, ...]) -> list[Share]:
@@ -649,12 +724,12 @@ class DPXStrategy(ParallelStrategy):
             return
         try:
             self._step.backward(last=not self._accumulating)
+            self._planning.end_backward()
+            if not self._accumulating:
+                self._step.reduce()
         except BaseException:
             self._step.discard()
             raise
-        self._planning.end_backward()
-        if not self._accumulating:
-            self._step.reduce()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -671,6 +746,8 @@ class DPXStrategy(ParallelStrategy):
         """Steps on the owners; the replicas follow before their next forward."""
         if self._step is not None and not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
             self._step.reduce()  # what the replicas accumulated in earlier steps
+        if self._step is not None and self._step.has_other_owners:
+            self._optimize_owners()
         result = super().optimizer_step(*args, **kwargs)
         if self._replicas is not None:
             self._replicas.state.optimizer_stepped()
@@ -763,10 +840,33 @@ class DPXStrategy(ParallelStrategy):
                 strategy_registry.register(name, cls, description=f"one process, replicas; {options}", **options)
 
 
+def _checked(run_step: Callable[[Share], Any]) -> Callable[[Share], Any]:
+    """Lightning's own complaint about what a step returns, where the replica that returned it is known."""
+
+    def run(share: Share) -> Any:
+        output = run_step(share)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if output is not None and not isinstance(loss, Tensor):
+            ClosureResult.from_training_step_output(output)
+        return output
+
+    return run
+
+
 @contextmanager
 def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
     with first, second:
         yield
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuses what is no number of something.
+
+    Raises:
+        ConfigurationError: names the argument and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"{name}={value!r} is not allowed; give 0 or a positive integer.")
 
 
 def check_reducer(reducer: str | GradientReducer) -> None:
@@ -775,5 +875,5 @@ def check_reducer(reducer: str | GradientReducer) -> None:
     Raises:
         ConfigurationError: lists the available names.
     """
-    if isinstance(reducer, str) and reducer != "auto":
+    if not isinstance(reducer, GradientReducer) and reducer != "auto":
         REDUCERS[reducer]

@@ -1,0 +1,162 @@
+"""Cases 72 to 77 of the table of faults: several processes, each with its own replicas."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import SIMULATED, assert_equal
+from tests.trainer.test_processes import free_port, one_device
+
+pytestmark = pytest.mark.timeout(100)
+
+PROGRAM = Path(__file__).with_name("process_program.py")
+on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+
+
+@contextlib.contextmanager
+def started(case: str, folder: Path, ranks: tuple[int, ...] = (0, 1), **more: str) -> Iterator[list[subprocess.Popen]]:
+    """The processes of a run, as a cluster's launcher would start them: one per node; killed in the end."""
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                   "PYTHONPATH": str(PROGRAM.parents[2]), **more}  # fmt: skip
+    command = [sys.executable, str(PROGRAM), case, str(folder)]
+    processes = [
+        subprocess.Popen(
+            command, env={**environment, "NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def outcome(case: str, folder: Path, ranks: tuple[int, ...] = (0, 1), **more: str) -> list[tuple[int, str]]:
+    """Exit status and output of every process; a process that does not end in time is an error."""
+    with started(case, folder, ranks, **more) as processes:
+        printed = [process.communicate(timeout=60)[0] for process in processes]
+        return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
+
+
+def weights(case: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    return [torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@on_sim
+@pytest.mark.parametrize("case", ["replicas", "replicas-collective", "replicas-colocate"])
+def test_case_72_nodes_with_different_numbers_of_replicas_train_to_the_weights_of_one_device(
+    case: str, tmp_path: Path
+) -> None:
+    for status, printed in outcome(case, tmp_path):
+        assert status == 0, printed
+    first, second = weights(case, tmp_path)
+    assert_equal(second, first, bitwise=True)
+    assert_equal(first, one_device())
+
+
+@on_sim
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("dtype", r"parameter net\.2\.weight is .*float32 on rank 0 and .*float64 on rank 1"),
+        ("buffer", r"buffer extra is .*\[3\].* on rank 0 and .*\[7\].* on rank 1"),
+        ("buffer-missing", r"buffer extra is .*\[7\].* on rank 0 and missing on rank 1"),
+        ("loss_reduction", "loss_reduction is mean on rank 0 and sum on rank 1"),
+        ("communication_dtype", "communication_dtype is None on rank 0 and torch.bfloat16 on rank 1"),
+        ("gradient_packs", "gradient_packs is 8 on rank 0 and 1 on rank 1"),
+        ("reducer", "reducer is auto on rank 0 and colocate on rank 1"),
+        ("accumulate", "accumulate_grad_batches is 1 on rank 0 and 3 on rank 1"),
+        ("precision", "precision is 32-true on rank 0 and bf16-mixed on rank 1"),
+        ("frozen", r"net\.0\.weight.* on rank 0 and .* on rank 1"),
+    ],
+    ids=lambda value: value if " " not in value else "",
+)
+def test_case_73_what_differs_between_the_ranks_is_refused_at_setup_by_name_or_trains_alike(
+    case: str, message: str, tmp_path: Path
+) -> None:
+    results = outcome(case, tmp_path)
+    if any(status for status, _ in results):
+        for status, printed in results:
+            assert status == 1, printed
+            assert re.search(message, printed), printed
+    else:
+        first, second = weights(case, tmp_path)
+        assert_equal(second, first, bitwise=True)
+
+
+@pytest.mark.parametrize("case", ["raises", "stopped", "stuck"])
+def test_case_74_a_process_that_raises_or_stops_is_named_and_the_others_end(case: str, tmp_path: Path) -> None:
+    with started(case, tmp_path) as processes:
+        printed = processes[0].communicate(timeout=60)[0]
+        assert processes[0].returncode == 1, printed
+        assert "Process 0 lost rank 1 of 2 processes during" in printed, printed
+        if case == "raises":
+            assert "LookupError: on purpose" in processes[1].communicate(timeout=30)[0]
+            assert processes[1].returncode == 1
+
+
+def test_case_74_the_loss_of_rank_0_is_told_by_rank_1(tmp_path: Path) -> None:
+    """Rank 0 keeps the store that the roll is called with."""
+    with started("stuck", tmp_path) as processes:
+        while not (tmp_path / "running_0").exists():
+            assert processes[0].poll() is None, processes[0].communicate()[0]
+        processes[0].send_signal(signal.SIGKILL)
+        printed = processes[1].communicate(timeout=60)[0]
+        assert processes[1].returncode == 1, printed
+        assert "Process 1 lost rank 0 of 2 processes during" in printed, printed
+
+
+def test_case_75_uneven_numbers_of_batches_end_together_or_with_an_error(tmp_path: Path) -> None:
+    results = outcome("batches", tmp_path)
+    if any(status for status, _ in results):
+        for status, printed in results:
+            assert status == 1, printed
+            assert "batches" in printed, printed
+    else:
+        first, second = weights("batches", tmp_path)
+        assert_equal(second, first, bitwise=True)
+
+
+@pytest.mark.parametrize("case", ["sigterm", "sigterm-first"])
+def test_case_76_sigterm_at_one_rank_stops_all_at_the_same_step(case: str, tmp_path: Path) -> None:
+    results = outcome(case, tmp_path)
+    steps = [re.findall(r"exception at step (\d+)", printed) for _, printed in results]
+    assert steps[0] == steps[1] != [], results
+    assert int(steps[0][0]) in (8, 9)
+    assert all("CollectiveError" not in printed for _, printed in results), "told to stop, not left alone"
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,)])
+def test_case_77_who_waits_in_vain_says_for_whom_and_where(ranks: tuple[int], tmp_path: Path) -> None:
+    ((status, printed),) = outcome("alone", tmp_path, ranks)
+    assert status == 1
+    assert re.search(rf"Process {ranks[0]} of 2 waited 4 s at 127\.0\.0\.1:\d+ for the others", printed), printed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_case_77_a_port_that_somebody_else_has_is_an_error_in_time(rank: int, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ((status, printed),) = outcome("taken", tmp_path, (rank,), MASTER_PORT=port)
+    assert status == 1
+    assert re.search(rf"Process {rank} of 2 .*127\.0\.0\.1:{port}", printed), printed
+
+
+def test_case_77_an_address_that_is_not_there_is_an_error_in_time(tmp_path: Path) -> None:
+    ((status, printed),) = outcome("alone", tmp_path, (1,), MASTER_ADDR="nowhere.invalid")
+    assert status == 1
+    assert re.search(r"Process 1 of 2 .*nowhere\.invalid", printed), printed
