@@ -17,12 +17,18 @@ def canonical_device(device: torch.device | str) -> torch.device:
     """The physical device behind ``device``: an index for every accelerator, none for the host.
 
     ``cpu:0`` and ``cpu:3`` are the same memory, so both become ``cpu``.
+
+    Raises:
+        ConfigurationError: there is no device of this type.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None:
-        return torch.device(device.type, torch.get_device_module(device).current_device())
+        try:
+            return torch.device(device.type, torch.get_device_module(device).current_device())
+        except (AttributeError, RuntimeError, AssertionError) as error:
+            raise ConfigurationError(f"The device {str(device)!r} is not there: {error}") from error
     return device
 
 

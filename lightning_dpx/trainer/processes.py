@@ -1,6 +1,7 @@
 """Several processes, each with its own replicas: connecting, agreeing on what is trained, and starting out equal."""
 
 import datetime
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,15 +28,29 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     Raises:
         CollectiveError: not all processes came in time.
     """
-    try:
-        _init_dist_connection(
-            environment, backend or default_backend(device), timeout=datetime.timedelta(seconds=timeout)
-        )
-    except (RuntimeError, ValueError) as error:
-        raise CollectiveError(
-            f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
-            f"{environment.main_address}:{environment.main_port} for the others ({error})"
-        ) from error
+    failures: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            _init_dist_connection(
+                environment, backend or default_backend(device), timeout=datetime.timedelta(seconds=timeout)
+            )
+        except BaseException as error:  # noqa: BLE001  raised again by the caller
+            failures.append(error)
+
+    # A listener that is no store of torch's, and never answers, makes it wait without an end.
+    thread = threading.Thread(target=join, name="dpx-connect", daemon=True)
+    thread.start()
+    thread.join(timeout + 5)
+    why = failures[0] if failures else "somebody answers there who is not one of them" if thread.is_alive() else None
+    if why is None:
+        return
+    if isinstance(why, BaseException) and not isinstance(why, RuntimeError | ValueError):
+        raise why
+    raise CollectiveError(
+        f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
+        f"{environment.main_address}:{environment.main_port} for the others ({why})"
+    ) from (why if isinstance(why, BaseException) else None)
 
 
 def on_wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.cli import LightningCLI
-from lightning_dpx.pictures import new_figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
+from lightning_dpx.pictures import new_figure
 from lightning_dpx.trainer import SimAccelerator
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, seeded
 
