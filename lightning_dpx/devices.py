@@ -116,18 +116,29 @@ def host_random_state() -> torch.Tensor:
     return torch.get_rng_state()
 
 
+class RandomStates:
+    """The generators of the host and of ``devices``, as they are now."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._host = torch.get_rng_state()
+        others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
+        self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
+
+    def restore(self) -> None:
+        """They continue as if nothing had been drawn since."""
+        torch.set_rng_state(self._host)
+        for device, state in self._states:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
 @contextmanager
 def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """The generators of the host and of ``devices`` continue afterwards as if nothing had been drawn."""
-    host = torch.get_rng_state()
-    others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
-    states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
+    states = RandomStates(devices)
     try:
         yield
     finally:
-        torch.set_rng_state(host)
-        for device, state in states:
-            torch.get_device_module(device).set_rng_state(state, device)
+        states.restore()
 
 
 class Stopwatch:

@@ -258,15 +258,35 @@ class TrainingStep:
             for index, owner, total in zip(indices, owners, grads, strict=True):
                 column[index].grad = _on(total, column[index].device) if replica == owner else None
 
+    def pending_gradients(self) -> list[list[torch.Tensor | None]]:
+        """What the first backward left for every replica's own."""
+        return [[leaf.grad for leaf in waiting.leaves] for waiting in self._pending]
+
+    def take_gradients(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """The same, for a forward that was repeated."""
+        for waiting, given in zip(self._pending, gradients, strict=True):
+            for leaf, gradient in zip(waiting.leaves, given, strict=True):
+                leaf.grad = gradient
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether any replica has gradients, of earlier batches."""
+        return any(p.grad is not None for replica in self._replicas.replicas for p in replica.parameters)
+
+    def discard_forward(self) -> None:
+        """After an error in forward: forgets it. Gradients of earlier batches stay."""
+        self._pending = []
+        self._replicas.state.restore_buffers()
+
     def discard(self) -> None:
         """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
-        self._pending, self._unreduced, self._rows = [], False, 0
+        self._unreduced, self._rows = False, 0
         if self._eager is not None:
             self._eager.forget()
         for replica in self._replicas.replicas:
             for parameter in replica.parameters:
                 parameter.grad = None
-        self._replicas.state.restore_buffers()
+        self.discard_forward()
 
     def close(self) -> None:
         """Takes its hooks off the parameters; the next backward puts them on again."""

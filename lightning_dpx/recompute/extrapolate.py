@@ -40,7 +40,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
             for a, b in zip(few.storages, more.storages, strict=True)
         ),
         curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
-        step_seconds=line(few.step_seconds, more.step_seconds),
+        step_seconds=max(line(few.step_seconds, more.step_seconds), more.step_seconds),  # measured times jitter
         scale=target / rows[1],
     )
 

@@ -33,6 +33,7 @@ from lightning_dpx.trainer.auto_shift import states_of
 Step = Callable[[Any, Any, int], Any]
 _MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation
 _TOLERANCE = 0.05  # of a predicted peak
+_TIGHTER = 0.8  # of the activations of a plan that did not fit
 
 
 def parse_budget(budget: int | float | str | None) -> int | float | str | None:
@@ -179,10 +180,61 @@ class MemoryPlanning:
                 raise
             self.plans[device], self.profiles[device] = plan, profile
             rank_zero_info(_announcement(device, plan, static, limit, len(group), profile))
+        self._put_on(replicas)
+
+    def _put_on(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas:  # also those without a share today
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
             apply_plan(replica.module, known_plan)
         self._steps = 0
+
+    def tighten(
+        self, replicas: ReplicaSet, shares: Sequence[Share], run: Step, owned: Mapping[torch.device, int]
+    ) -> str:
+        """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
+
+        Raises:
+            BudgetError: nothing takes less.
+        """
+        if not self.profiles:
+            if self.budget is None:
+                self.budget = "auto"
+            self.decide(replicas, shares, run, owned)
+        else:
+            tighter = {device: self._tighter(replicas, device) for device in self.profiles}
+            profiles = dict(self.profiles)
+            self.remove(replicas)
+            self.plans, self.profiles = tighter, profiles
+            self._put_on(replicas)
+        return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
+
+    def _tighter(self, replicas: ReplicaSet, device: torch.device) -> CheckpointPlan:
+        profile, now = self.profiles[device], self.plans[device].peak or self.profiles[device].peak
+        return plan_profile(replicas.root.module, profile, int(now * _TIGHTER), self.planner)
+
+    def advice(self) -> str:
+        """What would help where memory ran out."""
+        if not self.plans:
+            return (
+                "DPXStrategy(memory_budget='auto') computes again what does not fit; on_oom='replan' does so once it "
+                "is needed. Otherwise use a smaller batch."
+            )
+        said = []
+        for device, plan in self.plans.items():
+            budget = f" for a budget of {_mib(self._limits[device][0])}" if device in self._limits else ""
+            said.append(f"The plan of {device}{budget} predicted {_mib(plan.peak or 0)} of activations.")
+            profile = self.profiles.get(device)
+            if profile is not None:
+                try:
+                    less = plan_profile(nn.Module(), profile, int((plan.peak or profile.peak) * _TIGHTER), self.planner)
+                except BudgetError:
+                    said.append("No plan takes much less: use a smaller batch.")
+                    continue
+                said.append(
+                    f"One of {_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
+                    "memory_budget, or on_oom='replan'."
+                )
+        return " ".join(said)
 
     def forecast(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""

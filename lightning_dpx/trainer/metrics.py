@@ -76,6 +76,16 @@ class ReplicaMetrics:
             else:
                 _merge(name, copies[0], earlier, new).put_back(copies[0])
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Whatever is updated inside the block, nothing has changed afterwards."""
+        before = [(metric, _State.of(metric)) for _, copies in self._rows for metric in copies]
+        try:
+            yield
+        finally:
+            for metric, state in before:
+                state.put_back(metric)
+
     def _merged_step(self, name: str, copies: tuple[Metric, ...]) -> _State | None:
         """The step's own state on the user's metric; ``None`` if no replica updated."""
         mine, *others = (_State.of(metric) for metric in copies)

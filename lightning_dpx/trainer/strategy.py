@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
-from lightning_dpx.errors import ConfigurationError, ReplicationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError, ReplicationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, planned
 from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, between_processes, choose_reducer
 from lightning_dpx.replicas import (
@@ -53,6 +54,7 @@ from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
 from lightning_dpx.trainer.metrics import ReplicaMetrics
+from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, on_wire, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
@@ -87,6 +89,8 @@ class DPXStrategy(ParallelStrategy):
             "auto" for what is free. The first batch is profiled, and what must be is computed again in backward.
         planner: Who decides that: "auto", "optimal", "search", "threshold", or a Planner.
         plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
+        on_oom: When a step runs out of memory, "raise" the error, with notes that say what would help, or "replan":
+            recompute more and repeat the step with the same random numbers, at most three times.
         process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
             NCCL beside it for CUDA devices, unless given.
         timeout: Seconds that processes, and replicas in threads, wait for each other.
@@ -119,6 +123,7 @@ class DPXStrategy(ParallelStrategy):
         memory_budget: int | float | str | None = None,
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
+        on_oom: OnOOM = "raise",
         process_group_backend: str | None = None,
         timeout: float = 300.0,
         check_replicas_every_n_steps: int = 100,
@@ -162,6 +167,10 @@ class DPXStrategy(ParallelStrategy):
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
             raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
         self._planning = MemoryPlanning(memory_budget, planner, plan)
+        check_choice("on_oom", on_oom, get_args(OnOOM))
+        self._out_of_memory = OutOfMemory(on_oom)
+        self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
+        self._tightening: Callable[[], str] = self._planning.advice
         check_count("check_replicas_every_n_steps", check_replicas_every_n_steps)
         self._check_every = check_replicas_every_n_steps
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
@@ -361,13 +370,13 @@ class DPXStrategy(ParallelStrategy):
         self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
             self._meet_processes(module, len(devices))
-        if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts or self._planning.wanted:
+        if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts or self._plans_memory:
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
             several = ProcessReducer(self._gradient_packs, self._wire) if self.num_processes > 1 else None
             self._step = TrainingStep(
                 replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs, several
             )
-            if several is None and not self._planning.wanted:  # a plan is for slices of one size
+            if several is None and not self._plans_memory:  # a plan is for slices of one size
                 self._consider_threads(module, replicas)
             self._announce_reducer(replicas.devices)
         return model
@@ -428,6 +437,10 @@ class DPXStrategy(ParallelStrategy):
         assert module is not None, "connect() sets the module first"
         shift = applied_shift(module) if shifted else None
         return planned(module) if shift is None else _both(shift.active(), planned(module))
+
+    @property
+    def _plans_memory(self) -> bool:
+        return self._planning.wanted or self._out_of_memory.repeats_steps
 
     def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
         """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
@@ -522,9 +535,11 @@ class DPXStrategy(ParallelStrategy):
         self._announced.add(text)
 
     def on_exception(self, exception: BaseException) -> None:
-        """A run that SIGTERM ended has not succeeded (lightning up to 2.6 exits with 0)."""
+        """Says what would help against OOM; a run that SIGTERM ended fails (lightning up to 2.6 exits with 0)."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
+        if isinstance(exception, torch.OutOfMemoryError) and not isinstance(exception, BudgetError):
+            exception.add_note(self._planning.advice())
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -570,7 +585,7 @@ class DPXStrategy(ParallelStrategy):
         self._planning.begin_step()
         # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
         by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
-        alone_here = len(shares) == 1 and self.num_processes == 1
+        alone_here = len(shares) == 1 and self.num_processes == 1 and not self._out_of_memory.repeats_steps
         if alone_here and not by_hand and not self._step.has_other_owners:
             replicas.release_cores()
             alone = super().training_step
@@ -582,16 +597,51 @@ class DPXStrategy(ParallelStrategy):
             with self._arranged():
                 return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
         replicas.claim_cores()
+        self._out_of_memory.begin_step(replicas.devices)
+        automatic = replicas.root.module.automatic_optimization
+        self._repeatable = partial(self._repeated_forward, shares, args, kwargs) if automatic else None
+        forward = partial(self._forward_of_replicas, shares, args, kwargs)
+        tighten = partial(self._tighten, shares, args, kwargs)
+        self._tightening = tighten
+        try:
+            return self._out_of_memory.guarded(forward, tighten, forward if automatic else None)
+        except BaseException:
+            self._step.discard()
+            raise
+
+    def _forward_of_replicas(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
             with self.precision_plugin.train_step_context(), self._logs(shares) as call:
                 run_step, finisher = call("training_step", args[1:], kwargs), self._finisher("training_step")
-                if replicas.root.module.automatic_optimization:
+                if self._replicas.root.module.automatic_optimization:
                     return self._step.forward(shares, run_step if finisher else _checked(run_step), finisher)
                 return self._finished("training_step", self._manual_step(shares, run_step))
         except BaseException:
-            self._step.discard()
+            self._step.discard_forward()
             raise
+
+    def _repeated_forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For another backward of the same step: nothing is logged or counted twice."""
+        assert self._step is not None, "only called with replicas"
+        assert self._metrics is not None, "only called with replicas"
+
+        def run(share: Share) -> Any:
+            module: Any = share.replica.module
+            with StepLog(share).recording(module), self._arranged(module):
+                return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
+
+        with self.precision_plugin.train_step_context(), self._metrics.kept():
+            self._step.forward(shares, run, self._finisher("training_step"))
+
+    def _tighten(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        several = len(set(self._replicas.devices)) > 1
+        owned = owned_bytes(self._step.owner_parameters, self.optimizers, several)
+        return self._planning.tighten(self._replicas, shares, self._rehearsal(args, kwargs), owned)
 
     def _finisher(self, name: str) -> Callable[[Any], Any] | None:
         """The user's hook that sees the merged outputs of ``name``, if there is one."""
@@ -722,6 +772,21 @@ class DPXStrategy(ParallelStrategy):
     def _backward_of_replicas(self) -> None:
         if self._step is None:
             return
+        step, repeatable = self._step, self._repeatable
+        gradients = step.pending_gradients() if self._out_of_memory.repeats_steps else []
+
+        def again() -> None:
+            assert repeatable is not None, "checked below"
+            repeatable()
+            step.take_gradients(gradients)
+            self._backward_once()
+
+        # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
+        can_repeat = self._out_of_memory.repeats_steps and repeatable is not None and not step.holds_gradients
+        self._out_of_memory.guarded(self._backward_once, self._tightening, again if can_repeat else None)
+
+    def _backward_once(self) -> None:
+        assert self._step is not None, "only called with replicas"
         try:
             self._step.backward(last=not self._accumulating)
             self._planning.end_backward()

@@ -12,14 +12,14 @@ import lightning_dpx as dpx
 from tests.conftest import Classifier, make_loader, make_trainer
 
 
-class SomeNone(Classifier):
+class PartlyNone(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if self.global_rank == 1 else F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model, (rows, labels) = SomeNone(), next(iter(make_loader()))
+    model, (rows, labels) = PartlyNone(), next(iter(make_loader()))
     strategy = dpx.DPXStrategy(execution="inline", timeout=60.0)
     trainer = make_trainer(strategy=strategy, devices=2, num_nodes=2, max_epochs=1, use_distributed_sampler=False)
     half = slice(0, 8) if trainer.global_rank == 0 else slice(8, 16)

@@ -573,7 +573,7 @@ def test_case_12_a_replica_that_blocks_is_named_after_the_timeout(phase: str, ca
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_case_13_peers_that_wait_in_batch_norm_end_too(phase: str, which: int, execution: str, hardware: str) -> None:
-    class InFront(Faulty):
+    class AtFirst(Faulty):
         def __init__(self) -> None:
             super().__init__(LookupError, (which,), phase)
             self.net[2] = nn.Sequential(nn.BatchNorm1d(8), Part(phase), nn.BatchNorm1d(8))
@@ -583,7 +583,7 @@ def test_case_13_peers_that_wait_in_batch_norm_end_too(phase: str, which: int, e
             self.net[2][1].fault = partial(fail_with, LookupError, which) if fails else None
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    error, _ = fail(InFront(), execution, LookupError, sync_batchnorm=True)
+    error, _ = fail(AtFirst(), execution, LookupError, sync_batchnorm=True)
     note_of(error, which, "training_step" if phase == "forward" else "backward")
 
 
@@ -613,7 +613,7 @@ def test_case_15_filters_are_those_of_the_caller_and_lines_come_once(execution: 
     ]
 
 
-class SomeNone(Faulty):
+class PartlyNone(Faulty):
     """Replicas ``which`` have no loss; rows that count are noted."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -632,7 +632,7 @@ def test_case_16_shares_without_a_loss_weigh_nothing(
         return {name: value.cpu() for name, value in model.state_dict().items() if "norm." not in name}
 
     rows, labels = next(iter(make_loader()))
-    ours, one = SomeNone(which=which, phase=reduction), SomeNone(phase=reduction)
+    ours, one = PartlyNone(which=which, phase=reduction), PartlyNone(phase=reduction)
     for model in (ours, one):
         model.net[2] = nn.Tanh()
     strategy = dpx.DPXStrategy(execution=execution, workload=[2.0, 1.0, 1.0], loss_reduction=reduction)
@@ -648,7 +648,7 @@ def test_case_16_shares_without_a_loss_weigh_nothing(
 def test_case_16_it_is_said_once_that_some_replicas_have_no_loss(execution: str) -> None:
     trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
     with pytest.warns(UserWarning, match="None.*replica 1") as seen:
-        trainer.fit(SomeNone(which=(1,), phase="mean"), make_loader())
+        trainer.fit(PartlyNone(which=(1,), phase="mean"), make_loader())
     assert sum("None" in str(one.message) for one in seen) == 1
 
 

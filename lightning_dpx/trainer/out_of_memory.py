@@ -1,0 +1,67 @@
+"""What happens when memory runs out in a training step: the error says what would help, or the step is repeated."""
+
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dpx.devices import RandomStates
+from lightning_dpx.errors import BudgetError
+
+OnOOM = Literal["raise", "replan"]
+MOST_REPEATS = 3  # of one step
+T = TypeVar("T")
+
+
+class OutOfMemory:
+    """Repeats steps that ran out of memory, with a tighter plan and the same random numbers.
+
+    Args:
+        on_oom: ``"raise"`` never does.
+    """
+
+    def __init__(self, on_oom: OnOOM) -> None:
+        self.repeats_steps = on_oom == "replan"
+        self._states: RandomStates | None = None
+        self._left = 0
+
+    def begin_step(self, devices: Sequence[torch.device]) -> None:
+        """A new step begins."""
+        if self.repeats_steps:
+            self._states, self._left = RandomStates(devices), MOST_REPEATS
+
+    def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
+        """What ``run`` returns, or one of the repetitions of the step.
+
+        Args:
+            run: A part of the step.
+            tighten: Makes a plan that takes less; says what it is.
+            repeat: Does the step anew, up to and with this part; ``None`` if that cannot be.
+
+        Raises:
+            OutOfMemoryError: the original error, if the step is not repeated; the last one, if that did not help.
+            BudgetError: there is no tighter plan.
+        """
+        while True:
+            try:
+                return run()
+            except BudgetError:
+                raise
+            except torch.OutOfMemoryError as error:
+                if not self.repeats_steps or repeat is None or self._left == 0:
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+                what = str(error).splitlines()[0]
+            gc.collect()
+            self._left -= 1
+            plan = tighten()
+            rank_zero_warn(
+                f"dpx: a step ran out of memory ({what}) and is repeated, {MOST_REPEATS - self._left} of "
+                f"{MOST_REPEATS} times at the most: {plan}"
+            )
+            assert self._states is not None, "begin_step() takes them"
+            self._states.restore()
+            run = repeat

@@ -1,0 +1,156 @@
+"""Running out of memory: the error says what would help; ``on_oom="replan"`` repeats the step and loses nothing."""
+
+import gc
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+import lightning_dpx as dpx
+from tests.conftest import SIMULATED, make_trainer
+
+pytestmark = [
+    pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
+    pytest.mark.filterwarnings("ignore:dpx. the activations on sim.0 took"),  # which is what these tests are about
+]
+ROWS = 256
+
+
+class Deep(LightningModule):
+    """Rows (B, 64) through ten layers with dropout to 3 classes; counts the rows that it saw."""
+
+    def __init__(self, peak_in: str = "backward") -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.2)) for _ in range(10)]
+        self.net, self.head = nn.Sequential(*layers, nn.BatchNorm1d(64)), nn.Linear(64, 3)
+        self.rows, self.peak_in = MeanMetric(), peak_in
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        hidden = self.net(rows)
+        if self.peak_in == "backward":
+            hidden = Hungry.apply(hidden)
+        self.rows.update(float(len(rows)))
+        self.log("rows", self.rows, on_step=False, on_epoch=True)
+        loss = F.cross_entropy(self.head(hidden), labels)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Hungry(torch.autograd.Function):
+    """Takes 6 KiB a row at the very moment when backward begins, with all activations there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        extra = torch.ones(len(gradient), 1536, device=gradient.device)
+        return gradient * extra[:, :1]
+
+
+def batches() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(
+        torch.randn(3 * ROWS, 64, generator=generator), torch.randint(3, (3 * ROWS,), generator=generator)
+    )
+    return DataLoader(data, ROWS)
+
+
+class Neighbour(Callback):
+    """Takes a MiB of the device after the plan was made."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.block = torch.ones(2**18, device="sim:0")
+
+
+def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **options: Any) -> dict[str, torch.Tensor]:
+    gc.collect()
+    trainer_options = {key: options.pop(key) for key in ("accumulate_grad_batches", "callbacks") if key in options}
+    dpx.simulate(num_devices, memory=memory)
+    torch.manual_seed(0)
+    model = Deep(peak_in)
+    strategy = dpx.DPXStrategy(execution=execution, gradient_packs=0, **options)
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=num_devices, max_epochs=2, **trainer_options)
+    torch.manual_seed(1)
+    trainer.fit(model, batches())
+    logged = {name: torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
+    return {name: value.cpu() for name, value in {**model.state_dict(), **logged}.items()}
+
+
+@pytest.fixture(autouse=True)
+def _devices_as_before() -> Iterator[None]:
+    yield
+    gc.collect()
+    dpx.simulate(8)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("peak_in", ["forward", "backward"])
+def test_the_step_is_repeated_and_nothing_differs(peak_in: str, num_devices: int, execution: str) -> None:
+    expected = fit(None, num_devices, peak_in, execution)
+    room = {("forward", 1): "2MiB", ("backward", 1): "4000KiB", ("forward", 2): "1600KiB", ("backward", 2): "1900KiB"}
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(room[peak_in, num_devices], num_devices, peak_in, execution)
+    with pytest.warns(UserWarning, match=r"ran out of memory .* and is repeated, 1 of 3 times at the most: on sim:0"):
+        ours = fit(room[peak_in, num_devices], num_devices, peak_in, execution, on_oom="replan")
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_a_plan_is_tightened_when_somebody_else_takes_the_room(execution: str) -> None:
+    expected = fit(None, 1, "backward", execution)
+    options = {"memory_budget": "3900KiB", "callbacks": [Neighbour()]}
+    with pytest.warns(UserWarning, match=r"ran out of memory .* and is repeated"):
+        ours = fit("4000KiB", 1, "backward", execution, on_oom="replan", **options)
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"DPXStrategy\(memory_budget='auto'\) computes again what does not fit"),
+        (
+            {"memory_budget": "3900KiB", "callbacks": [Neighbour()]},
+            r"The plan of sim:0 for a budget of 3\.8 MiB predicted .* One of .* MiB costs .*% of a step",
+        ),
+    ],
+)
+def test_an_error_that_is_raised_says_what_would_help(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        fit("4000KiB", 1, "backward", "inline", **options)
+    assert type(error.value) is torch.OutOfMemoryError, "the original"
+    assert re.search(said, " ".join(error.value.__notes__)), error.value.__notes__
+
+
+def test_half_a_backward_cannot_be_taken_back_once_gradients_accumulate() -> None:
+    """The first batch of a window is repeated; in a later one the error comes out, and no gradient is lost unseen."""
+    with pytest.warns(UserWarning, match=r"is repeated, 1 of 3"):
+        fit("4000KiB", 1, "backward", "inline", on_oom="replan", accumulate_grad_batches=3)
+    options = {"memory_budget": "3900KiB", "callbacks": [Neighbour()], "accumulate_grad_batches": 3}
+    with pytest.raises(torch.OutOfMemoryError):
+        fit("4000KiB", 1, "backward", "inline", on_oom="replan", **options)
+
+
+def test_no_plan_helps_where_the_rest_is_too_large() -> None:
+    with pytest.raises(dpx.BudgetError, match=r"parameters, gradients and optimizer state alone take|cannot be met"):
+        fit("1200KiB", 1, "forward", "inline", on_oom="replan")
+
+
+def test_an_unknown_choice() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="on_oom='ignore' is not allowed; choose one of 'raise', 'replan'"):
+        dpx.DPXStrategy(on_oom="ignore")
