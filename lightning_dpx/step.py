@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch.utils import _pytree
@@ -256,7 +256,10 @@ class TrainingStep:
         )
         for replica, column in enumerate(columns):
             for index, owner, total in zip(indices, owners, grads, strict=True):
-                column[index].grad = _on(total, column[index].device) if replica == owner else None
+                # As plain data: a view would hold its whole pack on the device, wherever the module is moved later.
+                column[index].grad = (
+                    None if total is None or replica != owner else _on(total, column[index].device).data
+                )
 
     def pending_gradients(self) -> list[list[torch.Tensor | None]]:
         """What the first backward left for every replica's own."""
@@ -294,6 +297,10 @@ class TrainingStep:
             self._eager.close()
 
 
+@overload
+def _on(gradient: torch.Tensor, device: torch.device) -> torch.Tensor: ...
+@overload
+def _on(gradient: None, device: torch.device) -> None: ...
 def _on(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """Parameters of shifted parts live elsewhere than their replica."""
     return gradient if gradient is None or gradient.device == device else gradient.to(device)

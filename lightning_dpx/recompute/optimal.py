@@ -83,14 +83,14 @@ class _Variant:
 
 def _variants(problem: Problem) -> list[_Variant]:
     units = problem.units
-    can = np.array([unit.droppable for unit in units])
-    rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units])
+    can = np.array([unit.droppable for unit in units], bool)
+    rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units], float)
     cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
-    cheap &= np.array([bool(unit.inputs) for unit in units])  # what is parked or compressed is not computed
+    cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is parked or compressed is not computed
     nothing, fleeting = np.zeros(len(units), bool), np.zeros(len(units), bool)
     for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
         fleeting[index] = not any(fleeting[source] for source in units[index].inputs)
-    far = np.array([len(unit.inputs) > 4 for unit in units])
+    far = np.array([len(unit.inputs) > 4 for unit in units], bool)
     found = [_Variant(problem, can, nothing), _Variant(problem, can, fleeting)]
     if (far & can).any():
         found += [_Variant(problem, can & ~far, nothing), _Variant(problem, can & ~far, fleeting)]

@@ -11,7 +11,7 @@ import difflib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -234,12 +234,12 @@ class Shift:
         self._begin()
         mode = self._mode
         assert mode is not None, "begun"
-        mode.stack.append(self.target)
+        mode.enter(self.target)
         return mode.brought(args, self.target), mode.brought(kwargs, self.target)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if self._mode is not None:
-            self._mode.stack.pop()
+            self._mode.leave()
         return self._end(module, inputs, output)
 
 
@@ -250,10 +250,27 @@ class _OnDevice(TorchFunctionMode):
         super().__init__()
         self.shift, self.stack = shift, [shift.source]
         self._pair = (shift.source, shift.target)
+        self._casts: list[AbstractContextManager[object]] = []
         self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
         self._copies: MutableMapping[torch.Tensor, dict[torch.device, tuple[int, torch.Tensor]]]
         self._copies = WeakTensorKeyDictionary()  # a copy lives as long as its original may be used again
         self._originals: MutableMapping[torch.Tensor, tuple[int, TensorWeakRef]] = WeakTensorKeyDictionary()
+
+    def enter(self, device: torch.device) -> None:
+        """What follows runs on ``device``, under the autocast that was meant for the other one."""
+        here = self.stack[-1].type
+        cast: AbstractContextManager[object] = nullcontext()
+        if device.type != here and torch.is_autocast_enabled(here):
+            dtype, cached = torch.get_autocast_dtype(here), torch.is_autocast_cache_enabled()
+            cast = torch.autocast(device.type, dtype=dtype, cache_enabled=cached)
+        cast.__enter__()
+        self.stack.append(device)
+        self._casts.append(cast)
+
+    def leave(self) -> None:
+        """Back to where it was before."""
+        self.stack.pop()
+        self._casts.pop().__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

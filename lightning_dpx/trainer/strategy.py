@@ -555,6 +555,7 @@ class DPXStrategy(ParallelStrategy):
             if applied_shift(self.lightning_module) is not None:
                 unshift_activations(self.lightning_module)
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
+        self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch
         self._shifts_open = self._auto_shifts
         self._planning.forget()
         Strategy.teardown(self)

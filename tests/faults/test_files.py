@@ -397,3 +397,38 @@ def test_case_67_a_plan_whose_names_lead_elsewhere_is_refused(tmp_path: Path) ->
         (tmp_path / "other.yaml").write_text(text.replace("'1:1'", f"'{name}'"))
         with pytest.raises(dpx.PlanError, match="has no module"):
             dpx.apply_plan(module, dpx.CheckpointPlan.load(tmp_path / "other.yaml"))
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from lightning_dpx.trainer.files import WholeFiles
+
+path, chance, files = Path(sys.argv[1]), random.Random(11), WholeFiles()
+files.save_checkpoint({"number": 0, "weight": torch.zeros(2**20)}, path)
+loaded = 0
+for turn in range(40):
+    child = os.fork()
+    if child == 0:
+        while True:
+            loaded += 1
+            files.save_checkpoint({"number": loaded, "weight": torch.full((2**20,), float(loaded))}, path)
+    time.sleep(chance.random() * 0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = files.load_checkpoint(path)
+    assert found["number"] >= loaded, "an old file came back"
+    assert (found["weight"] == found["number"]).all(), "half a file"
+    loaded = found["number"]
+files.save_checkpoint({"number": 0}, path)
+print("loaded 40 of 40, the last had number", loaded, "left over", [p.name for p in path.parent.iterdir() if p != path])
+"""
+
+
+def test_case_63_forty_kills_at_random_moments_leave_forty_files_that_load(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    done = program(KILLS, folder / "last.ckpt", TMPDIR="/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path))
+    assert "loaded 40 of 40" in done.stdout, done.stderr
+    assert done.stdout.rstrip().endswith("left over []"), done.stdout
