@@ -64,6 +64,9 @@ def _largest(profile: Profile, plan: CheckpointPlan) -> list[tuple[str, str, int
 
 
 def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int, int]]) -> None:
+    if not rows:  # nothing is kept that the plan could drop
+        axes.set_visible(False)
+        return
     shown: set[str] = set()
     for place, (_, action, number, index) in enumerate(rows):
         storage, colour = profile.storages[number], _ACTIONS[action]

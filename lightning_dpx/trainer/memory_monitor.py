@@ -14,7 +14,7 @@ from torch import nn
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.trainer.device_memory import GIB, MIB, DeviceMemory, Phase, bytes_by_device, flat, table_of
-from lightning_dpx.trainer.memory_report import draw_report, planned_activations
+from lightning_dpx.trainer.memory_report import MemoryPlans, draw_report, memory_plans, planned_activations
 from lightning_dpx.trainer.reports import (
     Pace,
     check_file,
@@ -74,6 +74,7 @@ class DeviceMemoryMonitor(Callback):
         self._rows: list[dict[str, Any]] = []
         self._warned: set[torch.device] = set()
         self._measuring = False
+        self._plans: MemoryPlans = {}  # when fit ends, the strategy has forgotten them
         self._page = None if report is None else Path(report)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,6 +135,7 @@ class DeviceMemoryMonitor(Callback):
 
     def _weigh(self, trainer: Trainer, module: LightningModule) -> None:
         """What walks over all parameters."""
+        self._plans = memory_plans(trainer)
         modules = replica_modules(trainer, module)
         parameters = bytes_by_device(parameter for replica in modules for parameter in replica.parameters())
         buffers = bytes_by_device(buffer for replica in modules for buffer in replica.buffers())
@@ -163,7 +165,9 @@ class DeviceMemoryMonitor(Callback):
             show_rows(*table_of(self.last, self.highest))
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if self._page is not None or (boards and find_spec("matplotlib")):
-            draw_report(trainer, self.last, table_of(self.last, self.highest), boards, self._page)
+            draw_report(
+                steps_taken(trainer), self.last, table_of(self.last, self.highest), self._plans, boards, self._page
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What was measured until then is what one wants to see after running out of memory."""

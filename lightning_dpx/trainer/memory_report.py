@@ -12,7 +12,7 @@ from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan,
 from lightning_dpx.recompute import CheckpointPlan, Profile, format_plan
 from lightning_dpx.trainer.activation_planner import ActivationPlanner
 from lightning_dpx.trainer.device_memory import KINDS, PHASES, DeviceMemory
-from lightning_dpx.trainer.reports import short_name, steps_taken
+from lightning_dpx.trainer.reports import short_name
 from lightning_dpx.trainer.strategy import DPXStrategy
 
 _TEXT = (
@@ -21,25 +21,28 @@ _TEXT = (
 )
 
 
+MemoryPlans = dict[torch.device, tuple[CheckpointPlan, Profile | None]]
+
+
 def draw_report(
-    trainer: Trainer,
+    step: int,
     last: Mapping[torch.device, DeviceMemory],
     table: tuple[str, Sequence[str], Sequence[Sequence[str]]],
+    plans: MemoryPlans,
     boards: Sequence[TensorBoardLogger],
     page: Path | None,
 ) -> None:
-    """Draws the devices and the plans, for ``boards`` and into ``page``.
+    """Draws the devices in ``step`` and the plans that it followed, for ``boards`` and into ``page``.
 
     Raises:
         UnsupportedError: matplotlib is missing.
     """
     devices = draw_devices([_as_picture(device, memory) for device, memory in last.items()])
-    plans = memory_plans(trainer)
     drawn = {device: draw_plan(profile, plan) for device, (plan, profile) in plans.items() if profile is not None}
     for board in boards:
-        board.experiment.add_figure("dpx/memory", devices, steps_taken(trainer))
+        board.experiment.add_figure("dpx/memory", devices, step)
         for device, figure in drawn.items():
-            board.experiment.add_figure(f"dpx/plan/{short_name(device)}", figure, steps_taken(trainer))
+            board.experiment.add_figure(f"dpx/plan/{short_name(device)}", figure, step)
     if page is None:
         return
     title, heads, rows = table
@@ -58,7 +61,7 @@ def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, in
     return (0, 0) if followed is None else (followed[0].peak or 0, 0)
 
 
-def memory_plans(trainer: Trainer) -> dict[torch.device, tuple[CheckpointPlan, Profile | None]]:
+def memory_plans(trainer: Trainer) -> MemoryPlans:
     """By device, the plan that is followed under any strategy, and the step that it was made from."""
     if isinstance(trainer.strategy, DPXStrategy):
         return trainer.strategy.memory_plans

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import lightning_dpx as dpx
@@ -179,7 +180,54 @@ def test_after_running_out_the_table_tells_what_was_there(caplog: Any) -> None:
     assert any("memory of the last step" in record.message for record in caplog.records)
 
 
+def check_report(path: Path, table: list[str]) -> str:
+    text = path.read_text()
+    assert all(word in text for word in ("sim:0", "sim:1", *table))
+    assert "<script" not in text
+    return text
+
+
+@sim_only
+def test_a_report_shows_planned_against_measured(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    monitor = dpx.DeviceMemoryMonitor(report=page, every_n_steps=1, table=False)
+    strategy = dpx.DPXStrategy(memory_budget="24KiB", execution="inline")
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=[monitor], **on_sim)
+    trainer.fit(seeded(), make_loader(), make_loader())
+    text = check_report(page, ["planned", "Plan of sim:0", "activations: peak"])
+    assert text.count("<svg") == 3, "the devices and two plans"
+    for memory in monitor.last.values():
+        assert memory.budget == 24 * 2**10
+        assert 0 < memory.planned <= memory.budget
+
+
+@sim_only
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    strategy = dpx.DPXStrategy(memory_budget="24KiB", execution="inline")
+    monitor = dpx.DeviceMemoryMonitor(table=False)
+    trainer = make_trainer(
+        strategy=strategy, devices=2, callbacks=[monitor], logger=logger, log_every_n_steps=1, **on_sim
+    )
+    trainer.fit(seeded(), make_loader(), make_loader())
+    events = EventAccumulator(str(logger.log_dir)).Reload()
+    assert set(events.Tags()["images"]) == {"dpx/memory", "dpx/plan/sim0", "dpx/plan/sim1"}
+    assert "dpx/memory/sim1/planned_gib" in events.Tags()["scalars"]
+
+
+def test_the_callback_planner_is_compared_as_well() -> None:
+    monitor = dpx.DeviceMemoryMonitor(table=False)
+    planner = dpx.ActivationPlanner()
+    make_trainer(max_epochs=1, callbacks=[planner, monitor]).fit(seeded(), make_loader(), make_loader())
+    (memory,) = monitor.last.values()
+    static = memory.parameters + memory.gradients + memory.optimizer + memory.buffers
+    assert memory.planned == static + planner.plan.peak
+
+
 def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"report='page\.pdf' is not allowed; name an \.html file"):
+        dpx.DeviceMemoryMonitor(report="page.pdf")
     with pytest.raises(dpx.ConfigurationError, match=r"save_to='memory\.txt' is not allowed"):
         dpx.DeviceMemoryMonitor(save_to="memory.txt")
     with pytest.raises(dpx.ConfigurationError, match="warn_at=0 is not allowed"):
