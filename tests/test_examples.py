@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.conftest import SIMULATED
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -30,3 +36,28 @@ def test_char_gpt_learns_and_writes() -> None:
     before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", printed).groups())
     assert after < 0.7 * before
     assert printed.splitlines()[1].startswith("def ")
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_runs_and_says_what_its_cells_show() -> None:
+    notebook = nbformat.read(EXAMPLES / "tour.ipynb", 4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [bool(cell.outputs) for cell in cells]
+    NotebookClient(notebook, timeout=110, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    assert [bool(cell.outputs) for cell in cells] == shown, "the file holds the outputs of a run"
+    printed = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.7
+    peaks = re.findall(r"sim:\d: ([\d.]+) MiB, planned ([\d.]+), allowed 6\.00", printed)
+    assert len(peaks) == 4
+    for taken, planned in peaks:
+        assert float(taken) <= 6
+        assert abs(float(taken) - float(planned)) <= 0.02 * float(taken)
+
+
+def test_the_config_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_dpx", "fit", "--config", str(EXAMPLES / "digits.yaml")]
+    options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    assert "dpx: memory of the last step" in done.stderr
