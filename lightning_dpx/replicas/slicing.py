@@ -110,14 +110,9 @@ def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
     """B: the common size of all inputs along their batch dims.
 
     Raises:
-        SliceError: ``batch_dim`` names an input that is not there, two inputs disagree (both are named), there are no
-            rows, a dim is out of range, or nothing in the batch has a batch dim.
+        SliceError: two inputs disagree (both are named), there are no rows, a dim is out of range, or nothing in
+            the batch has a batch dim.
     """
-    if isinstance(batch_dim, Mapping) and batch_dim:
-        unknown = set(batch_dim) - set(_paths(batch))
-        if unknown:
-            known = ", ".join(repr(path) for path in _paths(batch)) or "no inputs"
-            raise SliceError(f"batch_dim names {', '.join(map(repr, sorted(unknown)))}; the batch has {known}.")
     found: tuple[str, int] | None = None
     for path, size in _sized_inputs(batch, batch_dim):
         if found is None:
@@ -172,6 +167,17 @@ def children_of(node: Any) -> list[tuple[str, Any]] | None:
         children, _ = _pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
         return [(str(index), value) for index, value in enumerate(children)]
     return None
+
+
+def check_paths(batch: Any, batch_dim: BatchDim) -> None:
+    """Whether every path that ``batch_dim`` names is there.
+
+    Raises:
+        SliceError: one is not; names those that are.
+    """
+    if isinstance(batch_dim, Mapping) and (unknown := set(batch_dim) - set(_paths(batch))):
+        known = ", ".join(repr(path) for path in _paths(batch)) or "no inputs"
+        raise SliceError(f"batch_dim names {', '.join(map(repr, sorted(unknown)))}; the batch has {known}.")
 
 
 def _paths(node: Any, path: str = "") -> Iterator[str]:

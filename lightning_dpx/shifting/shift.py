@@ -87,7 +87,9 @@ def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
         try:
             placed[canonical_device(source)] = canonical_device(target)
             torch.empty(0, device=target)  # is it there?
-        except RuntimeError as error:
+        except torch.OutOfMemoryError:  # it is, and full; what moves there will be weighed
+            continue
+        except (RuntimeError, ConfigurationError) as error:
             raise ConfigurationError(f"shifts[{source!r}]={target!r} names an unknown device: {error}") from error
     for source, target in placed.items():
         if target in placed:

@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
 from lightning_dpx.reducers import GradientReducer, make_reducer
-from lightning_dpx.replicas import BatchDim, ReplicaSet, Share, batch_size, parse_workload, slice_batch, split_sizes
+from lightning_dpx.replicas import (
+    BatchDim,
+    ReplicaSet,
+    Share,
+    batch_size,
+    check_paths,
+    parse_workload,
+    slice_batch,
+    split_sizes,
+)
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
 from lightning_dpx.trainer.memory_planning import profile_share
@@ -173,6 +182,7 @@ def _with_callback(trainer: Trainer, callback: Callback) -> Iterator[None]:
 def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
     if not module.automatic_optimization:
         raise UnsupportedError("A dry run profiles a step, which manual optimization makes impossible.")
+    check_paths(batch, settings.batch_dim)
     num_rows = batch_size(batch, settings.batch_dim)
     sizes = split_sizes(num_rows, parse_workload(settings.workload, len(settings.devices)))
     replicas = ReplicaSet(module, [torch.device("cpu")], batch_dim=settings.batch_dim, keep=[trainer, *trainer.loggers])

@@ -38,6 +38,7 @@ from lightning_dpx.replicas import (
     Trial,
     check_batch_dim,
     check_choice,
+    check_paths,
     check_workload,
     collectives,
     current_rank,
@@ -735,6 +736,7 @@ class DPXStrategy(ParallelStrategy):
             raise UnsupportedError(
                 f"{name}(self, dataloader_iter) is not supported with several replicas: take a batch."
             )
+        check_paths(args[0], self._batch_dim)
         return self._replicas.shares(args[0])
 
     def _transfer(self, share: Share, dataloader_idx: int) -> Any:

@@ -177,6 +177,7 @@ class Skips(Classifier):
         return None if self.global_rank == 1 else F.cross_entropy(self.net(batch[0]), batch[1])
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned None")
 def test_a_replica_may_return_none() -> None:
     torch.manual_seed(0)
     model, loader = Skips(), make_loader(num_rows=16)
