@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.simulate import simulate
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -91,6 +91,13 @@ def make_cli(arguments: list[str], *, execute: bool, **trainer: Any) -> Any:
             chosen = self._get(self.config, "simulate")
             if chosen is not None:
                 simulate(**(asdict(chosen) if isinstance(chosen, SimulatedDevices) else vars(chosen)))
+
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except (TypeError, ValueError) as error:
+                said, *_ = str(error).partition("\nGiven value type")
+                raise ConfigurationError(said) from error
 
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             return super().instantiate_trainer(**kwargs, **trainer)

@@ -132,11 +132,13 @@ class Aftermath(Callback):
     """What the callbacks of a run see of its end."""
 
     def __init__(self) -> None:
-        self.seen: list[BaseException] = []
+        self.seen: list[int] = []  # ids: an error leads to frames and graphs, and a cycle through those stays for good
+        self.kinds: list[type] = []
         self.gradients: list[torch.Tensor] = []
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self.seen.append(exception)
+        self.seen.append(id(exception))
+        self.kinds.append(type(exception))
         self.gradients = [p.grad for part in trainer.strategy.replica_modules for p in part.parameters()]
 
 
@@ -147,7 +149,7 @@ def fail(model: LightningModule, execution: str, expected: Any, devices: int = 3
     trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=[after], **options)
     with pytest.raises(expected) as caught:
         trainer.fit(model, make_loader())
-    assert after.seen == [caught.value]
+    assert after.seen == [id(caught.value)]
     return caught.value, after
 
 
@@ -527,7 +529,7 @@ def test_case_09_an_interrupt_waits_for_no_replica(phase: str, execution: str, h
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         trainer.fit(Blocked(phase, interrupt), make_loader())
     assert not ENDED, "the fit ends while the replica is blocked still"
-    assert [type(error) for error in after.seen] == [KeyboardInterrupt]
+    assert after.kinds == [KeyboardInterrupt]
 
 
 @pytest.mark.usefixtures("_released")
