@@ -5,17 +5,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -31,24 +30,19 @@ from lightning_dpx.replicas import (
     BufferMode,
     Execution,
     Replica,
-    ReplicaRank,
     ReplicaSet,
     Share,
     StepTimes,
     Trial,
-    check_batch_dim,
-    check_choice,
     check_paths,
-    check_workload,
-    collectives,
-    current_rank,
     first_loss,
     gather,
     restore_batch_norm,
     synchronize_batch_norm,
 )
-from lightning_dpx.shifting import applied_shift, check_shifts, unshift_activations
+from lightning_dpx.shifting import applied_shift, unshift_activations
 from lightning_dpx.step import LossReduction, TrainingStep
+from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.logging import StepLog, replay
@@ -57,14 +51,12 @@ from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
-from lightning_dpx.trainer.processes import agree, connect, fingerprint, on_wire, share, start_equal
+from lightning_dpx.trainer.processes import agree, connect, fingerprint, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
-
-Workload = Literal["even", "auto"] | list[float]
-CommunicationDtype = Literal["float16", "bfloat16"]
+from lightning_dpx.trainer.ranks import RanksOfReplicas
 
 
-class DPXStrategy(ParallelStrategy):
+class DPXStrategy(RanksOfReplicas):
     """Trains one LightningModule on all devices of a machine from one process.
 
     The result is that of one device: replicas only share the work. With one device everything runs as in Lightning's
@@ -134,48 +126,29 @@ class DPXStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_choice("execution", execution, get_args(Execution))
-        check_choice("buffers", buffers, get_args(BufferMode))
-        check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
-        check_reducer(reducer)
-        if communication_dtype is not None:
-            check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
-        check_count("gradient_packs", gradient_packs)
-        check_workload(workload)
-        check_batch_dim(batch_dim)
-        if shifts is not None and not isinstance(shifts, str | Mapping):
-            raise ConfigurationError(f"shifts={shifts!r} is not allowed; give 'auto' or {{from: to}}.")
-        parts = [shift_activations] if isinstance(shift_activations, str) else shift_activations
-        if parts is not None and (not isinstance(parts, list | tuple) or not parts):
-            raise ConfigurationError(f"shift_activations={parts!r} is not allowed; name at least one submodule.")
-        if process_group_backend is not None and not isinstance(process_group_backend, str):
-            raise ConfigurationError(
-                f"process_group_backend={process_group_backend!r} is not allowed; give a name such as 'gloo'."
-            )
-        self._shifts_open = shifts == "auto"
-        if isinstance(shifts, str):
-            if not self._shifts_open:
-                raise ConfigurationError(f"shifts={shifts!r} is not allowed; give 'auto' or {{from: to}}.")
-            if shift_activations is not None:
-                raise ConfigurationError("shifts='auto' chooses the parts itself; leave shift_activations out.")
-            shifts = None
-        elif (shifts is None) != (shift_activations is None):
-            given, missing = ("shifts", "shift_activations") if shifts is not None else ("shift_activations", "shifts")
-            raise ConfigurationError(f"{given} needs {missing}: where from and to, and which parts of the module.")
-        self._auto_shifts = self._shifts_open
-        self._shifts = check_shifts(shifts) if shifts is not None else {}
-        self._shifted_parts = list(parts or [])
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
-            raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
+        check_arguments(
+            reducer=reducer,
+            workload=workload,
+            batch_dim=batch_dim,
+            execution=execution,
+            buffers=buffers,
+            loss_reduction=loss_reduction,
+            communication_dtype=communication_dtype,
+            gradient_packs=gradient_packs,
+            on_oom=on_oom,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            check_replicas_every_n_steps=check_replicas_every_n_steps,
+        )
+        asked = parse_shifts(shifts, shift_activations)
+        self._shifts_open = self._auto_shifts = asked is None
+        self._shifts, self._shifted_parts = asked or ({}, [])
         self._planning = MemoryPlanning(memory_budget, planner, plan)
-        check_choice("on_oom", on_oom, get_args(OnOOM))
         self._out_of_memory = OutOfMemory(on_oom)
         self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
         self._tightening: Callable[[], str] = self._planning.advice
-        check_count("check_replicas_every_n_steps", check_replicas_every_n_steps)
         self._check_every = check_replicas_every_n_steps
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
-        self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
         self.num_nodes = 1  # Lightning sets it
         self._wire = None if communication_dtype is None else getattr(torch, communication_dtype)
         self._gradient_packs = gradient_packs
@@ -267,46 +240,11 @@ class DPXStrategy(ParallelStrategy):
         if self._replicas is not None:
             self._replicas.times = None
 
-    @property
-    def num_processes(self) -> int:
-        """Processes that train together, each with its own replicas."""
-        return super().world_size
-
-    @property
-    def process_rank(self) -> int:
-        """This process among them."""
-        return super().global_rank
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
-        return self.num_processes > 1
-
     def set_world_ranks(self) -> None:
         """Where no launcher says otherwise, there is one process per node."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_world_size(self.num_nodes)
             self.cluster_environment.set_global_rank(self.node_rank)
-
-    @property
-    def global_rank(self) -> int:
-        """The replica inside a step, the process outside."""
-        rank = current_rank()
-        return super().global_rank if rank is None else self._replica_offset + rank.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The replica inside a step, the process outside."""
-        rank = current_rank()
-        return super().local_rank if rank is None else rank.rank
-
-    @property
-    def world_size(self) -> int:
-        """The replicas that take part in the step, or the number of processes outside."""
-        rank = current_rank()
-        if rank is None:
-            return super().world_size
-        return rank.world_size if self.num_processes == 1 else self._all_replicas
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -835,71 +773,6 @@ class DPXStrategy(ParallelStrategy):
     on_train_start = on_validation_end = _mark_changed
     on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_training
 
-    # ---- collectives: between replicas inside a step, between processes outside ----
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for the other replicas inside a step, for the other processes outside."""
-        if (rank := self._rank_with_peers()) is not None:
-            rank.meet("barrier", None)
-        elif current_rank() is None and self._is_connected:
-            between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Replica ``src``'s object inside a step, process ``src``'s outside."""
-        if (rank := self._rank_with_peers()) is not None:
-            return collectives.broadcast(rank, obj, src)
-        if current_rank() is not None or not self._is_connected:
-            return obj
-        box = [obj]
-        between_processes("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean (sum, min, max) over the replicas inside a step, over the processes outside."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if (rank := self._rank_with_peers()) is not None:
-            return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
-        if current_rank() is not None or not self._is_connected:
-            return tensor
-        wire = on_wire(tensor)
-        reduced = between_processes("reduce", lambda: _sync_ddp_if_available(wire, group, reduce_op))
-        return reduced.to(tensor.device)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """(K, ...) from (...) of K replicas inside a step, of K processes outside."""
-        if (rank := self._rank_with_peers()) is not None:
-            return collectives.all_gather(rank, tensor, sync_grads)
-        if current_rank() is not None or not self._is_connected:
-            return tensor
-        wire = on_wire(tensor)
-        gathered: Tensor = between_processes(
-            "all_gather", lambda: _all_gather_ddp_if_available(wire, group, sync_grads)
-        )
-        return gathered.to(tensor.device)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) say yes: replicas inside a step, processes outside."""
-        if (rank := self._rank_with_peers()) is not None:
-            votes = sum(rank.meet("reduce_boolean_decision", bool(decision)))
-            return bool(votes == rank.world_size if all else votes)
-        if current_rank() is not None or not self._is_connected:
-            return decision
-        return super().reduce_boolean_decision(decision, all)
-
-    @property
-    def _is_connected(self) -> bool:
-        return self.num_processes > 1 and torch.distributed.is_initialized()
-
-    def _rank_with_peers(self) -> ReplicaRank | None:
-        rank = current_rank()
-        if rank is not None and self.num_processes > 1:
-            raise UnsupportedError(
-                "A collective inside a step reaches only the replicas of one process, and there are "
-                f"{self.num_processes} processes; call it in a hook between the steps, or start one process."
-            )
-        return rank if rank is not None and rank.world_size > 1 else None
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds "dpx" and one alias per registered reducer; doing it twice changes nothing."""
@@ -925,23 +798,3 @@ def _checked(run_step: Callable[[Share], Any]) -> Callable[[Share], Any]:
 def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
     with first, second:
         yield
-
-
-def check_count(name: str, value: object) -> None:
-    """Refuses what is no number of something.
-
-    Raises:
-        ConfigurationError: names the argument and the value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigurationError(f"{name}={value!r} is not allowed; give 0 or a positive integer.")
-
-
-def check_reducer(reducer: str | GradientReducer) -> None:
-    """Refuses an unknown name at construction, before any device is touched.
-
-    Raises:
-        ConfigurationError: lists the available names.
-    """
-    if not isinstance(reducer, GradientReducer) and reducer != "auto":
-        REDUCERS[reducer]
