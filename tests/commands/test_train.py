@@ -113,6 +113,16 @@ def test_a_rehearsal_on_simulated_devices(memory: str) -> None:
     assert row[-1] == ("64" if memory == "64MiB" else "1024")
 
 
+def test_plan_and_bench_from_the_shell(tmp_path: Path) -> None:
+    report = tmp_path / "report.svg"
+    planned = shell("plan", "--config", DIGITS, "--devices", "2", "--budget", "64MiB", "--report", str(report))
+    assert [line.split()[0] for line in planned.stdout.splitlines()[2:4]] == ["cuda:0", "cuda:1"]
+    assert "<svg" in report.read_text()
+    assert shell("plan", "--config", DIGITS, "--budget", "500KiB", ok=False).returncode == 2
+    reduced = shell("bench", "reduce", "--sizes", "1000", "--rounds", "1", "--devices", "cpu", "cpu")
+    assert "copy limit" in reduced.stdout
+
+
 def test_without_a_command_it_says_what_there_is() -> None:
     assert "the following arguments are required: command" in shell(ok=False).stderr
     assert "unrecognized arguments: --fast" in shell("doctor", "--fast", ok=False).stderr
