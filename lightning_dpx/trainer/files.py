@@ -1,8 +1,9 @@
 """Checkpoint files that are whole whenever they have their name, and that run no code."""
 
+import glob
 import io
 import os
-import tempfile
+import platform
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,18 @@ class WholeFiles(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in target.parent.glob(f".{target.name}.*.part"):  # of a save that was killed
-            leftover.unlink(missing_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+        _sweep(target)
+        part = target.with_name(f".{target.name}.{platform.node()}-{os.getpid()}.part")
+        content = io.BytesIO()  # written straight to a full disk, torch.save would tell of its own trouble only
+        torch.save(checkpoint, content)
         try:
-            content = io.BytesIO()  # written straight to a full disk, torch.save would tell of its own trouble only
-            torch.save(checkpoint, content)
-            with os.fdopen(descriptor, "wb") as file:
+            with part.open("wb") as file:
                 file.write(content.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, target)
+            part.replace(target)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
 
     def load_checkpoint(self, path: Any, map_location: Any = lambda s, _: s, weights_only: Any = None) -> Any:
@@ -51,7 +50,21 @@ class WholeFiles(TorchCheckpointIO):
             raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _sweep(target: Path) -> None:
+    """Removes what saves of ``target`` left behind that were killed on this machine."""
+    for part in target.parent.glob(f".{glob.escape(target.name)}.{glob.escape(platform.node())}-*.part"):
+        number = part.stem.rpartition("-")[2]
+        if number.isdigit() and not _is_alive(int(number)):
+            part.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    if os.name != "posix":  # asking would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return process != os.getpid()  # of which no save is under way
