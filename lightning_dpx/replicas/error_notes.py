@@ -1,16 +1,28 @@
 """What an error of a replica does not say by itself: which module raised it, and what its device held."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import BackwardHook
 
 from lightning_dpx.devices import allocated_and_peak, capacity_of
 
 
-def annotate(error: BaseException, module: nn.Module, device: torch.device) -> None:
+def annotate(error: BaseException, module: nn.Module, device: torch.device, first_nan: "FirstNaN") -> None:
     """Adds what is known to the notes of ``error``, which stays the same object."""
+    if first_nan.path:
+        error.add_note(f"The first module whose output held a NaN was {first_nan.path}.")
     if path := _module_path(error, module):
         error.add_note(f"In module {path}.")
+    if isinstance(error, torch.AcceleratorError):
+        error.add_note(
+            f"After such an error {device} is lost to this process, and so is what it held: nothing was saved from it. "
+            "Start a new process and resume from the last checkpoint file."
+        )
     if isinstance(error, torch.OutOfMemoryError):
         (held, peak), total = allocated_and_peak(device), capacity_of(device).total
         limit = f" of {total / 2**20:.1f}" if total else ""
@@ -29,3 +41,34 @@ def _module_path(error: BaseException, module: nn.Module) -> str:
             owner = owner.module
         path, entry = names.get(id(owner)) or path, entry.tb_next
     return path
+
+
+class FirstNaN:
+    """Under ``detect_anomaly``, remembers where a forward first made a NaN: backward only tells the operator.
+
+    Attributes:
+        path: The innermost module whose output held a NaN before any other's; empty if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """For one forward of ``module``."""
+        self.path = ""
+        handles = [
+            child.register_forward_hook(lambda _module, _inputs, output, name=name: self._see(name, output))
+            for name, child in module.named_modules()
+            if name
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _see(self, name: str, output: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+        if not self.path and any(bool(tensor.isnan().any()) for tensor in tensors):
+            self.path = name

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,7 @@ from lightning_dpx.devices import (
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
-from lightning_dpx.replicas.error_notes import annotate
+from lightning_dpx.replicas.error_notes import FirstNaN, annotate
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica, replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
@@ -106,6 +107,7 @@ class ReplicaSet:
         self._turns = InlineExecutor(deadline)
         self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
         self._callers_threads: int | None = None
+        self._first_nans = [FirstNaN() for _ in self.devices]
         self.times: StepTimes | None = None  # of the step that somebody watches
 
     @property
@@ -209,17 +211,21 @@ class ReplicaSet:
         ]
         watching = [watch for watch in watches if watch is not None]
 
+        module, first_nan = share.replica.module, self._first_nans[share.replica.index]
+        searched = torch.is_anomaly_enabled() and stage != "backward"
+
         def ranked() -> Any:
             with as_rank(rank):
                 try:
                     for watch in watching:
                         watch.start()
-                    result = call(share)
+                    with first_nan.watching(module) if searched else nullcontext():
+                        result = call(share)
                     for watch in watching:
                         watch.stop()
                     return result
                 except BaseException as error:
-                    annotate(error, share.replica.module, share.replica.device)
+                    annotate(error, module, share.replica.device, first_nan)
                     raise
 
         return ranked

@@ -749,3 +749,36 @@ def test_case_18_different_structures_are_named(made: Any, message: str, executi
         make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=2, max_epochs=1).fit(
             Structures(made), make_loader()
         )
+
+
+class AssertsOnTheDevice(Classifier):
+    """What a kernel's assertion comes out as."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_case_14_a_device_that_is_lost_is_called_so(execution: str, hardware: str) -> None:
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    with pytest.raises(torch.AcceleratorError) as caught:
+        trainer.fit(AssertsOnTheDevice(), make_loader(), make_loader())
+    assert any(f"{places(3)[1]} is lost to this process" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_case_14_on_cuda_further_steps_are_refused() -> None:
+    """In a process of its own, because the device is lost to it."""
+    script = (
+        "import torch, lightning_dpx as dpx\n"
+        "group = dpx.ReplicaGroup(torch.nn.Embedding(4, 2), ['cuda:0', 'cuda:0'], execution='inline')\n"
+        "for ids in (torch.full((4,), 9), torch.zeros(4, dtype=torch.long)):\n"
+        "    try:\n"
+        "        group.forward(ids, is_train=True); torch.cuda.synchronize(); print('went on')\n"
+        "    except RuntimeError as error:\n"
+        "        print('refused', type(error).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.splitlines()[-1].startswith("refused"), done.stdout + done.stderr

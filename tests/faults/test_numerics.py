@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import lightning_dpx as dpx
 from lightning_dpx.reducers import REDUCERS, make_reducer
-from tests.conftest import SIMULATED, assert_equal, make_loader, make_trainer, places
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, places
 
 MODES = [name for name in REDUCERS if name != "nccl"]
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -222,3 +222,34 @@ def test_case_51_a_check_on_demand_names_parameter_and_replica() -> None:
     trainer = make_trainer(strategy=strategy, devices=2, accelerator="sim", callbacks=[Checks(2, "data")], max_epochs=1)
     trainer.fit(Odd(1.0, width=64), make_loader(48))
     assert len(found) == 1
+
+
+class Root(nn.Module):
+    """A square root, which has no value for what is negative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+
+class RootInOneSlice(Classifier):
+    """Only the second replica's rows are negative somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Sequential(nn.Identity(), Root()), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0].abs() + 1
+        return F.cross_entropy(self.net(-rows if self.global_rank == 1 else rows), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*Error detected in.*", "ignore:.*anomaly.*:UserWarning")
+def test_case_46_anomalies_name_the_first_module_with_a_nan(execution: str, hardware: str) -> None:
+    model = RootInOneSlice()
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1, detect_anomaly=True)
+    with pytest.raises(RuntimeError, match="nan") as caught:
+        trainer.fit(model, make_loader(), make_loader())
+    notes = caught.value.__notes__
+    assert f"In replica 1 on {places(3)[1]}, during backward." in notes
+    assert "The first module whose output held a NaN was net.0.1." in notes
+    assert not any(child._forward_hooks for child in model.modules())
