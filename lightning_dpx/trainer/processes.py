@@ -3,6 +3,7 @@
 import datetime
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def agree(mine: Fingerprint) -> None:
         difference = _first_difference(everyone[0], theirs)
         if difference is not None:
             what, first, other = difference
+            with suppress(RuntimeError):  # whoever leaves first must not take the answer away from the others
+                distributed.barrier()
             raise ReplicationError(
                 f"The processes do not train the same thing: {what} is {first} on rank 0 and {other} on rank {rank}."
             )
