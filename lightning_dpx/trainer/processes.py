@@ -15,6 +15,7 @@ from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ReplicationError
 
 Fingerprint = Mapping[str, Any]
+_GRACE = 20  # seconds in which torch, where it notices by itself, says more than we can
 
 
 def connect(environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: float) -> None:
@@ -42,7 +43,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     # A listener that is no store of torch's, and never answers, makes it wait without an end.
     thread = threading.Thread(target=join, name="dpx-connect", daemon=True)
     thread.start()
-    thread.join(timeout + 5)
+    thread.join(timeout + _GRACE)
     why = failures[0] if failures else "somebody answers there who is not one of them" if thread.is_alive() else None
     if why is None:
         return

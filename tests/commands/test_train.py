@@ -15,6 +15,8 @@ from lightning_dpx.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 DIGITS = "examples/digits.yaml"
+# Lightning calls what jsonargparse has deprecated.
+quiet = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 
 class Tiny(LightningModule):
@@ -62,23 +64,34 @@ def test_validate_and_predict_run_as_well() -> None:
     shell("predict", *config, *options)
 
 
-def test_printed_configs_round_trip(tmp_path: Path) -> None:
+def printed(capsys: Any, *arguments: str) -> str:
+    """What ``dpx`` prints before it ends, without a process of its own."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert not stopped.value.code
+    return str(capsys.readouterr().out)
+
+
+@quiet
+def test_printed_configs_round_trip(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
     options = ("--trainer.strategy.memory_budget", "8GiB", "--trainer.strategy.workload", "[2, 1, 1, 1]")
-    printed = shell("fit", "--config", DIGITS, *options, "--print_config").stdout
-    arguments = yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]
+    first = printed(capsys, "fit", "--config", DIGITS, *options, "--print_config")
+    arguments = yaml.safe_load(first)["trainer"]["strategy"]["init_args"]
     assert arguments["memory_budget"] == "8GiB"
     assert arguments["workload"] == [2.0, 1.0, 1.0, 1.0]
     again = tmp_path / "again.yaml"
-    again.write_text(printed)
-    assert shell("fit", "--config", str(again), "--print_config").stdout == printed
+    again.write_text(first)
+    assert printed(capsys, "fit", "--config", str(again), "--print_config") == first
 
 
-def test_help_is_a_manual() -> None:
-    printed = shell("fit", "--trainer.strategy.help", "lightning_dpx.DPXStrategy").stdout
+@quiet
+def test_help_is_a_manual(capsys: Any) -> None:
+    manual = printed(capsys, "fit", "--trainer.strategy.help", "lightning_dpx.DPXStrategy")
     for argument in ("reducer", "workload", "memory_budget", "shifts", "communication_dtype", "timeout"):
-        assert f"--trainer.strategy.{argument}" in printed
-    assert "in this many packs" in " ".join(printed.split())
-    everything = shell("--help").stdout
+        assert f"--trainer.strategy.{argument}" in manual
+    assert "in this many packs" in " ".join(manual.split())
+    everything = printed(capsys, "--help")
     assert all(command in everything for command in ("fit", "validate", "test", "predict", "plan", "bench", "doctor"))
 
 
@@ -93,7 +106,7 @@ def test_help_is_a_manual() -> None:
         ("plan", "missing.yaml", "missing.yaml cannot be read as a plan"),
     ],
 )
-@pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@quiet
 def test_a_wrong_value_names_what_is_allowed(option: str, value: str, said: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     try:
@@ -104,13 +117,12 @@ def test_a_wrong_value_names_what_is_allowed(option: str, value: str, said: str,
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("memory", ["64MiB", "[64MiB, 1GiB]"])
-def test_a_rehearsal_on_simulated_devices(memory: str) -> None:
+def test_a_rehearsal_on_simulated_devices() -> None:
     options = ("--trainer.accelerator", "sim", "--trainer.devices", "2", "--trainer.max_epochs", "1")
-    simulated = ("--simulate.num_devices", "2", "--simulate.memory", memory)
+    simulated = ("--simulate.num_devices", "2", "--simulate.memory", "[64MiB, 1GiB]")
     done = shell("fit", "--config", DIGITS, *options, *simulated, "--trainer.enable_progress_bar", "false")
-    (row,) = (line.split() for line in done.stderr.splitlines() if line.strip().startswith("sim:1"))
-    assert row[-1] == ("64" if memory == "64MiB" else "1024")
+    rows = [line.split() for line in done.stderr.splitlines() if line.strip().startswith("sim:")]
+    assert [row[-1] for row in rows if len(row) > 10] == ["64", "1024"]
 
 
 def test_plan_and_bench_from_the_shell(tmp_path: Path) -> None:
@@ -123,6 +135,8 @@ def test_plan_and_bench_from_the_shell(tmp_path: Path) -> None:
     assert "copy limit" in reduced.stdout
 
 
-def test_without_a_command_it_says_what_there_is() -> None:
-    assert "the following arguments are required: command" in shell(ok=False).stderr
-    assert "unrecognized arguments: --fast" in shell("doctor", "--fast", ok=False).stderr
+def test_without_a_command_it_says_what_there_is(capsys: Any) -> None:
+    for arguments, said in (([], "are required: command"), (["doctor", "--fast"], "unrecognized arguments: --fast")):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err
