@@ -53,11 +53,3 @@ def test_the_notebook_runs_and_says_what_its_cells_show() -> None:
     for taken, planned in peaks:
         assert float(taken) <= 6
         assert abs(float(taken) - float(planned)) <= 0.02 * float(taken)
-
-
-def test_the_config_trains(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_dpx", "fit", "--config", str(EXAMPLES / "digits.yaml")]
-    options = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110, cwd=EXAMPLES.parent)
-    assert done.returncode == 0, done.stderr
-    assert "dpx: memory of the last step" in done.stderr

@@ -431,8 +431,10 @@ class Tunable(Classifier):
 @pytest.mark.parametrize("reducer", ["colocate"])
 @pytest.mark.filterwarnings("ignore:.*epochs without.*")
 def test_case_71_a_finder_leads_to_the_run_of_one_device(
-    finder: Callable[[], Callback], reducer: str, execution: str, tmp_path: Path
+    finder: Callable[[], Callback], reducer: str, tmp_path: Path
 ) -> None:
+    execution = "threads"
+
     def trained(**options: Any) -> tuple[dict[str, torch.Tensor], int, float]:
         model = Tunable()
         trainer = make_trainer(max_epochs=1, callbacks=[finder()], default_root_dir=tmp_path, **options)

@@ -107,14 +107,14 @@ def without_faults(data: list[dict[str, torch.Tensor]], faults: dict[int, tuple[
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:training_step returned None", "ignore:.*returned `None`")
-def test_2000_steps_with_faults(execution: str) -> None:
+def test_2000_steps_with_faults() -> None:
     faults = plan_of_faults()
     data, model = batches(faults), Faulty(faults)
     OPTIMIZERS[:] = [sgd(model)]
     sim, held, threads, ended = torch.get_device_module("sim"), [], threading.active_count(), 0
     begin = noted = 0
     while begin < NUM_STEPS:
-        strategy = dpx.DPXStrategy(execution=execution, timeout=60)
+        strategy = dpx.DPXStrategy(execution="threads", timeout=60)
         trainer = make_trainer(strategy=strategy, accelerator="sim", devices=2, max_epochs=1)
         try:
             trainer.fit(model, DataLoader(data[begin:], batch_size=None))
