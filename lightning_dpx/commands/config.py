@@ -1,0 +1,88 @@
+"""Lightning's own command line, as ``dpx`` uses it: everything of this package by name, and simulated devices."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.simulate import simulate
+
+
+@dataclass(frozen=True)
+class SimulatedDevices:
+    """Devices to rehearse on, with trainer.accelerator=sim; see lightning_dpx.simulate.
+
+    Args:
+        num_devices: How many, 1 to 16.
+        memory: Capacity of each, in bytes or as "8GiB", or one per device; no limit unless given.
+        speed: Speed of each, 1 for 1e11 bytes a second, or one per device.
+        link: Bytes per second of a copy between two of them; copies take no time unless given.
+        latency: Seconds that every such copy takes beside.
+    """
+
+    num_devices: int = 8
+    memory: int | str | list[int | str] | None = None
+    speed: float | list[float] = 1.0
+    link: int | str | None = None
+    latency: float = 0.0
+
+
+class SaveConfig(SaveConfigCallback):
+    """Beside the logs; without a logger it would go to the current folder, and a second run would be refused."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Only where there is a logger."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class ConfigCLI(LightningCLI):
+    """A LightningCLI that takes ``--simulate`` and tells wrong values in this package's words."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """One more than Lightning's."""
+        parser.add_argument("--simulate", type=SimulatedDevices | None, default=None, help="devices to rehearse on")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Without Lightning's warning of arguments that are not the process's own."""
+        self.config = parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Makes the simulated devices, before anything runs a backward."""
+        chosen = self._get(self.config, "simulate")
+        if chosen is not None:
+            simulate(**(asdict(chosen) if isinstance(chosen, SimulatedDevices) else vars(chosen)))
+
+    def instantiate_classes(self) -> None:
+        """Makes the trainer, the model and the data.
+
+        Raises:
+            ConfigurationError: a value that is not allowed.
+        """
+        try:
+            super().instantiate_classes()
+        except (TypeError, ValueError) as error:
+            said, *_ = str(error).partition("\nGiven value type")
+            raise ConfigurationError(said) from error
+
+
+class OnlyMade(ConfigCLI):
+    """Makes everything and runs nothing.
+
+    Args:
+        trainer: Arguments of the Trainer that are not up to the user.
+        options: Of the LightningCLI.
+    """
+
+    def __init__(self, trainer: dict[str, Any], **options: Any) -> None:
+        self._for_trainer = trainer
+        super().__init__(**options)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """With the given arguments."""
+        return super().instantiate_trainer(**kwargs, **self._for_trainer)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing runs."""
