@@ -24,7 +24,7 @@ from lightning_dpx.bench import (
     plot_contests,
     plot_reductions,
 )
-from lightning_dpx.commands.progress import progress
+from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.simulate import simulate
 
@@ -87,6 +87,7 @@ def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
 
 
 def _report(as_json: bool, results: list[dict[str, Any]], table: str) -> None:
+    done()
     machine = {"cpus": num_usable_cpus(), "processor": platform.machine(), "torch": torch.__version__}
     if as_json:
         print(json.dumps({"machine": machine, "results": results}, indent=2))

@@ -27,6 +27,7 @@ from lightning_dpx.trainer import (
     Settings,
     dry_run,
 )
+from lightning_dpx.trainer.reports import format_rows
 
 HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         tightest.plan.save(args.save)
     if args.report is not None:
         write_report(found, args.report)
-        progress(f"the report is in {args.report}")
+        done()
     return 0 if found.fits else 2
 
 
@@ -163,14 +164,10 @@ def _cells(found: DryRun) -> list[list[str]]:
 
 def format_dry_run(found: DryRun) -> str:
     """A table in MiB, and the plan of the tightest device."""
-    rows = [list(HEADS), *_cells(found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(0, "a training step, in MiB, predicted:")
-    tightest = found.tightest
-    if tightest is not None and tightest.plan is not None and tightest.plan.dropped:
-        lines += ["", f"plan of {tightest.device}:", format_plan(tightest.plan)]
-    return "\n".join(lines)
+    table, tightest = format_rows("a training step, in MiB, predicted:", HEADS, _cells(found)), found.tightest
+    if tightest is None or tightest.plan is None or not tightest.plan.dropped:
+        return table
+    return f"{table}\n\nplan of {tightest.device}:\n{format_plan(tightest.plan)}"
 
 
 def _as_dict(forecast: Any) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def table_of(
 
 
 def bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:
+    """Bytes of the storages behind ``tensors``, each counted once; sparse tensors are left out."""
     storages: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided:

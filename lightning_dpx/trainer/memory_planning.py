@@ -202,16 +202,16 @@ class MemoryPlanning:
                 self.budget = "auto"
             self.decide(replicas, shares, run, owned)
         else:
-            tighter = {device: self._tighter(replicas, device) for device in self.profiles}
+            tighter = {device: self._tighter(replicas.root.module, device) for device in self.profiles}
             profiles = dict(self.profiles)
             self.remove(replicas)
             self.plans, self.profiles = tighter, profiles
             self._put_on(replicas)
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
 
-    def _tighter(self, replicas: ReplicaSet, device: torch.device) -> CheckpointPlan:
+    def _tighter(self, module: nn.Module, device: torch.device) -> CheckpointPlan:
         profile, now = self.profiles[device], self.plans[device].peak or self.profiles[device].peak
-        return plan_profile(replicas.root.module, profile, int(now * _TIGHTER), self.planner)
+        return plan_profile(module, profile, int(now * _TIGHTER), self.planner)
 
     def advice(self) -> str:
         """What would help where memory ran out."""
@@ -224,17 +224,17 @@ class MemoryPlanning:
         for device, plan in self.plans.items():
             budget = f" for a budget of {_mib(self._limits[device][0])}" if device in self._limits else ""
             said.append(f"The plan of {device}{budget} predicted {_mib(plan.peak or 0)} of activations.")
-            profile = self.profiles.get(device)
-            if profile is not None:
-                try:
-                    less = plan_profile(nn.Module(), profile, int((plan.peak or profile.peak) * _TIGHTER), self.planner)
-                except BudgetError:
-                    said.append("No plan takes much less: use a smaller batch.")
-                    continue
-                said.append(
-                    f"One of {_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
-                    "memory_budget, or on_oom='replan'."
-                )
+            if device not in self.profiles:
+                continue
+            try:
+                less = self._tighter(nn.Module(), device)
+            except BudgetError:
+                said.append("No plan takes much less: use a smaller batch.")
+                continue
+            said.append(
+                f"One of {_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
+                "memory_budget, or on_oom='replan'."
+            )
         return " ".join(said)
 
     def forecast(self, device: torch.device) -> tuple[int, int]:

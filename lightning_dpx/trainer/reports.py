@@ -27,9 +27,8 @@ class Pace:
     """
 
     def __init__(self, every_n_steps: int | None) -> None:
-        if every_n_steps is not None and (isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int)):
-            raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
-        if every_n_steps is not None and every_n_steps < 1:
+        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
+        if every_n_steps is not None and (not whole or every_n_steps < 1):
             raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
         self._every, self._steps = every_n_steps, 0
 
@@ -103,11 +102,11 @@ def show_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -
             table = Table(*heads, title=title)
             for row in rows:
                 table.add_row(*row)
-            rank_zero_print(console, table)
+            _print_once(console, table)
             return
     rank_zero_info(format_rows(title, heads, rows))
 
 
 @rank_zero_only
-def rank_zero_print(console: Any, table: Any) -> None:
+def _print_once(console: Any, table: Any) -> None:
     console.print(table)

@@ -352,10 +352,18 @@ class DPXStrategy(RanksOfReplicas):
     def _plan_memory(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
         assert self._replicas is not None, "only called with replicas"
+        self._planning.decide(self._replicas, shares, self._rehearsal(args, kwargs), self._owned_bytes())
+
+    def _tighten(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """After a step that ran out of memory; says what the plans are now."""
+        assert self._replicas is not None, "only called with replicas"
+        return self._planning.tighten(self._replicas, shares, self._rehearsal(args, kwargs), self._owned_bytes())
+
+    def _owned_bytes(self) -> dict[torch.device, int]:
+        assert self._replicas is not None, "only called with replicas"
         assert self._step is not None, "only called with replicas"
         several = len(set(self._replicas.devices)) > 1
-        owned = owned_bytes(self._step.owner_parameters, self.optimizers, several)
-        self._planning.decide(self._replicas, shares, self._rehearsal(args, kwargs), owned)
+        return owned_bytes(self._step.owner_parameters, self.optimizers, several)
 
     def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs nobody reads."""
@@ -569,19 +577,10 @@ class DPXStrategy(RanksOfReplicas):
         assert self._metrics is not None, "only called with replicas"
 
         def run(share: Share) -> Any:
-            module: Any = share.replica.module
-            with StepLog(share).recording(module), self._arranged(module):
-                return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
+            return self._call(StepLog(share), "training_step", args[1:], kwargs)
 
         with self.precision_plugin.train_step_context(), self._metrics.kept():
             self._step.forward(shares, run, self._finisher("training_step"))
-
-    def _tighten(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        assert self._replicas is not None, "only called with replicas"
-        assert self._step is not None, "only called with replicas"
-        several = len(set(self._replicas.devices)) > 1
-        owned = owned_bytes(self._step.owner_parameters, self.optimizers, several)
-        return self._planning.tighten(self._replicas, shares, self._rehearsal(args, kwargs), owned)
 
     def _finisher(self, name: str) -> Callable[[Any], Any] | None:
         """The user's hook that sees the merged outputs of ``name``, if there is one."""
@@ -695,9 +694,7 @@ class DPXStrategy(RanksOfReplicas):
 
         def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Callable[[Share], Any]:
             def call(share: Share) -> Any:
-                module: Any = share.replica.module
-                with logs[share.replica.index].recording(module), self._arranged(module):
-                    return getattr(module, name)(self._transfer(share, idx), *args, **kwargs)
+                return self._call(logs[share.replica.index], name, args, kwargs, idx)
 
             return call
 
@@ -709,6 +706,12 @@ class DPXStrategy(RanksOfReplicas):
         self._replicas.python_state.collect([share.replica for share in shares])
         assert self.lightning_module is not None, "connect() sets the module first"
         replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
+
+    def _call(self, log: StepLog, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Any:
+        """A replica's own step, as every replica runs it; what it logs goes to ``log``."""
+        module: Any = log.share.replica.module
+        with log.recording(module), self._arranged(module):
+            return getattr(module, name)(self._transfer(log.share, idx), *args, **kwargs)
 
     def _backward_of_replicas(self) -> None:
         if self._step is None:
