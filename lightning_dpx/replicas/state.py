@@ -32,10 +32,11 @@ class StateSync:
         self._changed, self._unchecked = True, 3
         self._sums: list[int] = []  # in the first steps, to notice writes through .data
         self._check_every, self._checked = check_every, 0
+        self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
+        self._may_restore = False
 
     def mark_changed(self) -> None:
         """The next :meth:`synchronize` copies everything."""
-        self._before: list[torch.Tensor] = []  # the buffers, as they were before the step
         self._changed = True
 
     def set_owners(self, owners: Sequence[int]) -> None:
@@ -204,12 +205,14 @@ class StateSync:
                 torch._foreach_copy_(self._before, buffers)
         else:
             self._before = [buffer.clone() for buffer in buffers]
+        self._may_restore = True
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
-        if self._before and _alike(self._root.buffers, self._before):
+        if self._may_restore and self._before and _alike(self._root.buffers, self._before):
             torch._foreach_copy_(self._root.buffers, self._before)
+        self._may_restore = False
 
     @torch.no_grad()
     def collect_buffers(self, active: Sequence[Replica]) -> None:
@@ -217,6 +220,7 @@ class StateSync:
 
         Integer buffers (such as ``num_batches_tracked``) are never averaged.
         """
+        self._may_restore = False
         if self._buffers == "mean" and len(active) > 1:
             for replica in active:  # a step may have put new tensors in their place
                 replica.refresh()
