@@ -4,7 +4,7 @@ from lightning_dpx.reducers.base import REDUCERS, GradientReducer, choose_reduce
 from lightning_dpx.reducers.collective import CollectiveReducer
 from lightning_dpx.reducers.colocate import ColocateReducer
 from lightning_dpx.reducers.hierarchical import HierarchicalReducer
-from lightning_dpx.reducers.internode import ProcessReducer, between_processes
+from lightning_dpx.reducers.internode import ProcessReducer, between_processes, describe_loss, is_loss_of_a_process
 from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.reducers.nccl import NCCLReducer
 from lightning_dpx.reducers.overlap import EagerReduction
@@ -23,6 +23,8 @@ __all__ = [
     "NaiveReducer",
     "ProcessReducer",
     "between_processes",
+    "describe_loss",
+    "is_loss_of_a_process",
     "choose_reducer",
     "least_loaded_placement",
     "make_reducer",

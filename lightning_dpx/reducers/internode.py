@@ -93,6 +93,13 @@ def between_processes(what: str, call: Callable[[], Result]) -> Result:
         raise CollectiveError(f"{describe_loss(what)} ({error})") from error
 
 
+def is_loss_of_a_process(error: BaseException) -> bool:
+    """Whether torch.distributed raised ``error`` for lack of another process, and nobody has called the roll yet."""
+    if isinstance(error, CollectiveError):
+        return False
+    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 def describe_loss(during: str) -> str:
     """Calls the roll: every survivor of a failed collective reports to the store; the others are lost."""
     rank, world = distributed.get_rank(), distributed.get_world_size()

@@ -1,6 +1,7 @@
 """Several processes, each with its own replicas: connecting, agreeing on what is trained, and starting out equal."""
 
 import datetime
+import functools
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +14,7 @@ from torch import distributed, nn
 
 from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ReplicationError
+from lightning_dpx.reducers import between_processes
 
 Fingerprint = Mapping[str, Any]
 _GRACE = 20  # seconds in which torch, where it notices by itself, says more than we can
@@ -73,8 +75,7 @@ def agree(mine: Fingerprint) -> None:
     Raises:
         ReplicationError: on every process, with the first difference and its ranks.
     """
-    everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, dict(mine))
+    everyone = gather_objects("the comparison of what is trained", dict(mine))
     for rank, theirs in enumerate(everyone):
         difference = _first_difference(everyone[0], theirs)
         if difference is not None:
@@ -99,16 +100,31 @@ def _first_difference(first: Fingerprint, other: Fingerprint) -> tuple[str, Any,
     return None
 
 
+def gather_objects(what: str, mine: Any) -> list[Any]:
+    """The object of every process, in order of rank.
+
+    Raises:
+        CollectiveError: a process is lost.
+    """
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    between_processes(what, lambda: distributed.all_gather_object(everyone, mine))
+    return everyone
+
+
 @torch.no_grad()
 def start_equal(module: nn.Module) -> None:
     """Parameters and buffers become those of rank 0."""
-    share([*module.parameters(), *module.buffers()])
+    share("sharing the initial weights", [*module.parameters(), *module.buffers()])
 
 
 @torch.no_grad()
-def share(tensors: list[torch.Tensor]) -> None:
-    """Every tensor becomes rank 0's."""
+def share(what: str, tensors: list[torch.Tensor]) -> None:
+    """Every tensor becomes rank 0's.
+
+    Raises:
+        CollectiveError: a process is lost.
+    """
     for tensor in tensors:
         wire = on_wire(tensor.detach())
-        distributed.broadcast(wire, 0)
+        between_processes(what, functools.partial(distributed.broadcast, wire, 0))
         tensor.copy_(wire)

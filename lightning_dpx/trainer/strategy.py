@@ -25,7 +25,14 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dpx import shifting
 from lightning_dpx.errors import BudgetError, ConfigurationError, ReplicationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, planned
-from lightning_dpx.reducers import REDUCERS, GradientReducer, ProcessReducer, between_processes, choose_reducer
+from lightning_dpx.reducers import (
+    REDUCERS,
+    GradientReducer,
+    ProcessReducer,
+    choose_reducer,
+    describe_loss,
+    is_loss_of_a_process,
+)
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
@@ -51,7 +58,7 @@ from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
-from lightning_dpx.trainer.processes import agree, connect, fingerprint, share, start_equal
+from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
 from lightning_dpx.trainer.ranks import RanksOfReplicas
 
@@ -402,8 +409,7 @@ class DPXStrategy(RanksOfReplicas):
             accumulate_grad_batches=module.trainer.accumulate_grad_batches,
         )
         agree(mine)
-        counts: list[Any] = [None] * self.num_processes
-        torch.distributed.all_gather_object(counts, num_replicas)
+        counts = gather_objects("counting the replicas", num_replicas)
         self._replica_offset, self._all_replicas = sum(counts[: self.process_rank]), sum(counts)
         make_step_aware(self.process_rank, self._replica_offset)
         start_equal(module)
@@ -482,11 +488,16 @@ class DPXStrategy(RanksOfReplicas):
         self._announced.add(text)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Says what would help against OOM; a run that SIGTERM ended fails (lightning up to 2.6 exits with 0)."""
+        """Adds what would help against OOM and which process is lost; a run that SIGTERM ended fails.
+
+        Lightning up to 2.6 would exit with 0 then.
+        """
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
         if isinstance(exception, torch.OutOfMemoryError) and not isinstance(exception, BudgetError):
             exception.add_note(self._planning.advice())
+        if self._is_connected and is_loss_of_a_process(exception):  # in a collective that is not ours
+            exception.add_note(describe_loss("the run"))
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -769,7 +780,7 @@ class DPXStrategy(RanksOfReplicas):
     def _leave_training(self) -> None:
         self._mark_changed()
         if self._is_connected and (module := self.lightning_module) is not None:
-            between_processes("sharing buffers", lambda: share(list(module.buffers())))
+            share("sharing buffers", list(module.buffers()))
         if self._replicas is not None:
             self._replicas.release_cores()
 

@@ -41,8 +41,16 @@ class Watched(Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
             if self.case == "stuck":
                 time.sleep(10_000)
+            if self.case == "killed-elsewhere":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if self.case == "killed-elsewhere":  # a collective that is not ours
+            torch.distributed.all_reduce(torch.ones(3))
         if trainer.global_step == 8 and trainer.global_rank == 0 and self.case == "sigterm-first":
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        if self.case == "killed-between" and trainer.global_step >= 6 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
         print(f"exception at step {trainer.global_step}", flush=True)
@@ -91,7 +99,7 @@ def main() -> None:
         options["precision"] = "bf16-mixed"
     elif case == "batches" and rank == 1:
         loader = torch.utils.data.DataLoader(loader.dataset, 8, sampler=range(16))
-    elif case in ("raises", "stopped", "stuck", "sigterm", "sigterm-first"):
+    elif case in ("raises", "stopped", "stuck", "sigterm", "sigterm-first", "killed-between", "killed-elsewhere"):
         options["max_epochs"] = 10_000
         options["callbacks"] = [Watched(folder, case)]
         arguments["timeout"] = 8.0
