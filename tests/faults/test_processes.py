@@ -94,9 +94,7 @@ def test_case_73_what_differs_between_the_ranks_is_refused_at_setup_by_name_or_t
 
 
 @pytest.mark.parametrize("case", ["raises", "stopped", "killed-between", "killed-elsewhere"])
-def test_case_74_a_process_that_raises_or_stops_is_named_and_the_others_end(
-    case: str, tmp_path: Path
-) -> None:
+def test_case_74_a_process_that_raises_or_stops_is_named_and_the_others_end(case: str, tmp_path: Path) -> None:
     with started(case, tmp_path) as processes:
         printed = processes[0].communicate(timeout=60)[0]
         assert processes[0].returncode == 1, printed
