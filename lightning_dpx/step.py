@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
-from lightning_dpx.replicas import Replica, ReplicaSet, Share, check_choice, gather, weighted_mean
+from lightning_dpx.replicas import Replica, ReplicaSet, Roots, Share, check_choice, gather, weighted_mean
 
 LossReduction = Literal["mean", "sum"]
 
@@ -34,16 +34,18 @@ class Pending:
     leaves: list[torch.Tensor]
     weight: float = 1.0
 
-    def backward(self) -> None:
-        """This replica's own backward."""
+    def roots(self, weighted: dict[tuple[int, float], torch.Tensor]) -> Roots:
+        """Where this replica's own backward starts, and with which gradients; those in ``weighted`` are known."""
         tensors, gradients = [], []
         for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
             if leaf.grad is not None:
-                gradient = leaf.grad if self.weight == 1 else leaf.grad * self.weight
+                key = id(leaf), self.weight
+                if key not in weighted:
+                    weighted[key] = leaf.grad if self.weight == 1 else leaf.grad * self.weight
+                gradient = weighted[key].to(tensor.device)
                 tensors.append(tensor)
-                gradients.append(gradient.to(tensor.device).view_as(tensor))
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
+                gradients.append(gradient if gradient.shape == tensor.shape else gradient.view_as(tensor))
+        return tensors, gradients
 
 
 class TrainingStep:
@@ -141,7 +143,8 @@ class TrainingStep:
         merged = weighted_mean(values, weights, device)
         if self._loss_reduction == "sum":
             merged = merged * len(weights)
-        leaf = merged.clone().requires_grad_(any(loss.requires_grad for loss in losses))
+        leaf = merged.clone() if merged is values[0] else merged  # never the user's own
+        leaf.requires_grad_(any(loss.requires_grad for loss in losses))
         self._pending = [
             Pending(share, [loss], [leaf], weight) for share, loss, weight in zip(shares, losses, weights, strict=True)
         ]
@@ -209,15 +212,13 @@ class TrainingStep:
         pending, self._pending = self._pending, []
         if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
-        by_replica = {waiting.share.replica.index: waiting for waiting in pending}
         self._unreduced = True
-        eager = self._eager.armed(sorted(by_replica)) if last and self._eager is not None else nullcontext()
+        shares = [waiting.share for waiting in pending]
+        active = sorted(share.replica.index for share in shares)
+        eager = self._eager.armed(active) if last and self._eager is not None else nullcontext()
         with eager:
-            self._replicas.run(
-                "backward",
-                [waiting.share for waiting in pending],
-                lambda share: by_replica[share.replica.index].backward(),
-            )
+            weighted: dict[tuple[int, float], torch.Tensor] = {}
+            self._replicas.backward(shares, [waiting.roots(weighted) for waiting in pending])
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:
@@ -244,7 +245,6 @@ class TrainingStep:
             parameter.grad = gradient
         self._rows = 0
 
-    @torch.no_grad()
     def _reduce_only(self, indices: Sequence[int]) -> None:
         columns = [replica.parameters for replica in self._replicas.replicas]
         owners = [self._owners[index] for index in indices]

@@ -1,8 +1,12 @@
 """Shared models, data and checks. Every test must leave the process as it found it."""
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; before torch looks
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -23,9 +27,11 @@ _hardware = "cpu"  # what the replicas of the running test live on
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of what only the host does are not run on simulated devices."""
+    """Tests of what only the host does are not run on simulated devices; those of a GPU never beside each other."""
     kept = []
     for item in items:
+        if item.get_closest_marker("gpu") and config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
         hardware = getattr(item, "callspec", None) and item.callspec.params.get("hardware")
         if not (hardware == "sim" and item.get_closest_marker("host")):
             kept.append(item)

@@ -22,10 +22,9 @@ def add_in_place(total: list[torch.Tensor], others: Sequence[Sequence[torch.Tens
             torch._foreach_add_(total, list(other))
         return
     large = [index for index, tensor in enumerate(total) if tensor.numel() > BLOCK and _is_flat(total, others, index)]
-    small = sorted(set(range(len(total))).difference(large))
-    for other in others:
-        if small:
-            torch._foreach_add_([total[index] for index in small], [other[index] for index in small])
+    small = set(range(len(total))).difference(large) if large else range(len(total))
+    for other in others if small else ():
+        torch._foreach_add_([total[index] for index in small], [other[index] for index in small])
     for index in large:
         rows = [other[index].view(-1).split(BLOCK) for other in others]  # type: ignore[no-untyped-call]
         for number, block in enumerate(total[index].view(-1).split(BLOCK)):  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
+from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.replica import Replica, stand_in
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
 from lightning_dpx.replicas.slicing import (
@@ -29,6 +30,7 @@ __all__ = [
     "Replica",
     "ReplicaRank",
     "ReplicaSet",
+    "Roots",
     "Share",
     "StepTimes",
     "Trial",

@@ -19,10 +19,12 @@ class Venue:
 
     Attributes:
         crowded: An accelerator that holds several replicas, if there is one.
+        was_used: Whether anybody has ever met here.
     """
 
     meeting: MeetingPlace | None = None
     crowded: str = ""
+    was_used: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class ReplicaRank:
     def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
         """Exchanges ``value`` with the other replicas of the step; see ``Meeting.exchange``."""
         assert self.venue.meeting is not None, "a rank exists during a run only"
+        self.venue.was_used = True
         return self.venue.meeting.exchange(self.rank, kind, value, act)
 
 
@@ -60,6 +63,11 @@ class as_rank:  # noqa: N801  a context manager, entered several times a step: n
 
     def __exit__(self, *_: object) -> None:
         _CURRENT.reset(self._token)
+
+
+def become_rank(rank: ReplicaRank) -> None:
+    """From here on, and until the :class:`as_rank` around it ends, the calling code runs in this replica."""
+    _CURRENT.set(rank)
 
 
 def outside_step() -> Any:

@@ -32,6 +32,11 @@ def annotate(error: BaseException, module: nn.Module, device: torch.device, firs
         )
 
 
+def note_place(error: BaseException, replica: int, device: torch.device, stage: str) -> None:
+    """Says where ``error`` was raised."""
+    error.add_note(f"In replica {replica} on {device}, during {stage}.")
+
+
 def _module_path(error: BaseException, module: nn.Module) -> str:
     """The innermost submodule whose forward or hook raised ``error``; empty where no frame tells."""
     names, path, entry = {id(child): name for name, child in module.named_modules()}, "", error.__traceback__

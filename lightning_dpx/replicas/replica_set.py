@@ -19,8 +19,10 @@ from lightning_dpx.devices import (
 )
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.balance import WorkloadBalancer
+from lightning_dpx.replicas.collectives import Meeting
 from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
-from lightning_dpx.replicas.error_notes import FirstNaN, annotate
+from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
+from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica, replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
@@ -107,6 +109,7 @@ class ReplicaSet:
         self._turns = InlineExecutor(deadline)
         self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
         self._callers_threads: int | None = None
+        self._walked_apart = False
         self._first_nans = [FirstNaN() for _ in self.devices]
         self.times: StepTimes | None = None  # of the step that somebody watches
 
@@ -229,6 +232,38 @@ class ReplicaSet:
                     raise
 
         return ranked
+
+    def backward(self, shares: Sequence[Share], roots: Sequence[Roots]) -> None:
+        """Every replica's own backward, from the tensors that its forward returned, with their gradients.
+
+        Raises:
+            BaseException: the first replica's error, the original object with a note.
+        """
+        if self._walk_as_one(shares):
+            refusal = "no step before met in it, so the backward of all replicas is one; ask for execution='threads'"
+            venue = Venue(Meeting(len(shares), refusal=refusal))
+            ranks = [ReplicaRank(index, len(shares), venue) for index in range(len(shares))]
+            joint_backward(ranks, roots, lambda place, error: self._blame(shares[place].replica, error))
+            return
+        of_replica = {share.replica.index: own for share, own in zip(shares, roots, strict=True)}
+
+        def walk(share: Share) -> None:
+            tensors, gradients = of_replica[share.replica.index]
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
+
+        self.run("backward", shares, walk)
+        self._walked_apart = True
+
+    def _walk_as_one(self, shares: Sequence[Share]) -> bool:
+        """In line on the host, once a backward has run without a meeting, and while nobody wants to see them apart."""
+        seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
+        in_line = isinstance(self._executor, InlineExecutor) and all(is_host(share.replica.device) for share in shares)
+        return self._walked_apart and in_line and not seen and not self._venue.was_used
+
+    def _blame(self, replica: Replica, error: BaseException) -> None:
+        annotate(error, replica.module, replica.device, self._first_nans[replica.index])
+        note_place(error, replica.index, replica.device, "backward")
 
     def _takes_turns(self, stage: str) -> bool:
         """Threads would draw from the host's one generator in any order, and activation checkpointing in one thread

@@ -235,11 +235,11 @@ def _cut(node: Any, path: str, sizes: list[int], total: int, batch_dim: BatchDim
         dim = _dim_of(path, batch_dim)
         if dim == -1 or node.ndim == 0:
             return [_own(node) for _ in sizes]
-        return [_own(part) for part in node.split(sizes, dim)]  # type: ignore[no-untyped-call]
+        return [_own(part) for part in torch.split_with_sizes(node, sizes, dim)]
     if isinstance(node, np.ndarray) and node.ndim and _dim_of(path, batch_dim) != -1:
         return np.split(node, list(itertools.accumulate(sizes))[:-1])
-    transposed = type(node) in (list, tuple) and any(_is_plain_list(child) and len(child) == total for child in node)
-    if _has_no_rows(node) and not transposed and len(node) == total and _dim_of(path, batch_dim) != -1:
+    one_per_row = _has_no_rows(node) and len(node) == total and _dim_of(path, batch_dim) != -1
+    if one_per_row and not any(_is_plain_list(child) and len(child) == total for child in node):  # not columns
         ends = list(itertools.accumulate(sizes))
         return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     children = children_of(node)

@@ -71,7 +71,6 @@ class StateSync:
                 mine.requires_grad_(theirs.requires_grad)
             self._flags[index] = mine.requires_grad
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Before a forward: parameters, buffers and flags of the replicas become those of replica 0.
 
@@ -87,8 +86,11 @@ class StateSync:
                     target_module.training = source_module.training
             if not _alike(self._root.buffers, replica.buffers):
                 self._replace_buffers(replica)
-            for source, target in zip(self._root.buffers, replica.buffers, strict=True):
-                target.copy_(source, non_blocking=True)
+        if self._root.buffers:
+            with torch.no_grad():
+                for replica in self._others:
+                    for source, target in zip(self._root.buffers, replica.buffers, strict=True):
+                        target.copy_(source, non_blocking=True)
 
     def _replace_buffers(self, replica: Replica) -> None:
         """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""
@@ -196,15 +198,14 @@ class StateSync:
                     "it a buffer."
                 )
 
-    @torch.no_grad()
     def remember_buffers(self) -> None:
         """Before a step that may fail half-way: replica 0's buffers, for :meth:`restore_buffers`."""
         buffers = self._root.buffers
-        if _alike(buffers, self._before):
-            if buffers:
+        if not _alike(buffers, self._before):
+            self._before = [buffer.detach().clone() for buffer in buffers]
+        elif buffers:
+            with torch.no_grad():
                 torch._foreach_copy_(self._before, buffers)
-        else:
-            self._before = [buffer.clone() for buffer in buffers]
         self._may_restore = True
 
     @torch.no_grad()
@@ -214,7 +215,6 @@ class StateSync:
             torch._foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
 
-    @torch.no_grad()
     def collect_buffers(self, active: Sequence[Replica]) -> None:
         """After a step: replica 0's buffers become the first active replica's, or the mean over the active ones.
 
@@ -226,12 +226,15 @@ class StateSync:
                 replica.refresh()
             for replica in active[1:]:
                 self._check_buffers(replica)
+        if not self._root.buffers:
+            return
         columns = zip(*(replica.buffers for replica in active), strict=True)
-        for owned, column in zip(self._root.buffers, columns, strict=True):
-            if self._buffers == "mean" and owned.is_floating_point() and len(column) > 1:
-                owned.copy_(torch.stack([buffer.to(owned.device) for buffer in column]).mean(0))
-            elif column[0] is not owned:
-                owned.copy_(column[0])
+        with torch.no_grad():
+            for owned, column in zip(self._root.buffers, columns, strict=True):
+                if self._buffers == "mean" and owned.is_floating_point() and len(column) > 1:
+                    owned.copy_(torch.stack([buffer.to(owned.device) for buffer in column]).mean(0))
+                elif column[0] is not owned:
+                    owned.copy_(column[0])
 
     def _check_buffers(self, replica: Replica) -> None:
         mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))

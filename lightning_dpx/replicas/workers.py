@@ -25,6 +25,7 @@ from lightning_dpx.devices import autocast_types, device_context
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.replicas.collectives import Meeting
 from lightning_dpx.replicas.context import Venue
+from lightning_dpx.replicas.error_notes import note_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseExce
     failed = [(task, one.error) for task, one in zip(tasks, outcomes, strict=True) if one.error is not None]
     failed.sort(key=lambda item: isinstance(item[1], CollectiveError))
     first, error = failed[0]
-    error.add_note(f"In replica {first.replica} on {first.device}, during {first.stage}.")
+    note_place(error, first.replica, first.device, first.stage)
     for task, other in failed[1:]:
         if other is not error:  # one that was raised where they met
             error.add_note(f"Replica {task.replica} on {task.device} failed too: {type(other).__name__}: {other}")
@@ -286,7 +287,7 @@ class CallerContext:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
     saved_tensor_hooks: Any
 
@@ -297,7 +298,7 @@ class CallerContext:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_types()
+                (kind, torch.get_autocast_dtype(kind)) for kind in autocast_types() if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
@@ -309,9 +310,8 @@ class CallerContext:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             yield

@@ -1,6 +1,6 @@
 """``self.log`` inside a step of several replicas: collected per replica, logged once."""
 
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,14 +21,13 @@ class StepLog:
 
     share: Share
     entries: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = field(default_factory=dict)
-    _calls: Counter[str] = field(default_factory=Counter)
 
     def record(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
         """Takes the place of ``LightningModule.log`` for the duration of a step."""
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach()
-        self.entries[name, self._calls[name]] = value, {"prog_bar": prog_bar, "logger": logger, **options}
-        self._calls[name] += 1
+        call = next(call for call in itertools.count() if (name, call) not in self.entries)
+        self.entries[name, call] = value, {"prog_bar": prog_bar, "logger": logger, **options}
 
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:

@@ -62,6 +62,8 @@ from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_
 from lightning_dpx.trainer.rank_zero import make_step_aware
 from lightning_dpx.trainer.ranks import RanksOfReplicas
 
+_DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
+
 
 class DPXStrategy(RanksOfReplicas):
     """Trains one LightningModule on all devices of a machine from one process.
@@ -695,7 +697,10 @@ class DPXStrategy(RanksOfReplicas):
         for hook, extra in (("transfer_batch_to_device", (share.replica.device,)), ("on_after_batch_transfer", ())):
             owner = source.get_instance(hook)
             target = module if isinstance(owner, pl.LightningModule) else owner
-            batch = getattr(target, hook)(batch, *extra, dataloader_idx)
+            call = getattr(target, hook)
+            default = getattr(call, "__func__", None) in _DEFAULT_TRANSFERS
+            if not (default and _lives_on(batch, share.replica.device)):
+                batch = call(batch, *extra, dataloader_idx)
         return batch
 
     @contextmanager
@@ -806,6 +811,12 @@ def _checked(run_step: Callable[[Share], Any]) -> Callable[[Share], Any]:
         return output
 
     return run
+
+
+def _lives_on(batch: Any, device: torch.device) -> bool:
+    """Whether ``batch`` is for certain on ``device``; asked of tensors and flat lists of them only."""
+    tensors = batch if type(batch) in (list, tuple) else [batch]
+    return all(type(tensor) is Tensor and tensor.device == device for tensor in tensors)
 
 
 @contextmanager

@@ -203,8 +203,10 @@ def test_case_02_an_error_in_backward(which: tuple[int, ...], reducer: str, exec
     model = Faulty(LookupError, which, "backward")
     strategy = dpx.DPXStrategy(execution=execution, reducer=reducer)
     error, after = fail(model, execution, LookupError, strategy=strategy)
-    note_of(error, which[0], "backward")
-    assert str(error) == f"of replica {which[0]}"
+    in_reverse = execution == "inline" and hardware == "cpu"  # one backward for all: it walks the last replica first
+    first = which[-1] if in_reverse else which[0]
+    note_of(error, first, "backward")
+    assert str(error) == f"of replica {first}"
     unchanged(model, buffers=False)
     left = [gradient for gradient in after.gradients if gradient is not None and gradient.any()]
     assert not left, "gradients of some replicas are no gradients of the batch"
