@@ -27,11 +27,12 @@ _hardware = "cpu"  # what the replicas of the running test live on
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of what only the host does are not run on simulated devices; those of a GPU never beside each other."""
+    """Tests of what only the host does are not run on simulated devices; some never run beside each other."""
     kept = []
     for item in items:
-        if item.get_closest_marker("gpu") and config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
+        for alone in ("gpu", "processes"):
+            if item.get_closest_marker(alone) and config.pluginmanager.hasplugin("xdist"):
+                item.add_marker(pytest.mark.xdist_group(alone))
         hardware = getattr(item, "callspec", None) and item.callspec.params.get("hardware")
         if not (hardware == "sim" and item.get_closest_marker("host")):
             kept.append(item)

@@ -16,7 +16,7 @@ import lightning_dpx as dpx
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
 from tests.trainer.process_program import Summed
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = [pytest.mark.timeout(170), pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 
@@ -102,8 +102,8 @@ def test_different_models_are_refused_at_setup_by_name(tmp_path: Path) -> None:
     printed = finish(start("different", tmp_path), 60)
     for text in printed:
         assert "parameter net.2.weight is [3, 16] torch.float32 on rank 0 and [5, 16] torch.float32 on rank 1" in text
-        seconds = float(text.partition("refused after ")[2].split()[0])
-        assert seconds < 5
+        seconds = float(text.partition("refused after ")[2].split()[0])  # about 1 on an idle machine
+        assert seconds < 30, "half the timeout"
 
 
 def test_a_process_that_ends_is_named_by_the_others(tmp_path: Path) -> None:
