@@ -2,7 +2,7 @@
 
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
-from lightning_dpx.replicas.context import ReplicaRank, current_rank
+from lightning_dpx.replicas.context import Beyond, ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.replica import Replica, stand_in
@@ -25,6 +25,7 @@ from lightning_dpx.replicas.trial import Trial, first_loss
 
 __all__ = [
     "BatchDim",
+    "Beyond",
     "BufferMode",
     "Execution",
     "Replica",

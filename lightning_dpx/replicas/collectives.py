@@ -7,7 +7,7 @@ order; threads for the waiting ones are made only when a step really meets.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -160,17 +160,19 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, rank: ReplicaRank, value: torch.Tensor) -> torch.Tensor:
         _check_differentiable(rank)
         ctx.rank, ctx.device = rank, value.device
-        return _gathered(rank, "all_gather", value)
+        return _gathered(rank, "all_gather", value, each=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         mine: ReplicaRank = ctx.rank
-        parts = mine.meet("backward of all_gather", grads[0])
-        return None, sum(part[mine.rank].to(ctx.device) for part in parts)
+        parts, place = mine.meet_all("backward of all_gather", grads[0], each=True, gradients=True)
+        return None, sum(part[place].to(ctx.device) for part in parts)
 
 
-def _gathered(rank: ReplicaRank, kind: str, value: torch.Tensor) -> torch.Tensor:
-    parts = rank.meet(kind, value)
+def _gathered(
+    rank: ReplicaRank, kind: str, value: torch.Tensor, each: bool = False, gradients: bool = False
+) -> torch.Tensor:
+    parts, _ = rank.meet_all(kind, value, each=each, gradients=gradients)
     if any(part.shape != value.shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise CollectiveError(f"{kind} got tensors of shapes {shapes}; all replicas must give the same shape.")
@@ -188,11 +190,11 @@ class _SumOverReplicas(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, _gathered(ctx.rank, "backward of sum", grads[0]).sum(0)
+        return None, _gathered(ctx.rank, "backward of sum", grads[0], gradients=True).sum(0)
 
 
 def all_gather(rank: ReplicaRank, value: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-    """(K, ...) on the caller's device, from (...) of every replica.
+    """(K, ...) on the caller's device, from (...) of every replica; K counts those of all processes.
 
     Raises:
         CollectiveError: see :meth:`Meeting.exchange`; or the shapes differ.
@@ -200,7 +202,7 @@ def all_gather(rank: ReplicaRank, value: torch.Tensor, sync_grads: bool = False)
     if sync_grads:
         gathered: torch.Tensor = _AllGather.apply(rank, value)  # type: ignore[no-untyped-call]
         return gathered
-    return _gathered(rank, "all_gather", value.detach())
+    return _gathered(rank, "all_gather", value.detach(), each=True)
 
 
 def sum_over_replicas(rank: ReplicaRank, value: torch.Tensor) -> torch.Tensor:
@@ -227,7 +229,7 @@ def reduce(rank: ReplicaRank, value: torch.Tensor, operation: str) -> torch.Tens
 
 def broadcast(rank: ReplicaRank, value: Any, source: int) -> Any:
     """Replica ``source``'s object; its tensors keep their device."""
-    values: Sequence[Any] = rank.meet(f"broadcast from {source}", value)
+    values, _ = rank.meet_all(f"broadcast from {source}", value, each=True)
     return values[source]
 
 

@@ -13,18 +13,35 @@ class MeetingPlace(Protocol):
         """What ``act`` makes of all values."""
 
 
+class Beyond(Protocol):
+    """Reaches the replicas of other processes."""
+
+    def __call__(self, kind: str, values: list[Any], *, each: bool, gradients: bool) -> tuple[list[Any], int]:
+        """The values of all replicas of all processes, from those of this one; and the place of its first.
+
+        Args:
+            kind: What they meet for; all processes must agree.
+            values: One per replica that takes part.
+            each: Every replica is asked for by its place, so none may be missing.
+            gradients: They are gradients of each process's own loss, of which each is a part of the whole.
+        """
+
+
 @dataclass(slots=True)
 class Venue:
     """Holds the meeting of the current run, for functions that outlive the run in which they were made.
 
     Attributes:
+        meeting: Where the replicas of this process meet, during a run.
         crowded: An accelerator that holds several replicas, if there is one.
         was_used: Whether anybody has ever met here.
+        beyond: The way to the other processes, where there are several.
     """
 
     meeting: MeetingPlace | None = None
     crowded: str = ""
     was_used: bool = False
+    beyond: Beyond | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,17 @@ class ReplicaRank:
         assert self.venue.meeting is not None, "a rank exists during a run only"
         self.venue.was_used = True
         return self.venue.meeting.exchange(self.rank, kind, value, act)
+
+    def meet_all(self, kind: str, value: Any, *, each: bool = False, gradients: bool = False) -> tuple[list[Any], int]:
+        """Exchanges ``value`` with the replicas of all processes: their values, and the caller's place among them.
+
+        For the arguments see :class:`Beyond`.
+        """
+        beyond = self.venue.beyond
+        if beyond is None:
+            return self.meet(kind, value), self.rank
+        values, first = self.meet(kind, value, lambda mine: beyond(kind, mine, each=each, gradients=gradients))
+        return values, first + self.rank
 
 
 _CURRENT: ContextVar[ReplicaRank | None] = ContextVar("lightning_dpx_replica", default=None)

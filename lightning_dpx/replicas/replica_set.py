@@ -20,7 +20,7 @@ from lightning_dpx.devices import (
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.collectives import Meeting
-from lightning_dpx.replicas.context import ReplicaRank, Venue, as_rank
+from lightning_dpx.replicas.context import Beyond, ReplicaRank, Venue, as_rank
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.python_state import PythonState
@@ -60,6 +60,7 @@ class ReplicaSet:
         private: See :class:`PythonState`.
         skip: See :class:`PythonState`.
         check_every: Every so many steps, replicas are compared with replica 0; never if 0.
+        beyond: The way to the replicas of other processes, if there are any.
         deadline: Seconds after which replicas in threads that have not ended a stage are an error; none unless given.
 
     Raises:
@@ -83,6 +84,7 @@ class ReplicaSet:
         skip: tuple[type, ...] = (),
         deadline: float | None = None,
         check_every: int = 0,
+        beyond: Beyond | None = None,
     ) -> None:
         check_choice("execution", execution, get_args(Execution))
         check_choice("buffers", buffers, get_args(BufferMode))
@@ -102,7 +104,7 @@ class ReplicaSet:
         self._deadline = deadline
         self._executor = make_executor(execution, self.devices, deadline)
         crowded = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
-        self._venue = Venue(crowded=next((str(device) for device in crowded if not is_host(device)), ""))
+        self._venue = Venue(crowded=next((str(device) for device in crowded if not is_host(device)), ""), beyond=beyond)
         self._sizes: dict[tuple[int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
         self._trains_in_threads = False
@@ -132,6 +134,12 @@ class ReplicaSet:
     def always_merged(self) -> bool:
         """Whether one replica does all the work, because all live on one device and are merged."""
         return self._merge and len(distinct_devices(self.devices)) == 1 and not self._trains_in_threads
+
+    @property
+    def num_active(self) -> int:
+        """Replicas that take part in the step of a full batch: fewer than K where neighbours are merged."""
+        ones = (1,) * len(self.devices)
+        return sum(size > 0 for size in (merge_neighbours(ones, self.devices) if self._merge else ones))
 
     @property
     def may_choose_threads(self) -> bool:

@@ -6,18 +6,23 @@ import torch
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.utils import _pytree
 
-from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.errors import CollectiveError
 from lightning_dpx.reducers import between_processes
 from lightning_dpx.replicas import ReplicaRank, collectives, current_rank
-from lightning_dpx.trainer.processes import on_wire
+from lightning_dpx.step import LossReduction
+from lightning_dpx.trainer.processes import gather_objects, on_wire
 
 
 class RanksOfReplicas(ParallelStrategy):
     """What code written for DDP asks a strategy, answered for replicas as well."""
 
+    _loss_reduction: LossReduction
+
     def __init__(self, *args: Any) -> None:
         self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
+        self._rows_of_step = 0
         super().__init__(*args)
 
     @property
@@ -58,7 +63,7 @@ class RanksOfReplicas(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for the other replicas inside a step, for the other processes outside."""
         if (rank := self._rank_with_peers()) is not None:
-            rank.meet("barrier", None)
+            rank.meet_all("barrier", None)
         elif current_rank() is None and self._is_connected:
             between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
 
@@ -99,8 +104,8 @@ class RanksOfReplicas(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) say yes: replicas inside a step, processes outside."""
         if (rank := self._rank_with_peers()) is not None:
-            votes = sum(rank.meet("reduce_boolean_decision", bool(decision)))
-            return bool(votes == rank.world_size if all else votes)
+            votes, _ = rank.meet_all("reduce_boolean_decision", bool(decision))
+            return sum(votes) == len(votes) if all else any(votes)
         if current_rank() is not None or not self._is_connected:
             return decision
         return super().reduce_boolean_decision(decision, all)
@@ -111,9 +116,33 @@ class RanksOfReplicas(ParallelStrategy):
 
     def _rank_with_peers(self) -> ReplicaRank | None:
         rank = current_rank()
-        if rank is not None and self.num_processes > 1:
-            raise UnsupportedError(
-                "A collective inside a step reaches only the replicas of one process, and there are "
-                f"{self.num_processes} processes; call it in a hook between the steps, or start one process."
+        return rank if rank is not None and (rank.world_size > 1 or self.num_processes > 1) else None
+
+    def _reach_other_processes(
+        self, kind: str, values: list[Any], *, each: bool, gradients: bool
+    ) -> tuple[list[Any], int]:
+        """See :class:`lightning_dpx.replicas.Beyond`. One object per process travels, by way of the host.
+
+        Raises:
+            CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
+        """
+        mine = kind, self._rows_of_step, _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
+        everyone: list[tuple[str, int, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
+        kinds = [theirs for theirs, _, _ in everyone]
+        if len(set(kinds)) > 1:
+            calls = ", ".join(f"process {process} calls {theirs}" for process, theirs in enumerate(kinds))
+            raise CollectiveError(f"The processes do not agree inside a step: {calls}.")
+        counts = [len(theirs) for _, _, theirs in everyone]
+        if each and sum(counts) != self._all_replicas:
+            raise CollectiveError(
+                f"{kind} inside a step needs all {self._all_replicas} replicas of {self.num_processes} processes; in "
+                f"this short batch {sum(counts)} have rows. Use drop_last=True."
             )
-        return rank if rank is not None and rank.world_size > 1 else None
+        # Each process's gradients count by its rows in the end; what crosses over must count by those it came from.
+        weigh = gradients and self._loss_reduction == "mean"
+        found = []
+        for process, (_, rows, theirs) in enumerate(everyone):
+            factor = rows / self._rows_of_step if weigh else 1.0
+            own = process == self.process_rank
+            found += values if own else theirs if factor == 1 else [value * factor for value in theirs]
+        return found, sum(counts[: self.process_rank])

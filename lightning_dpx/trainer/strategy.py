@@ -310,6 +310,7 @@ class DPXStrategy(RanksOfReplicas):
             skip=(Metric, MetricCollection),
             deadline=self._timeout,
             check_every=self._check_every,
+            beyond=self._reach_other_processes if self.num_processes > 1 else None,
         )
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
@@ -317,7 +318,7 @@ class DPXStrategy(RanksOfReplicas):
         self._shift([replica.module for replica in replicas.replicas], replicas.devices)
         self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
-            self._meet_processes(module, len(devices))
+            self._meet_processes(module, replicas.num_active)
         if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts or self._plans_memory:
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
             several = ProcessReducer(self._gradient_packs, self._wire) if self.num_processes > 1 else None
@@ -671,7 +672,7 @@ class DPXStrategy(RanksOfReplicas):
                 return self._finished(name, alone(*args, **kwargs))
         shares = self._shares(name, args)
         dataloader_idx = args[2] if len(args) > 2 else 0
-        if len(shares) == 1:
+        if len(shares) == 1 and self.num_processes == 1:
             with self._arranged():
                 return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
         with self.precision_plugin.val_step_context(), self._logs(shares) as call:
@@ -687,7 +688,9 @@ class DPXStrategy(RanksOfReplicas):
                 f"{name}(self, dataloader_iter) is not supported with several replicas: take a batch."
             )
         check_paths(args[0], self._batch_dim)
-        return self._replicas.shares(args[0])
+        shares = self._replicas.shares(args[0])
+        self._rows_of_step = sum(share.num_rows for share in shares)
+        return shares
 
     def _transfer(self, share: Share, dataloader_idx: int) -> Any:
         """Moves a slice to its replica through the user's batch hooks."""

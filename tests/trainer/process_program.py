@@ -47,6 +47,52 @@ class Summed(Classifier):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 16
 
 
+class Meets(Checked):
+    """Every collective once inside a step, among the replicas of both processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        strategy, rank = self.trainer.strategy, self.global_rank
+        assert self.all_gather({"rank": torch.tensor(float(rank))})["rank"].tolist() == [0, 1, 2, 3]
+        assert strategy.reduce(torch.tensor(float(rank)), reduce_op="sum").item() == 6
+        assert strategy.reduce(torch.tensor(float(rank)), reduce_op="max").item() == 3
+        assert strategy.broadcast(f"from {rank}", src=2) == "from 2"
+        assert strategy.reduce_boolean_decision(rank == 3, all=False)
+        assert not strategy.reduce_boolean_decision(rank == 3)
+        strategy.barrier()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.all_gather(torch.tensor(float(self.global_rank))).tolist() == [0, 1, 2, 3]
+        return super().validation_step(batch, batch_idx)
+
+
+class Contrastive(Classifier):
+    """Compares every row with every other of the whole batch; of rows that other replicas have, gradients flow back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = F.normalize(self.net(batch[0]), dim=-1)
+        everyone = self.all_gather(own, sync_grads=True)
+        everyone = everyone.flatten(0, 1) if everyone.dim() == 3 else everyone
+        labels = torch.arange(len(own)) + self.global_rank * len(own)
+        return F.cross_entropy(own @ everyone.t() / 0.1, labels)
+
+
+class Centred(Classifier):
+    """Every row minus the mean of the whole batch, with gradients through that mean; slices may differ in size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        totals = torch.cat([logits.sum(0), logits.new_tensor([float(len(logits))])])
+        if self.trainer.world_size > 1:
+            totals = self.all_gather(totals, sync_grads=True).sum(0)
+        return F.cross_entropy(logits - totals[:-1] / totals[-1].detach(), batch[1])
+
+
+WITH_MEETINGS: dict[str, type[Classifier]] = {
+    "meets": Meets, "merged": Contrastive, "contrastive": Contrastive, "centred-uneven": Centred
+}  # fmt: skip
+
+
 def own_loader(rank: int, first: int) -> DataLoader[Any]:
     """Of every sixteen rows the ``first`` ones for rank 0 and the rest for rank 1."""
     rows, labels = make_loader(48).dataset.tensors  # type: ignore[attr-defined]
@@ -90,6 +136,14 @@ def main() -> None:
         summed = Summed(optimizer="sgd")
         summed.load_state_dict(model.state_dict())
         model = summed  # type: ignore[assignment]
+    elif case in WITH_MEETINGS:
+        torch.manual_seed(0)
+        model = WITH_MEETINGS[case]()
+        if case == "merged":
+            arguments["execution"] = "auto"
+    elif case.startswith("batchnorm"):
+        torch.manual_seed(0)
+        model, options["sync_batchnorm"] = Classifier(norm=True), True
     elif case == "checkpoint":
         del options["num_nodes"]
     elif case == "endless":
@@ -98,7 +152,7 @@ def main() -> None:
     trainer = make_trainer(strategy=dpx.DPXStrategy(**arguments), devices=2, **options)
     rank = trainer.global_rank
     if not dealt:
-        loader = own_loader(rank, first=10 if case == "uneven" else 8)
+        loader = own_loader(rank, first=10 if case.endswith("uneven") else 8)
     if case == "different":
         model = Classifier()
         if rank == 1:

@@ -14,7 +14,7 @@ import torch
 
 import lightning_dpx as dpx
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
-from tests.trainer.process_program import Summed
+from tests.trainer.process_program import WITH_MEETINGS, Summed
 
 pytestmark = [pytest.mark.timeout(170), pytest.mark.processes]
 
@@ -71,6 +71,19 @@ def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str,
         assert_equal(seen[0], one_device(Summed(optimizer="sgd"), accumulate_grad_batches=2))
     elif case != "dealt":  # by a sampler that shuffles
         assert_equal(seen[0], one_device())
+
+
+@pytest.mark.parametrize("case", ["meets", "merged", "contrastive", "centred-uneven", "batchnorm", "batchnorm-uneven"])
+def test_collectives_inside_a_step_reach_the_replicas_of_all_processes(case: str, tmp_path: Path) -> None:
+    for printed in finish(start(case, tmp_path)):
+        assert "ended well" in printed, printed
+    seen = [torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
+    assert_equal(seen[1], seen[0], bitwise=True)
+    torch.manual_seed(0)
+    norm = case.startswith("batchnorm")
+    alone = Classifier(norm=norm) if norm or case == "meets" else WITH_MEETINGS[case]()
+    make_trainer().fit(alone, make_loader(48), make_loader(48))
+    assert_equal(seen[0], alone.state_dict())
 
 
 def test_the_activation_planner_under_ddp_ends_at_the_same_bits(tmp_path: Path) -> None:
