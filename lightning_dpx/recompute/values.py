@@ -210,6 +210,19 @@ def _expand_mask(small: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -
     return small.to(dtype).mul_(other)
 
 
+def forget_recipe(value: Value) -> None:
+    """It is kept after all, and will not ask for its inputs; nor will those that only it would have asked for."""
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        for source in top.sources:
+            source.pending -= 1
+            source.wanted_by -= 1
+            if source.dropped and not source.name and not source.wanted_by:
+                stack.append(source)
+        top.make, top.inputs = None, ()
+
+
 def make_fleeting(value: Value) -> None:
     """``value`` is forgotten after every use, with those that nobody saves on the way to it.
 
@@ -296,10 +309,14 @@ class Rematerialisation:
         known = self._values.get(key)
         value = known() if known is not None else None
         if value is None:
-            value = Value(self._names.next_name(), "", geometry)
+            value = self._unsaved_so_far(base) or Value("", "", geometry)
+            value.name, value.geometry = self._names.next_name(), geometry
             value.keep(base)
             self._values[key] = weakref.ref(value)
-            if value.name in self._compressed and not compress(value):
+            if value.make is not None:
+                value.dropped = value.fleeting = False
+                self.consider(value, base.grad_fn, base.output_nr)
+            elif value.name in self._compressed and not compress(value):
                 self.refused[value.name] = "it is not a mask this time"
             elif value.name in self._parked and not is_host(base.device):
                 park(value)
@@ -309,15 +326,26 @@ class Rematerialisation:
             self.consider(value, node, base.output_nr)
         return value
 
+    def _unsaved_so_far(self, base: torch.Tensor) -> Value | None:
+        """Others are computed from ``base``, which is only now saved itself: they shall share what is there then."""
+        if base.grad_fn is None:
+            return None
+        known = base.grad_fn.metadata.get(_TAG, {}).get(base.output_nr)  # type: ignore[attr-defined]
+        return known() if known is not None else None
+
     def consider(self, value: Value, node: Any, output: int) -> None:
         """The producer of ``value`` is known now."""
         if value.name in self._dropped and self.find_recipe(value, node, output):
             value.drop()
             if value.name in self._fleeting:
                 make_fleeting(value)
+        elif value.make is not None and not value.dropped:
+            forget_recipe(value)
 
     def find_recipe(self, value: Value, node: Any, output: int) -> bool:
         """Whether ``value`` can be made again; if so it knows how."""
+        if value.make is not None:
+            return True
         try:
             value.make, value.inputs = self._recipe(node, output, 0)
         except NotRecomputable as error:
