@@ -350,3 +350,45 @@ def test_the_headline_of_the_paper_in_bytes_and_flops() -> None:
         assert measured_peak(module, x) <= without / factor
         assert flops() <= unplanned * (1 + extra)
         dpx.remove_plan(module)
+
+
+class SavedLate(nn.Module):
+    """``c`` is read by ``tanh``, which saves its own result, before a product saves ``c`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        c = h.sigmoid() * h.cos()
+        out: Tensor = self.last(torch.tanh(c)) + self.last((c * h).relu())
+        return out
+
+
+ACTIONS = ("keep", "recompute", "recompute each time")
+
+
+@pytest.mark.parametrize("late", ACTIONS)
+@pytest.mark.parametrize("early", ACTIONS)
+def test_what_is_saved_after_others_were_computed_from_it_is_one_value(early: str, late: str) -> None:
+    module, plain, x = make(lambda: (SavedLate(), torch.randn(64, 32)))
+    profile = profile_module(module, x)
+    (tanh,) = [value for value in profile.values if value.operator == "TanhBackward0"]
+    (c, _) = [index for index, value in enumerate(profile.values) if value.operator == "MulBackward0"]
+    assert profile.values[c].name, "the product saves it"
+    assert tanh.inputs == (c,)
+    plan = dpx.search_plan(module, x)
+    chosen = {"TanhBackward0": early, "MulBackward0": late}
+    decisions = tuple(replace(d, action=chosen.get(d.operator, "recompute")) for d in plan.decisions)
+    plan = replace(plan, decisions=decisions)
+    dpx.apply_plan(module, plan)
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+    for each in (module, plain):  # a second backward through one graph
+        each.zero_grad()
+        loss = each(x).pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
+    if "recompute each time" not in (early, late):
+        assert measured_peak(module, x) == pytest.approx(dpx.estimate_cost(module, plan, x)["peak"], rel=0.02)
