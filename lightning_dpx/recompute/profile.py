@@ -176,7 +176,7 @@ class _Profiler(Rematerialisation):
         """Forward is over: from now on only autograd holds the values."""
         self.numbers = [numbers[value] for value in self._saved]
         for value in numbers:
-            value.make, value.inputs = None, ()  # they would keep each other longer than autograd does
+            value.learn(None, ())  # they would keep each other longer than autograd does
         self._saved.clear()
         self.found.clear()
 

@@ -16,7 +16,7 @@ its values by weak references in its metadata.
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +39,7 @@ class Value:
         tensor: The value itself, or ``None`` while it is dropped.
         make: Computes it from the tensors of ``inputs``; ``None`` where that is unknown.
         inputs: What ``make`` takes.
+        sources: The values among the inputs.
         dropped: Whether ``tensor`` may be forgotten.
         fleeting: Whether it is forgotten after every use, even if it will be asked for again.
         pending: How often it will still be asked for in this backward.
@@ -48,14 +49,13 @@ class Value:
 
     __slots__ = (
         "__weakref__", "_storage", "dropped", "fleeting", "geometry", "inputs", "make", "name", "operator", "pending",
-        "tensor", "version", "wanted_by",
+        "sources", "tensor", "version", "wanted_by",
     )  # fmt: skip
 
     def __init__(self, name: str, operator: str, geometry: tuple[Any, ...]) -> None:
         self.name, self.operator, self.geometry = name, operator, geometry
         self.tensor: torch.Tensor | None = None
-        self.make: Make | None = None
-        self.inputs: Sequence[Input] = ()
+        self.learn(None, ())
         self.dropped, self.fleeting, self.version = False, False, -1
         self.pending = self.wanted_by = 0
         self._storage: Any = None
@@ -75,10 +75,10 @@ class Value:
         self.dropped = True
         self.let_go()
 
-    @property
-    def sources(self) -> list["Value"]:
-        """The values among the inputs."""
-        return [entry.value for entry in self.inputs if isinstance(entry.value, Value)]
+    def learn(self, make: Make | None, inputs: "Sequence[Input]") -> None:
+        """How it is made; ``None`` where that is unknown."""
+        self.make, self.inputs = make, inputs
+        self.sources = [entry.value for entry in inputs if isinstance(entry.value, Value)]
 
     def want(self) -> None:
         """One more will ask for it."""
@@ -146,7 +146,8 @@ def run_recipe(value: Value) -> torch.Tensor:
     """One operator, on inputs that are there."""
     assert value.make is not None, "a dropped value has a recipe"
     for source in value.sources:
-        _check_version(source)
+        if not source.dropped and source.tensor is not None and source.tensor._version != source.version:
+            _complain(source)
     return value.make(*[entry.read() for entry in value.inputs])
 
 
@@ -187,7 +188,7 @@ def compress(value: Value) -> bool:
         other, small = mask.amax(), mask.ne(0)
         if not torch.equal(small.to(mask.dtype).mul_(other), mask):
             return False
-    value.make, value.inputs = _expand_mask, (Input(small), Input(other), Input(mask.dtype))
+    value.learn(_expand_mask, (Input(small), Input(other), Input(mask.dtype)))
     value.operator = "mask"
     value.drop()
     return True
@@ -198,7 +199,7 @@ def park(value: Value) -> None:
     tensor = value.tensor
     assert tensor is not None, "asked when it is saved"
     there = torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
-    value.make, value.inputs = _fetch, (Input(there), Input(tensor.device))
+    value.learn(_fetch, (Input(there), Input(tensor.device)))
     value.drop()
 
 
@@ -220,7 +221,7 @@ def forget_recipe(value: Value) -> None:
             source.wanted_by -= 1
             if source.dropped and not source.name and not source.wanted_by:
                 stack.append(source)
-        top.make, top.inputs = None, ()
+        top.learn(None, ())
 
 
 def make_fleeting(value: Value) -> None:
@@ -240,13 +241,14 @@ def make_fleeting(value: Value) -> None:
         source.fleeting = True
 
 
-def _check_version(value: Value) -> None:
-    if not value.dropped and value.tensor is not None and value.tensor._version != value.version:
-        raise RuntimeError(
-            f"A tensor that backward needs was changed in place: {value.name or 'a parameter'} of shape "
-            f"{list(value.tensor.shape)}, the output of {value.operator}, has version {value.tensor._version} "
-            f"instead of {value.version}."
-        )
+def _complain(value: Value) -> NoReturn:
+    tensor = value.tensor
+    assert tensor is not None, "the caller has looked at it"
+    raise RuntimeError(
+        f"A tensor that backward needs was changed in place: {value.name or 'a parameter'} of shape "
+        f"{list(tensor.shape)}, the output of {value.operator}, has version {tensor._version} instead of "
+        f"{value.version}."
+    )
 
 
 class Rematerialisation:
@@ -347,7 +349,7 @@ class Rematerialisation:
         if value.make is not None:
             return True
         try:
-            value.make, value.inputs = self._recipe(node, output, 0)
+            value.learn(*self._recipe(node, output, 0))
         except NotRecomputable as error:
             self.refused[value.name] = str(error)
             return False
@@ -374,7 +376,8 @@ class Rematerialisation:
             return leaf
         make, inputs = self._recipe(node, output, depth + 1)
         value = Value("", node.name(), ())
-        value.make, value.inputs, value.dropped = make, inputs, True
+        value.learn(make, inputs)
+        value.dropped = True
         for source in value.sources:
             source.want()
         _register(node, output, value)
@@ -404,8 +407,8 @@ class Rematerialisation:
         value = saved.value
         if value.tensor is None:
             compute(value)
-        else:
-            _check_version(value)
+        elif not value.dropped and value.tensor._version != value.version:
+            _complain(value)
         tensor: torch.Tensor = saved.read()
         asked(value)
         return tensor
