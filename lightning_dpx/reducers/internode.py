@@ -8,9 +8,10 @@ import torch
 from torch import distributed
 
 from lightning_dpx.devices import wire_device
-from lightning_dpx.errors import CollectiveError, UnsupportedError
+from lightning_dpx.errors import CollectiveError
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
+from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
 
 Result = TypeVar("Result")
 
@@ -23,15 +24,27 @@ class ProcessReducer:
     Args:
         num_splits: Packs that travel at the same time.
         communication_dtype: What they travel in; their own dtype unless given.
+        notice: Asked before every reduction for a flag that travels with it, at no cost of its own.
+
+    Attributes:
+        noticed: The ranks that had the flag set at the last reduction; the same on all processes.
     """
 
-    def __init__(self, num_splits: int = 8, communication_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        num_splits: int = 8,
+        communication_dtype: torch.dtype | None = None,
+        notice: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._num_splits, self._wire = max(1, num_splits), communication_dtype
+        self._notice, self.noticed = notice, list[int]()
         self._calls = 0
 
     @torch.no_grad()
     def mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
         """N gradients, the mean over the samples of all processes; ``None`` only where no process has a gradient.
+
+        A gradient is sparse where it is on every process that has one.
 
         Args:
             grads: This process's mean over its own samples.
@@ -40,30 +53,51 @@ class ProcessReducer:
 
         Raises:
             CollectiveError: another process ended or did not come in time; names the ranks that are lost.
-            UnsupportedError: a gradient is sparse.
+            UnsupportedError: a gradient is sparse, but not COO.
         """
         self._calls += 1
         for index, gradient in enumerate(grads):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise UnsupportedError(
-                    f"Gradient {index} is sparse, which several processes do not support yet; use sparse=False."
-                )
+            check_layout(index, gradient)
         return between_processes(f"reduction {self._calls}", lambda: self._mean(grads, like, rows))
 
     def _mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
-        present = torch.tensor([max(rows, 0.0), *(float(gradient is not None) for gradient in grads)])
-        distributed.all_reduce(present)
-        used = [index for index in range(len(grads)) if present[index + 1] > 0]
-        own = [torch.zeros_like(like[i]) if (gradient := grads[i]) is None else gradient for i in used]
-        factor = 1.0 if rows < 0 else rows / float(present[0])
+        all_rows, kinds = self._agree(grads, rows)
+        factor = 1.0 if rows < 0 else rows / all_rows
+        result: Gradients = [None] * len(grads)
+        self._reduce_dense(grads, like, [i for i, kind in enumerate(kinds) if kind is torch.strided], factor, result)
+        sparse = [index for index, kind in enumerate(kinds) if kind is torch.sparse_coo]
+        if sparse:
+            self._reduce_sparse(grads, like, sparse, factor, result)
+        return result
+
+    def _agree(self, grads: Gradients, rows: float) -> tuple[float, list[torch.layout | None]]:
+        """The samples of all processes, and what every gradient will be: dense, sparse or none."""
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        codes = [0 if g is None else 1 if g.layout == torch.strided else world + 1 for g in grads]  # sums tell both
+        header = torch.tensor([max(rows, 0.0), *[0.0] * world, *codes], dtype=torch.float64)
+        header[1 + rank] = self._notice()
+        distributed.all_reduce(header)
+        all_rows, sums = float(header[0]), header[1:].tolist()
+        self.noticed = [index for index, flag in enumerate(sums[:world]) if flag]
+        kinds = [
+            None if code == 0 else torch.sparse_coo if code % (world + 1) == 0 else torch.strided
+            for code in sums[world:]
+        ]
+        return all_rows, kinds
+
+    def _reduce_dense(
+        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
+    ) -> None:
+        own = [
+            torch.zeros_like(like[i]) if (g := grads[i]) is None else g.to_dense() if g.is_sparse else g for i in used
+        ]
         wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
         targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
-        result: Gradients = [None] * len(grads)
         works = []
         for indices in alike(own, targets):
             for split in split_at_boundaries([own[i].numel() for i in indices], self._num_splits):
                 members = [own[indices[position]] for position in split]
-                pack = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]) * factor)
+                pack = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
                 work = distributed.all_reduce(pack, async_op=True)
                 works.append((work, pack, [used[indices[position]] for position in split], members))
         for work, pack, indices, members in works:
@@ -71,12 +105,31 @@ class ProcessReducer:
             arrived = pack.to(members[0].dtype)
             for index, member, tensor in zip(indices, members, unpack_like(arrived, members), strict=True):
                 result[index] = tensor.to(member.device)
-        return result
 
-    def _on_wire(self, pack: torch.Tensor) -> torch.Tensor:
-        dtype = self._wire if self._wire is not None and self._wire.itemsize < pack.dtype.itemsize else pack.dtype
-        dtype = torch.float32 if pack.dtype in HALVES else dtype
-        return pack.to(device=wire_device(pack.device), dtype=dtype)
+    def _reduce_sparse(
+        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
+    ) -> None:
+        tensors = [like[index] for index in used]
+        dtypes = [self._wire_dtype(tensor.dtype) for tensor in tensors]
+        mine: list[Rows | None] = []
+        for gradient, dtype in zip((grads[index] for index in used), dtypes, strict=True):
+            own = None if gradient is None else _widened(gradient).coalesce()  # which adds as well
+            mine.append(None if own is None else Rows(own.indices(), (own.values() * factor).to(dtype)))
+        sums = sum_over_processes(mine, tensors, dtypes)
+        for index, total, tensor in zip(used, sums, tensors, strict=True):
+            result[index] = total.to(device=tensor.device, dtype=tensor.dtype)
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype in HALVES:
+            return torch.float32
+        return self._wire if self._wire is not None and self._wire.itemsize < dtype.itemsize else dtype
+
+    def _on_wire(self, values: torch.Tensor, factor: float) -> torch.Tensor:
+        return (_widened(values) * factor).to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def between_processes(what: str, call: Callable[[], Result]) -> Result:

@@ -93,6 +93,30 @@ WITH_MEETINGS: dict[str, type[Classifier]] = {
 }  # fmt: skip
 
 
+class Embedded(Classifier):
+    """Sparse gradients of two tables, one of them without any in most steps of most processes."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.table, self.rare = nn.Embedding(40, 8, sparse=True), nn.Embedding(9, 8, sparse=True)
+        self.summed = case == "sparse-sum"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, labels = batch
+        inputs = rows + self.table((rows[:, 0].abs() * 10).long())
+        large = rows[:, 1] > 1.5
+        if large.any():
+            inputs = inputs + self.rare((rows[:, 1].abs() * 2).long().clamp(max=8)) * large[:, None]
+        loss = F.cross_entropy(self.net(inputs), labels, reduction="sum" if self.summed else "mean")
+        return loss / 16 if self.summed else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.table.weight.grad.is_sparse
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def own_loader(rank: int, first: int) -> DataLoader[Any]:
     """Of every sixteen rows the ``first`` ones for rank 0 and the rest for rank 1."""
     rows, labels = make_loader(48).dataset.tensors  # type: ignore[attr-defined]
@@ -144,6 +168,10 @@ def main() -> None:
     elif case.startswith("batchnorm"):
         torch.manual_seed(0)
         model, options["sync_batchnorm"] = Classifier(norm=True), True
+    elif case.startswith("sparse"):
+        arguments["loss_reduction"] = "sum" if case == "sparse-sum" else "mean"
+        torch.manual_seed(0)
+        model = Embedded(case)  # type: ignore[assignment]
     elif case == "checkpoint":
         del options["num_nodes"]
     elif case == "endless":

@@ -14,7 +14,7 @@ import torch
 
 import lightning_dpx as dpx
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
-from tests.trainer.process_program import WITH_MEETINGS, Summed
+from tests.trainer.process_program import WITH_MEETINGS, Embedded, Summed
 
 pytestmark = [pytest.mark.timeout(170), pytest.mark.processes]
 
@@ -27,7 +27,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(case: str, folder: Path, world: int = 2) -> list[subprocess.Popen[str]]:
+def start(case: str, folder: Path, world: int = 2, program: Path = PROGRAM) -> list[subprocess.Popen[str]]:
     """The processes of a run, as a cluster's launcher would start them: one per node."""
     port = str(free_port())
     processes = []
@@ -36,7 +36,7 @@ def start(case: str, folder: Path, world: int = 2) -> list[subprocess.Popen[str]
             **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(rank),
             "PYTHONPATH": str(PROGRAM.parents[2]),
         }  # fmt: skip
-        command = [sys.executable, str(PROGRAM), case, str(folder)]
+        command = [sys.executable, str(program), case, str(folder)]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -71,6 +71,18 @@ def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str,
         assert_equal(seen[0], one_device(Summed(optimizer="sgd"), accumulate_grad_batches=2))
     elif case != "dealt":  # by a sampler that shuffles
         assert_equal(seen[0], one_device())
+
+
+@pytest.mark.parametrize("case", ["sparse-uneven", "sparse-sum"])
+def test_sparse_gradients_of_two_processes_train_to_the_weights_of_one_device(case: str, tmp_path: Path) -> None:
+    for printed in finish(start(case, tmp_path)):
+        assert "ended well" in printed, printed
+    seen = [torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
+    assert_equal(seen[1], seen[0], bitwise=True)
+    torch.manual_seed(0)
+    model = Embedded(case)
+    make_trainer().fit(model, make_loader(48), make_loader(48))
+    assert_equal(seen[0], model.state_dict())
 
 
 @pytest.mark.parametrize("case", ["meets", "merged", "contrastive", "centred-uneven", "batchnorm", "batchnorm-uneven"])

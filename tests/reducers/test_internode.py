@@ -1,0 +1,85 @@
+"""Gradients over two processes: the mean of all samples, or the sum, sparse where they are sparse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_dpx as dpx
+from lightning_dpx.reducers import ProcessReducer
+from tests.reducers.process_program import ROWS, sparse_cases
+from tests.trainer.test_processes import finish, start
+
+pytestmark = [pytest.mark.timeout(170), pytest.mark.processes]
+
+PROGRAM = Path(__file__).with_name("process_program.py")
+MODES = {"mean": (ROWS[0] / sum(ROWS), ROWS[1] / sum(ROWS)), "sum": (1.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes got, by case."""
+    folder = tmp_path_factory.mktemp("internode")
+    for printed in finish(start("all", folder, program=PROGRAM)):
+        assert "ended well" in printed, printed
+    return [torch.load(folder / f"seen_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def one_device(grads: list[torch.Tensor | None], weights: tuple[float, float]) -> torch.Tensor | None:
+    """Summed in float64, in the dtype of the gradients."""
+    present = [(g, weight) for g, weight in zip(grads, weights, strict=True) if g is not None]
+    total = [(g.to_dense() if g.is_sparse else g).double() * weight for g, weight in present]
+    return sum(total).to(present[0][0].dtype) if present else None  # type: ignore[union-attr]
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", sparse_cases())
+def test_sparse_gradients_are_those_of_one_device_and_stay_sparse(
+    case: str, mode: str, seen: list[dict[str, Any]]
+) -> None:
+    parameters, grads = sparse_cases()[case]
+    ours, theirs = (results[f"{case} {mode}"] for results in seen)
+    for index, own in enumerate(parameters):
+        column = [row[index] for row in grads]
+        expected = one_device(column, MODES[mode])
+        if expected is None:
+            assert ours[index] is theirs[index] is None
+            continue
+        present = [gradient for gradient in column if gradient is not None]
+        assert ours[index].is_sparse is all(gradient.is_sparse for gradient in present)
+        assert ours[index].dtype == own.dtype
+        torch.testing.assert_close(dense(ours[index]), expected)
+        torch.testing.assert_close(dense(theirs[index]), dense(ours[index]), rtol=0, atol=0)
+
+
+def test_half_precision_is_weighted_and_summed_in_float32(seen: list[dict[str, Any]]) -> None:
+    _, grads = sparse_cases()["bfloat16"]
+    expected = one_device([gradient.float() for (gradient,) in grads], MODES["mean"])  # type: ignore[union-attr]
+    (ours,) = seen[0]["bfloat16 mean"]
+    rounded_once = expected.bfloat16()
+    assert torch.equal(ours.to_dense(), rounded_once)
+
+
+def test_sparse_values_travel_in_the_communication_dtype(seen: list[dict[str, Any]]) -> None:
+    (sent,), (exact,) = seen[0]["different-numbers on bfloat16"], seen[0]["different-numbers mean"]
+    assert sent.dtype == torch.float32
+    assert not torch.equal(sent.to_dense(), exact.to_dense()), "rounded on the way"
+    torch.testing.assert_close(sent.to_dense(), exact.to_dense(), rtol=2**-7, atol=1e-3)
+    (sent,), (exact,) = seen[0]["bfloat16 on bfloat16"], seen[0]["bfloat16 mean"]
+    assert torch.equal(sent.to_dense(), exact.to_dense()), "halves are summed in float32"
+
+
+def test_a_notice_of_one_process_reaches_all(seen: list[dict[str, Any]]) -> None:
+    assert [results["noticed"] for results in seen] == [[1], [1]]
+
+
+@pytest.mark.filterwarnings("ignore:.*Sparse CSR.*:UserWarning")
+def test_other_layouts_are_refused_by_name() -> None:
+    rows = torch.eye(3).to_sparse_csr()
+    with pytest.raises(dpx.UnsupportedError, match=r"Gradient 1 has layout torch.sparse_csr.*to_sparse_coo"):
+        ProcessReducer().mean([None, rows], [torch.eye(3), torch.eye(3)], 1)
