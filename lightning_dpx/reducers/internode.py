@@ -25,9 +25,7 @@ class ProcessReducer:
         num_splits: Packs that travel at the same time.
         communication_dtype: What they travel in; their own dtype unless given.
         notice: Asked before every reduction for a flag that travels with it, at no cost of its own.
-
-    Attributes:
-        noticed: The ranks that had the flag set at the last reduction; the same on all processes.
+        on_notice: Called on all processes with the ranks whose flag was set, if any was.
     """
 
     def __init__(
@@ -35,9 +33,10 @@ class ProcessReducer:
         num_splits: int = 8,
         communication_dtype: torch.dtype | None = None,
         notice: Callable[[], bool] = lambda: False,
+        on_notice: Callable[[list[int]], None] = lambda ranks: None,
     ) -> None:
         self._num_splits, self._wire = max(1, num_splits), communication_dtype
-        self._notice, self.noticed = notice, list[int]()
+        self._notice, self._on_notice = notice, on_notice
         self._calls = 0
 
     @torch.no_grad()
@@ -78,7 +77,8 @@ class ProcessReducer:
         header[1 + rank] = self._notice()
         distributed.all_reduce(header)
         all_rows, sums = float(header[0]), header[1:].tolist()
-        self.noticed = [index for index, flag in enumerate(sums[:world]) if flag]
+        if noticed := [index for index, flag in enumerate(sums[:world]) if flag]:
+            self._on_notice(noticed)
         kinds = [
             None if code == 0 else torch.sparse_coo if code % (world + 1) == 0 else torch.strided
             for code in sums[world:]

@@ -61,6 +61,7 @@ from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
 from lightning_dpx.trainer.ranks import RanksOfReplicas
+from lightning_dpx.trainer.stopping import StopTogether
 
 _DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
 
@@ -166,6 +167,7 @@ class DPXStrategy(RanksOfReplicas):
         self._replicas: ReplicaSet | None = None
         self._step: TrainingStep | None = None
         self._metrics: ReplicaMetrics | None = None
+        self._stopping: StopTogether | None = None  # where there are several processes
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
         files = checkpoint_io or WholeFiles()
@@ -285,6 +287,12 @@ class DPXStrategy(RanksOfReplicas):
             self.precision_plugin.place(self.root_device)
         make_step_aware(self.process_rank)
 
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Lightning's, with its handlers of signals exchanged where there are several processes."""
+        if self.num_processes > 1:
+            self._stopping = trainer._signal_connector = StopTogether(trainer)
+        super().setup(trainer)
+
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
         assert self.model is not None, "connect() sets the model first"
@@ -321,7 +329,10 @@ class DPXStrategy(RanksOfReplicas):
             self._meet_processes(module, replicas.num_active)
         if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts or self._plans_memory:
             self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
-            several = ProcessReducer(self._gradient_packs, self._wire) if self.num_processes > 1 else None
+            several = None
+            if self._stopping is not None:
+                told, heed = self._stopping.told_here, self._stopping.heed
+                several = ProcessReducer(self._gradient_packs, self._wire, told, heed)
             self._step = TrainingStep(
                 replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs, several
             )
@@ -491,12 +502,14 @@ class DPXStrategy(RanksOfReplicas):
         self._announced.add(text)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Adds what would help against OOM and which process is lost; a run that SIGTERM ended fails.
+        """Adds what would help against OOM, and which process is lost or was told to stop; after SIGTERM the run fails.
 
         Lightning up to 2.6 would exit with 0 then.
         """
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
+            if self._stopping is not None and self._stopping.reason:
+                exception.add_note(self._stopping.reason)
         if isinstance(exception, torch.OutOfMemoryError) and not isinstance(exception, BudgetError):
             exception.add_note(self._planning.advice())
         if self._is_connected and is_loss_of_a_process(exception):  # in a collective that is not ours
@@ -516,6 +529,7 @@ class DPXStrategy(RanksOfReplicas):
             if applied_shift(self.lightning_module) is not None:
                 unshift_activations(self.lightning_module)
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
+        self._stopping = None
         self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch
         self._shifts_open = self._auto_shifts
         self._planning.forget()
@@ -667,6 +681,8 @@ class DPXStrategy(RanksOfReplicas):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stopping is not None:
+            self._stopping.before_batch()
         if self._replicas is None:
             with self._arranged():
                 return self._finished(name, alone(*args, **kwargs))
@@ -792,8 +808,29 @@ class DPXStrategy(RanksOfReplicas):
         if self._replicas is not None:
             self._replicas.release_cores()
 
-    on_train_start = on_validation_end = _mark_changed
-    on_train_end = on_validation_start = on_test_start = on_predict_start = _leave_training
+    def _enter_evaluation(self) -> None:
+        self._leave_training()
+        if self._stopping is not None:
+            self._stopping.begin_evaluation()
+
+    def _end_run(self) -> None:
+        if self._stopping is not None:
+            self._stopping.end()
+
+    def on_train_end(self) -> None:
+        """Shares what training left; a signal that came too late for its last step ends the run."""
+        self._leave_training()
+        self._end_run()
+
+    def on_validation_end(self) -> None:
+        """Callbacks may have written parameters, and signals may have come."""
+        self._mark_changed()
+        if self._stopping is not None:
+            self._stopping.meet_after_validation()
+
+    on_train_start = _mark_changed
+    on_validation_start = on_test_start = on_predict_start = _enter_evaluation
+    on_test_end = on_predict_end = _end_run
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

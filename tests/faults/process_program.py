@@ -23,6 +23,83 @@ DIFFERENT: dict[str, dict[str, Any]] = {  # what rank 1 is given instead
 }
 
 
+TOLD: dict[str, tuple[int, str, int]] = {  # the rank that gets SIGTERM (-1: all), in which hook, at which step
+    "sigterm": (1, "on_train_batch_end", 7),
+    "sigterm-first": (0, "on_train_batch_end", 7),
+    "sigterm-all": (-1, "on_train_batch_end", 7),
+    "sigterm-forward": (1, "on_train_batch_start", 7),
+    "sigterm-update": (0, "on_before_optimizer_step", 6),
+    "sigterm-accumulated": (1, "on_train_batch_start", 3),
+    "sigterm-manual": (1, "on_train_batch_start", 2),
+    "sigterm-last": (1, "on_train_epoch_end", 6),
+    "sigterm-sanity": (1, "on_validation_batch_start", 0),
+    "sigterm-validation": (1, "on_validation_batch_start", 3),
+    "sigterm-uneven": (1, "on_validation_batch_start", 3),
+    "sigterm-validate": (1, "on_validation_batch_start", 0),
+    "sigterm-test": (1, "on_test_batch_start", 0),
+    "sigterm-predict": (0, "on_predict_batch_start", 0),
+}
+
+
+class Told(Callback):
+    """Sends the signal once, and says where the run was when it ended; all ranks must be there to say so."""
+
+    def __init__(self, case: str) -> None:
+        self.rank, self.hook, self.step = TOLD[case]
+        self.batches, self.sent = 0, False
+
+    def _reach(self, hook: str, trainer: Any) -> None:
+        here = (hook, trainer.global_step) == (self.hook, self.step)
+        if here and self.rank in (-1, trainer.global_rank) and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._reach("on_train_batch_start", trainer)
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        self._reach("on_before_optimizer_step", trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._reach("on_train_batch_end", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self._reach("on_train_epoch_end", trainer)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.batches = 0
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self.batches += 1
+        self._reach("on_validation_batch_start", trainer)
+
+    def on_test_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self.batches += 1
+        self._reach("on_test_batch_start", trainer)
+
+    def on_predict_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self.batches += 1
+        self._reach("on_predict_batch_start", trainer)
+
+    def on_exception(self, trainer: Any, _: Any, exception: BaseException) -> None:
+        trainer.strategy.barrier("the end")
+        print(f"{type(exception).__name__} at step {trainer.global_step}, batch {self.batches}", flush=True)
+
+
+class ByHand(Classifier):
+    """Steps in every second batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class Watched(Callback):
     """Leaves a file after some steps, stops when told, and says where the run was when it ended."""
 
@@ -37,16 +114,12 @@ class Watched(Callback):
                 raise LookupError("on purpose")
             if self.case == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            if self.case == "sigterm":
-                os.kill(os.getpid(), signal.SIGTERM)
             if self.case == "stuck":
                 time.sleep(10_000)
             if self.case == "killed-elsewhere":
                 os.kill(os.getpid(), signal.SIGKILL)
         if self.case == "killed-elsewhere":  # a collective that is not ours
             torch.distributed.all_reduce(torch.ones(3))
-        if trainer.global_step == 8 and trainer.global_rank == 0 and self.case == "sigterm-first":
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         if self.case == "killed-between" and trainer.global_step >= 6 and trainer.global_rank == 1:
@@ -81,6 +154,10 @@ def main() -> None:
             print(f"refused after {time.monotonic() - started:.1f} s: {type(error).__name__}: {error}", flush=True)
             if len(cases) == 1:
                 raise
+        except SystemExit as stop:
+            if len(cases) == 1:
+                raise
+            print(f"exit status {stop.code}", flush=True)
 
 
 def train(case: str, folder: Path) -> None:
@@ -112,15 +189,29 @@ def train(case: str, folder: Path) -> None:
         options["precision"] = "bf16-mixed"
     elif case == "batches" and rank == 1:
         loader = torch.utils.data.DataLoader(loader.dataset, 8, sampler=range(16))
-    elif case in ("raises", "stopped", "stuck", "sigterm", "sigterm-first", "killed-between", "killed-elsewhere"):
+    elif case in ("raises", "stopped", "stuck", "killed-between", "killed-elsewhere"):
         options["max_epochs"] = 10_000
         options["callbacks"] = [Watched(folder, case)]
         arguments["timeout"] = 12.0 if case == "stopped" else 30.0
     elif case in ("alone", "taken", "silent"):
         arguments["timeout"] = 4.0
+    evaluated, run = loader, "fit"
+    if case in TOLD:
+        options["max_epochs"] = 2 if case == "sigterm-last" else 10_000
+        options["callbacks"], arguments["timeout"] = [Told(case)], 30.0
+        options["accumulate_grad_batches"] = 3 if case == "sigterm-accumulated" else 1
+        run = case.partition("-")[2] if case in ("sigterm-validate", "sigterm-test", "sigterm-predict") else "fit"
+        fewer = 4 if case in ("sigterm-uneven", "sigterm-validate") and rank == 1 else 0
+        evaluated = torch.utils.data.DataLoader(loader.dataset, 1, sampler=range(12 - fewer))
+        signal.signal(signal.SIGTERM, lambda *_: print("the user's own handler", flush=True))
+    if case == "sigterm-manual":
+        model = ByHand()
     model.net = nn.Sequential(*model.net)
     trainer = make_trainer(strategy=dpx.DPXStrategy(**arguments), **options)
-    trainer.fit(model, loader, loader)
+    if run == "fit":
+        trainer.fit(model, loader, evaluated)
+    else:
+        getattr(trainer, run)(model, evaluated)
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / f"{case}_{rank}.pt")
     print(f"ended well at step {trainer.global_step}", flush=True)
 

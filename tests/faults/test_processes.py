@@ -50,6 +50,13 @@ def outcome(case: str, folder: Path, ranks: tuple[int, ...] = (0, 1), **more: st
         return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
 
 
+def by_case(results: list[tuple[int, str]], cases: list[str]) -> list[dict[str, str]]:
+    """What each process printed in each of ``cases``, all of which it must have reached."""
+    parts = [re.split(r"^case (.*):$", printed, flags=re.MULTILINE)[1:] for _, printed in results]
+    assert all(part[::2] == cases for part in parts), results
+    return [dict(zip(part[::2], part[1::2], strict=True)) for part in parts]
+
+
 def weights(case: str, folder: Path) -> list[dict[str, torch.Tensor]]:
     return [torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
 
@@ -80,10 +87,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two processes printed, by case; one run after the other, as a refusal leaves both usable."""
-    results = outcome(",".join(REFUSED), tmp_path_factory.mktemp("refused"))
-    parts = [re.split(r"^case (.*):$", printed, flags=re.MULTILINE)[1:] for _, printed in results]
-    assert all(part[::2] == list(REFUSED) for part in parts), results
-    return [dict(zip(part[::2], part[1::2], strict=True)) for part in parts]
+    return by_case(outcome(",".join(REFUSED), tmp_path_factory.mktemp("refused")), list(REFUSED))
 
 
 @on_sim
@@ -129,18 +133,48 @@ def test_case_75_uneven_numbers_of_batches_end_together_or_with_an_error(tmp_pat
         assert_equal(second, first, bitwise=True)
 
 
-NOT_FIRST = "Lightning's own handler broadcasts from rank 0, whoever got the signal; the others lose the one that did"
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param("sigterm", marks=pytest.mark.xfail(reason=NOT_FIRST, strict=True)), "sigterm-first"]
-)
-def test_case_76_sigterm_at_one_rank_stops_all_at_the_same_step(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "told"), [("sigterm", 1), ("sigterm-first", 0)])
+def test_case_76_sigterm_at_one_rank_stops_all_at_the_same_step(case: str, told: int, tmp_path: Path) -> None:
     results = outcome(case, tmp_path)
-    steps = [re.findall(r"exception at step (\d+)", printed) for _, printed in results]
-    assert steps[0] == steps[1] != [], results
-    assert int(steps[0][0]) in (8, 9)
-    assert all("CollectiveError" not in printed for _, printed in results), "told to stop, not left alone"
+    for status, printed in results:
+        assert status == 128 + signal.SIGTERM, printed
+        assert "SIGTERMException at step 8, batch 12" in printed, results
+        assert f"SIGTERM told rank {told} of 2 processes to stop" in printed, printed
+        assert "CollectiveError" not in printed, "told to stop, not left alone"
+
+
+# Who was told, the last step, and the last batch of the last evaluation.
+STOPPED: dict[str, tuple[int | str, int, int | None]] = {
+    "sigterm-all": ("0, 1", 8, 12),
+    "sigterm-forward": (1, 8, 12),
+    "sigterm-update": (0, 8, 12),  # after the reduction of step 7
+    "sigterm-accumulated": (1, 4, 1),  # no gradients of batches that accumulate are lost
+    "sigterm-manual": (1, 2, 4),
+    "sigterm-last": (1, 6, 12),
+    "sigterm-sanity": (1, 0, 2),
+    "sigterm-validation": (1, 3, 4),
+    "sigterm-uneven": (1, 3, None),  # nobody can meet before the end
+    "sigterm-validate": (1, 0, None),
+    "sigterm-test": (1, 0, 4),
+    "sigterm-predict": (0, 0, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def stops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two processes printed, by case; one run after the other."""
+    return by_case(outcome(",".join(STOPPED), tmp_path_factory.mktemp("stopped")), list(STOPPED))
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_case_76_sigterm_at_any_moment_stops_all_at_the_same_step(case: str, stops: list[dict[str, str]]) -> None:
+    told, step, batches = STOPPED[case]
+    for rank, printed in enumerate(stops):
+        last = (12, 8)[rank] if batches is None else batches
+        assert f"SIGTERMException at step {step}, batch {last}\n" in printed[case], stops
+        assert f"exit status {128 + signal.SIGTERM}" in printed[case], printed[case]
+        assert f"SIGTERM told rank {told} of 2 processes to stop" in printed[case], printed[case]
+        assert ("the user's own handler" in printed[case]) == (str(rank) in str(told))
 
 
 @pytest.mark.parametrize("ranks", [(1,)])

@@ -54,9 +54,11 @@ def main() -> None:
             seen[f"{case} {mode}"] = ProcessReducer().mean(grads[rank], parameters, rows)
         wire = ProcessReducer(communication_dtype=torch.bfloat16)
         seen[f"{case} on bfloat16"] = wire.mean(grads[rank], parameters, ROWS[rank])
-    told = ProcessReducer(notice=lambda: rank == 1)
-    told.mean([torch.ones(2)], [torch.ones(2)], 1)
-    seen["noticed"] = told.noticed
+    halves = torch.full((3,), 1 + 2.0**-7, dtype=torch.bfloat16)
+    seen["dense bfloat16"] = ProcessReducer().mean([halves], [halves], ROWS[rank])
+    seen["noticed"] = []
+    for sets in (lambda: rank == 1, lambda: False):
+        ProcessReducer(notice=sets, on_notice=seen["noticed"].append).mean([halves], [halves], 1)
     torch.save(seen, folder / f"seen_{rank}.pt")
     distributed.barrier()
     distributed.destroy_process_group()

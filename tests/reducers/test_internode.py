@@ -61,8 +61,8 @@ def test_half_precision_is_weighted_and_summed_in_float32(seen: list[dict[str, A
     _, grads = sparse_cases()["bfloat16"]
     expected = one_device([gradient.float() for (gradient,) in grads], MODES["mean"])  # type: ignore[union-attr]
     (ours,) = seen[0]["bfloat16 mean"]
-    rounded_once = expected.bfloat16()
-    assert torch.equal(ours.to_dense(), rounded_once)
+    assert torch.equal(ours.to_dense(), expected.bfloat16()), "rounded once"
+    assert seen[0]["dense bfloat16"][0].tolist() == [1 + 2.0**-7] * 3
 
 
 def test_sparse_values_travel_in_the_communication_dtype(seen: list[dict[str, Any]]) -> None:
@@ -75,7 +75,7 @@ def test_sparse_values_travel_in_the_communication_dtype(seen: list[dict[str, An
 
 
 def test_a_notice_of_one_process_reaches_all(seen: list[dict[str, Any]]) -> None:
-    assert [results["noticed"] for results in seen] == [[1], [1]]
+    assert [results["noticed"] for results in seen] == [[[1]], [[1]]]
 
 
 @pytest.mark.filterwarnings("ignore:.*Sparse CSR.*:UserWarning")
