@@ -229,7 +229,7 @@ def make_fleeting(value: Value) -> None:
 
     One fleeting value never rests on another one: the work would double at every step.
     """
-    on_the_way, stack = [value], value.sources
+    on_the_way, stack = [value], list(value.sources)
     while stack:
         source = stack.pop()
         if source.fleeting:
