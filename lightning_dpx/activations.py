@@ -5,14 +5,14 @@ changed: buffers, gradients and random generators are put back after the traced 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.devices import random_states_kept
 
@@ -53,9 +53,37 @@ def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
     Returns:
         One entry per saved tensor, without parameters, buffers and the inputs themselves.
     """
+    return trace_run(module, step_on(module, batch), tree_leaves(batch))
+
+
+def step_on(module: nn.Module, batch: Sequence[Any]) -> Run:
+    """A training step of ``module``: its own, as Lightning calls it, or its ``forward``."""
     step = getattr(module, "training_step", None)
-    run = (lambda: step(batch[0] if len(batch) == 1 else batch, 0)) if step is not None else (lambda: module(*batch))
-    return trace_run(module, run, tree_leaves(batch))
+    if step is not None:
+        return lambda: step(batch[0] if len(batch) == 1 else batch, 0)
+    return lambda: module(*batch)
+
+
+def example_run(module: nn.Module, device: torch.device) -> Run | None:
+    """``forward`` with the module's ``example_input_array`` in evaluation mode, as Lightning's summary runs it."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        return None
+
+    def run() -> None:
+        inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+        training = {child: child.training for child in module.modules()}
+        module.eval()  # batch normalisation refuses to train on an example of one row
+        try:
+            if isinstance(inputs, dict):
+                module(**inputs)
+            else:
+                module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
+        finally:
+            for child, mode in training.items():
+                child.training = mode
+
+    return run
 
 
 def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation]:

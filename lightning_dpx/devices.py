@@ -76,6 +76,11 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``, without waiting where that is safe: the host would read before the copy has arrived."""
+    return tensor.to(device, non_blocking=not is_host(device))
+
+
 def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
     """Indices of devices that reach each other directly, in groups; two halves where nothing is known of the links."""
     if any(device.type != "cuda" for device in devices):

@@ -126,9 +126,9 @@ class ReplicaSet:
         """Replica 0: the user's own module."""
         return self.replicas[0]
 
-    def stand_in(self) -> nn.Module:
-        """A copy of replica 0 that shares its parameters, for runs that must leave its other state alone."""
-        return stand_in(self.root, self._keep)
+    def stand_in(self, replica: Replica | None = None) -> nn.Module:
+        """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone."""
+        return stand_in(replica or self.root, self._keep)
 
     @property
     def always_merged(self) -> bool:

@@ -2,12 +2,20 @@
 
 from lightning_dpx.shifting.auto import Part, choose_parts, parts_of, scaled
 from lightning_dpx.shifting.park import park_activations, unpark_activations
-from lightning_dpx.shifting.shift import Shift, applied_shift, check_shifts, shift_activations, unshift_activations
+from lightning_dpx.shifting.shift import (
+    Shift,
+    applied_shift,
+    apply_shift,
+    check_shifts,
+    shift_activations,
+    unshift_activations,
+)
 
 __all__ = [
     "Part",
     "Shift",
     "applied_shift",
+    "apply_shift",
     "check_shifts",
     "choose_parts",
     "park_activations",

@@ -20,18 +20,23 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from lightning_dpx.activations import example_run, nothing_changed, step_on
 from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.shifting.copies import Copies, Lent
 
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
 _LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
                     "cpu", "cuda", "data_ptr", "requires_grad_", "register_hook", "backward", "detach", "__len__",
                     "untyped_storage", "storage_offset", "is_contiguous", "type", "item", "tolist"})  # fmt: skip
+_READS = frozenset({"to", "cpu", "cuda", "type", "item", "tolist"})  # those of them that look at the values
+_WRITES = frozenset({"__setitem__", "__iadd__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
 
 
-def shift_activations(module: nn.Module, activations: str | Sequence[str], shifts: Mapping[Any, Any]) -> "Shift":
+def shift_activations(
+    module: nn.Module, activations: str | Sequence[str], shifts: Mapping[Any, Any], *batch: Any
+) -> "Shift":
     """Runs parts of ``module`` on another device from now on.
 
     Args:
@@ -39,6 +44,8 @@ def shift_activations(module: nn.Module, activations: str | Sequence[str], shift
         activations: Names of submodules, or patterns as for file names (``"encoder.layers.[0-3]"``). A submodule's own
             submodules go with it. Names of activations from :func:`trace_activations` name their modules.
         shifts: ``{from: to}``; parts of the model that live on ``from`` move to ``to``.
+        batch: As for :func:`trace_activations`. What cannot be shifted shows when the model runs: with a batch, or
+            where the module has an ``example_input_array``, it runs once now; otherwise it shows in the first step.
 
     Returns:
         The shift, which :func:`unshift_activations` takes back.
@@ -46,7 +53,23 @@ def shift_activations(module: nn.Module, activations: str | Sequence[str], shift
     Raises:
         ConfigurationError: a device is both source and target, a pattern matches nothing (with the nearest names), the
             target has no room for the parameters, or the module is shifted already.
+        UnsupportedError: an in-place operator, or a checkpointed region, lies across the cut. Nothing is shifted then.
     """
+    shift = apply_shift(module, activations, shifts)
+    run = step_on(module, batch) if batch else example_run(module, shift.source)
+    if run is not None:
+        try:
+            with nothing_changed(module), shift.active():
+                run()
+        except BaseException as error:
+            unshift_activations(module)
+            error.add_note(f"It happened in the run that checks {shift.entry} before training; nothing is shifted.")
+            raise
+    return shift
+
+
+def apply_shift(module: nn.Module, activations: str | Sequence[str], shifts: Mapping[Any, Any]) -> "Shift":
+    """:func:`shift_activations` without a run."""
     if module in _SHIFTS:
         raise ConfigurationError("The module is shifted already; call unshift_activations(module) first.")
     placed = check_shifts(shifts)
@@ -158,7 +181,7 @@ class Shift:
         needed, free = sum(tensor.nbytes for tensor in own), free_bytes(self.target)
         if needed > free:
             raise ConfigurationError(
-                f"shifts[{str(self.source)!r}]={str(self.target)!r}: the parameters of {', '.join(self.chosen)} need "
+                f"{self.entry}: the parameters of {', '.join(self.chosen)} need "
                 f"{needed} bytes, and {self.target} has {free} free; shift fewer parts, or to another device."
             )
         for tensor in own:
@@ -204,36 +227,65 @@ class Shift:
             self._local.mode = None
 
     @property
+    def entry(self) -> str:
+        """As it was given: ``shifts['cuda:0']='cuda:1'``."""
+        return f"shifts[{str(self.source)!r}]={str(self.target)!r}"
+
+    def describe(self, part: nn.Module | None) -> str:
+        """A part of the module, for messages."""
+        root = self._module()
+        name = next((name for name, child in root.named_modules() if child is part), "") if root is not None else ""
+        return name or f"{type(root).__name__}'s own code"
+
+    def refuse_written(self, lent: Lent, read: torch.Tensor, reader: nn.Module | None) -> None:
+        """A copy was written in place, and ``read``, of the original's memory, is used after that.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{self.entry}: a tensor of shape {list(read.shape)} is used on {read.device}, by {self.describe(reader)}, "
+            f"after its copy on {lent.device}, for {self.describe(lent.borrower)}, was written in place: an in-place "
+            f"operator cannot cross the cut at {', '.join(self.chosen)}. Write it out of place, or choose another cut."
+        )
+
+    @property
     def _mode(self) -> "_OnDevice | None":
         mode: _OnDevice | None = getattr(self._local, "mode", None)
         return mode
 
-    def _begin(self) -> bool:
+    def _begin(self, module: nn.Module) -> bool:
         """Whether this is an outermost call: of the module, or of a part of it that backward recomputes."""
         outermost = self._mode is None
         if outermost:
             self._local.entered, self._local.depth = self.active(), 0
             self._local.entered.__enter__()
         self._local.depth = getattr(self._local, "depth", 0) + 1
+        assert self._mode is not None, "entered"
+        self._mode.running.append(module)
         return outermost
 
-    def _enter_home(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._begin() or self._mode is None:
+    def _enter_home(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._begin(module) or self._mode is None:
             return None
         return self._mode.brought(args, self.source), self._mode.brought(kwargs, self.source)
 
     def _end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._local.depth -= 1
         entered, mode = getattr(self._local, "entered", None), self._mode
-        if entered is None or mode is None or self._local.depth:
-            return output
-        output = mode.brought(output, self.source)
-        self._local.entered = None
-        entered.__exit__(None, None, None)
-        return output
+        try:
+            if entered is None or mode is None or self._local.depth:
+                return output
+            return mode.brought(output, self.source)
+        finally:
+            if mode is not None:
+                mode.running.pop()
+            if entered is not None and not self._local.depth:
+                self._local.entered = None
+                entered.__exit__(None, None, None)
 
-    def _enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._begin()
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._begin(module)
         mode = self._mode
         assert mode is not None, "begun"
         mode.enter(self.target)
@@ -254,9 +306,8 @@ class _OnDevice(TorchFunctionMode):
         self._pair = (shift.source, shift.target)
         self._casts: list[AbstractContextManager[object]] = []
         self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
-        self._copies: MutableMapping[torch.Tensor, dict[torch.device, tuple[int, torch.Tensor]]]
-        self._copies = WeakTensorKeyDictionary()  # a copy lives as long as its original may be used again
-        self._originals: MutableMapping[torch.Tensor, tuple[int, TensorWeakRef]] = WeakTensorKeyDictionary()
+        self.running: list[nn.Module | None] = [None]  # calls of hooked modules; at first the step itself
+        self._copies = Copies(self.running, shift.refuse_written)
 
     def enter(self, device: torch.device) -> None:
         """What follows runs on ``device``, under the autocast that was meant for the other one."""
@@ -278,6 +329,8 @@ class _OnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _LOOKS:
+            if name in _READS and args:
+                self._copies.check(args[0])
             return func(*args, **kwargs)
         here = self.stack[-1]
         self._refuse_split_recomputation(here)
@@ -287,17 +340,17 @@ class _OnDevice(TorchFunctionMode):
             if tensor.ndim == 0 and tensor.device.type == "cpu":
                 return tensor  # scalars mix with every device
             if tensor.device == here or tensor.device not in self._pair:
-                self._refuse_written_copy(tensor)
+                self._copies.check(tensor)
                 return tensor
             foreign.append(tensor)
-            return self.copy(tensor, here)
+            return self._copies.copy(tensor, here)
 
         brought_args, brought_kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
         if foreign and _writes(name, kwargs) and args and args[0] is not brought_args[0]:
             raise UnsupportedError(
-                f"{resolve_name(func) or name} writes into a tensor on {foreign[0].device} from code that runs on "
-                f"{here}: an in-place operator cannot cross the cut at {', '.join(self.shift.chosen)}. Write it "
-                "without the underscore, or choose another cut."
+                f"{self.shift.entry}: {resolve_name(func) or name} writes into a tensor on {foreign[0].device} from "
+                f"{self.shift.describe(self.running[-1])}, which runs on {here}: an in-place operator cannot cross the "
+                f"cut at {', '.join(self.shift.chosen)}. Write it without the underscore, or choose another cut."
             )
         return func(*brought_args, **brought_kwargs)
 
@@ -312,47 +365,20 @@ class _OnDevice(TorchFunctionMode):
                 f"one side of the cut at {', '.join(self.shift.chosen)}. Checkpoint the two sides one by one."
             )
 
-    def _refuse_written_copy(self, tensor: torch.Tensor) -> None:
-        """Whoever writes into a copy writes past the original, and all that read the original, or a view, differ."""
-        for read in (tensor, tensor._base):
-            for _, arrived in self._copies.get(read, {}).values() if read is not None else ():
-                if self._originals[arrived][0] != arrived._version:
-                    raise UnsupportedError(
-                        f"A tensor of shape {list(tensor.shape)} is used on {tensor.device} after its copy on "
-                        f"{arrived.device} was written in place: an in-place operator cannot cross the cut at "
-                        f"{', '.join(self.shift.chosen)}. Write it out of place, or choose another cut."
-                    )
-
     def brought(self, value: Any, device: torch.device) -> Any:
         """A nested value with its tensors on ``device``."""
 
         def bring(tensor: torch.Tensor) -> torch.Tensor:
-            away = tensor.device != device and tensor.device in self._pair
-            return self.copy(tensor, device) if away else tensor
+            if tensor.device != device and tensor.device in self._pair:
+                return self._copies.copy(tensor, device)
+            self._copies.check(tensor)
+            return tensor
 
         return tree_map_only(torch.Tensor, bring, value)
 
-    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The one copy of ``tensor`` on ``device``; made anew where the tensor was written since."""
-        if tensor.is_inference():
-            return tensor.to(device, non_blocking=True)
-        entry = self._copies.get(tensor, {}).get(device)
-        if entry is not None and entry[0] == tensor._version:
-            self._refuse_written_copy(tensor)
-            held: torch.Tensor = entry[1]
-            return held
-        version, reference = self._originals.get(tensor, (-1, None))
-        original = reference() if reference is not None and version == tensor._version else None
-        if isinstance(original, torch.Tensor) and original.device == device:
-            return original
-        arrived = tensor.to(device, non_blocking=True)
-        self._copies.setdefault(tensor, {})[device] = tensor._version, arrived
-        self._originals[arrived] = arrived._version, TensorWeakRef(tensor)
-        return arrived
-
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__") or "out" in kwargs
+    return (name.endswith("_") and not name.endswith("__")) or name in _WRITES or "out" in kwargs
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

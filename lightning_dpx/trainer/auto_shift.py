@@ -11,7 +11,7 @@ from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas import ReplicaSet, Share, slice_batch
-from lightning_dpx.shifting import Shift, choose_parts, parts_of, scaled, shift_activations
+from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
 
 Step = Callable[[Any, Any, int], Any]
 
@@ -53,7 +53,7 @@ def shift_what_does_not_fit(
                 "replicas."
             )
         spares.remove(target)
-        chosen.append(shift_activations(share.replica.module, names, {device: target}))
+        chosen.append(apply_shift(share.replica.module, names, {device: target}))
         rank_zero_info(
             f"dpx: shifts {device} -> {target}: {', '.join(names)}\n"
             f"     {device}: {_mib(needs[0])} of {_mib(free[0])}    {target}: {_mib(needs[1])} of {_mib(free[1])}"

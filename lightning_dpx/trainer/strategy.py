@@ -61,7 +61,11 @@ from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
 from lightning_dpx.trainer.ranks import RanksOfReplicas
+<<<<<<< HEAD
 from lightning_dpx.trainer.stopping import StopTogether
+=======
+from lightning_dpx.trainer.shift_rehearsal import rehearse_shifts
+>>>>>>> 9004aad (In-place operators across a shift's cut: found by the memory they touch, refused at setup where an example is known)
 
 _DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
 
@@ -323,7 +327,7 @@ class DPXStrategy(RanksOfReplicas):
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
             copied._trainer = module._trainer  # LightningModule drops it from its copies
-        self._shift([replica.module for replica in replicas.replicas], replicas.devices)
+        self._shift(replicas)
         self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
             self._meet_processes(module, replicas.num_active)
@@ -341,8 +345,9 @@ class DPXStrategy(RanksOfReplicas):
             self._announce_reducer(replicas.devices)
         return model
 
-    def _shift(self, modules: Sequence[Module], devices: Sequence[torch.device]) -> None:
+    def _shift(self, replicas: ReplicaSet) -> None:
         """Moves the chosen parts of every replica, before the optimizers exist."""
+        devices = replicas.devices
         for source, target in self._shifts.items():
             if source not in devices:
                 raise ConfigurationError(
@@ -352,11 +357,14 @@ class DPXStrategy(RanksOfReplicas):
                 raise ConfigurationError(
                     f"shifts[{str(source)!r}]={str(target)!r}: a replica lives on {target}; shift to a device without."
                 )
-        for replica, device in zip(modules, devices, strict=True):
-            if device in self._shifts:
-                shift = shifting.shift_activations(replica, self._shifted_parts, {device: self._shifts[device]})
+        if self._shifts:
+            rehearse_shifts(replicas, self._shifts, self._shifted_parts, self.precision_plugin)
+        for replica in replicas.replicas:
+            if replica.device in self._shifts:
+                shifts = {replica.device: self._shifts[replica.device]}
+                shift = shifting.apply_shift(replica.module, self._shifted_parts, shifts)
                 parts = ", ".join(shift.chosen)
-                rank_zero_info(f"dpx: of the replica on {device}, {parts} runs on {shift.target}.")
+                rank_zero_info(f"dpx: of the replica on {replica.device}, {parts} runs on {shift.target}.")
 
     def _shift_what_does_not_fit(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first batch tells what a step keeps; before its first allocation, ``shifts="auto"`` is decided."""

@@ -1,0 +1,103 @@
+"""Copies of tensors across a cut: one per tensor and device, and none that was written past its original."""
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from lightning_dpx.devices import moved
+
+
+class Extent:
+    """Which bytes of its storage a tensor covers, for numpy, which finds out exactly whether two overlap."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        start = 4096 + tensor.storage_offset() * size  # nobody reads there; an address of 0 means "none" to numpy
+        self.__array_interface__ = {
+            "data": (start, True),
+            "shape": tuple(tensor.shape),
+            "strides": strides,
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+
+    def overlaps(self, other: "Extent") -> bool:
+        """Whether both cover a byte; also where it would take too long to tell."""
+        return bool(np.may_share_memory(np.asarray(self), np.asarray(other), max_work=10_000))  # type: ignore[arg-type]
+
+
+class Lent(NamedTuple):
+    """A copy that somebody may write into.
+
+    Attributes:
+        storage: Of the original. As long as this is held, no other storage gets its address.
+        extent: Of the original.
+        counter: Shares the copy's version counter, without its memory: the copy may be gone when the original is read.
+        version: Of the copy when it was made.
+        device: Of the copy.
+        borrower: The module call that it was made for.
+    """
+
+    storage: StorageWeakRef
+    extent: Extent
+    counter: torch.Tensor
+    version: int
+    device: torch.device
+    borrower: Any
+
+
+class Copies:
+    """The copies of one step.
+
+    Args:
+        running: The module calls that are running, innermost last.
+        refuse: Called with a copy that was written in place, the tensor of the original's memory that is read, and the
+            module call that reads it.
+    """
+
+    def __init__(self, running: Sequence[Any], refuse: Callable[[Lent, torch.Tensor, Any], None]) -> None:
+        self._running, self._refuse = running, refuse
+        self._copies: MutableMapping[torch.Tensor, dict[torch.device, tuple[int, torch.Tensor]]]
+        self._copies = WeakTensorKeyDictionary()  # a copy lives as long as its original may be used again
+        self._originals: MutableMapping[torch.Tensor, tuple[int, TensorWeakRef]] = WeakTensorKeyDictionary()
+        self._lent: dict[int, list[Lent]] = {}  # by the original's storage, which its views share
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Whoever writes into a copy writes past the original, and all that read the original, or a view, differ."""
+        if not self._lent or not torch._C._has_storage(tensor):
+            return
+        for lent in self._lent.get(tensor.untyped_storage()._cdata, ()):
+            if lent.counter._version != lent.version and lent.extent.overlaps(Extent(tensor)):
+                self._refuse(lent, tensor, self._running[-1])
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The one copy of ``tensor`` on ``device``; made anew where the tensor was written since."""
+        if tensor.is_inference():
+            return moved(tensor, device)
+        self.check(tensor)
+        entry = self._copies.get(tensor, {}).get(device)
+        if entry is not None and entry[0] == tensor._version:
+            held: torch.Tensor = entry[1]
+            return held
+        version, reference = self._originals.get(tensor, (-1, None))
+        original = reference() if reference is not None and version == tensor._version else None
+        if isinstance(original, torch.Tensor) and original.device == device:
+            return original
+        arrived = moved(tensor, device)
+        self._copies.setdefault(tensor, {})[device] = tensor._version, arrived
+        self._originals[arrived] = arrived._version, TensorWeakRef(tensor)
+        if torch._C._has_storage(tensor):
+            self._lend(tensor, arrived)
+        return arrived
+
+    def _lend(self, tensor: torch.Tensor, arrived: torch.Tensor) -> None:
+        counter = arrived.detach()
+        counter.data = counter.new_empty(0)
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        lent = Lent(storage, Extent(tensor), counter, arrived._version, arrived.device, self._running[-1])
+        self._lent.setdefault(storage.cdata, []).append(lent)

@@ -1,0 +1,46 @@
+"""Where an example of the inputs is known, shifts are tried at setup, before anything is trained."""
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.shifting import shift_activations
+
+
+def rehearse_shifts(
+    replicas: ReplicaSet, shifts: Mapping[torch.device, torch.device], parts: Sequence[str], precision: Any
+) -> None:
+    """Runs a shifted stand-in for one replica on the module's ``example_input_array``, if it has one.
+
+    The user's module takes no part in it: whatever its ``forward`` counts or appends stays as it is.
+
+    Args:
+        replicas: The replicas; all are shifted alike, so one answers for them.
+        shifts: ``{from: to}``.
+        parts: Names of submodules, or patterns.
+        precision: The precision plugin, in whose context forward runs.
+
+    Raises:
+        UnsupportedError: something lies across the cut that cannot.
+    """
+    module: Any = replicas.root.module
+    shifted = next((replica for replica in replicas.replicas if replica.device in shifts), None)
+    if getattr(module, "example_input_array", None) is None or shifted is None:
+        return
+    try:
+        twin: Any = replicas.stand_in(shifted)
+    except ReplicationError as error:
+        rank_zero_info(f"dpx: the shifts are checked in the first step, not on example_input_array: {error}")
+        return
+    twin._trainer = module._trainer  # LightningModule drops it from its copies
+    example = module._on_before_batch_transfer(module.example_input_array)
+    twin.example_input_array = module._apply_batch_transfer_handler(example, device=shifted.device)
+    with precision.forward_context():
+        shift_activations(twin, parts, {shifted.device: shifts[shifted.device]})
+    del twin
+    gc.collect()  # modules refer to themselves in circles, and what it held on the target is needed there
