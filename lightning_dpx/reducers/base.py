@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl
+from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, moved
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.local import add_in_place
 from lightning_dpx.registry import Registry
@@ -142,8 +142,8 @@ class GradientReducer(ABC):
             return tensor
         wire = self.communication_dtype
         if wire is None or not tensor.is_floating_point() or wire.itemsize >= tensor.dtype.itemsize:
-            return tensor.to(place, non_blocking=True)
-        return tensor.to(wire).to(place, non_blocking=True).to(tensor.dtype)
+            return moved(tensor, place)
+        return moved(tensor.to(wire), place).to(tensor.dtype)
 
     def _shrink(self, lists: Sequence[Dense]) -> float:
         """A sum of halves overflows where no gradient does: what travels is divided, exactly, by a power of two."""
