@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,78 @@ def synchronize(device: torch.device) -> None:
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` on ``device``, without waiting where that is safe: the host would read before the copy has arrived."""
     return tensor.to(device, non_blocking=not is_host(device))
+
+
+@cache
+def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a CUDA device fetches, beside what it computes."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Arriving(NamedTuple):
+    tensor: torch.Tensor
+    there: torch.cuda.Event  # when it has arrived
+    owner: torch.cuda.Stream  # of its memory
+
+
+class Resting:
+    """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
+
+    Args:
+        tensor: Where it is now is where it comes back to.
+        place: Where it rests.
+    """
+
+    def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
+        self._device = tensor.device
+        self._arriving: _Arriving | torch.Tensor | None = None
+        self._rested: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._values = moved(tensor, place)
+            return
+        if is_host(place):
+            pinned = torch.empty_like(tensor, device=place, pin_memory=True)
+            self._values = pinned.copy_(tensor, non_blocking=True)
+        else:
+            self._values = moved(tensor, place)
+        self._rested = torch.cuda.current_stream(tensor.device).record_event()
+
+    def start(self) -> None:
+        """Begins to fetch; on CUDA the device goes on computing meanwhile."""
+        if self._arriving is not None:
+            return
+        if self._rested is None:
+            self._arriving = moved(self._values, self._device)
+            return
+        owner, side = torch.cuda.current_stream(self._device), _fetch_stream(self._device)
+        tensor = torch.empty_like(self._values, device=self._device)
+        side.wait_stream(owner)  # kernels that are queued there may still read what this memory held before
+        side.wait_event(self._rested)
+        with torch.cuda.stream(side):
+            tensor.copy_(self._values, non_blocking=True)
+            self._arriving = _Arriving(tensor, side.record_event(), owner)
+
+    def take(self) -> torch.Tensor:
+        """The tensor where it was, for the stream that is current there; fetched once until :meth:`drop`."""
+        self.start()
+        if not isinstance(self._arriving, _Arriving):
+            assert self._arriving is not None, "started"
+            return self._arriving
+        tensor, there, owner = self._arriving
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(there)
+        if stream != owner:
+            tensor.record_stream(stream)
+        return tensor
+
+    def drop(self) -> None:
+        """Forgets what was fetched; the values still rest."""
+        if isinstance(self._arriving, _Arriving):
+            self._arriving.owner.wait_event(self._arriving.there)  # or the next owner of the memory writes too early
+        self._arriving = None
+
+    def __del__(self) -> None:
+        self.drop()
 
 
 def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:

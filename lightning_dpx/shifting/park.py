@@ -1,39 +1,50 @@
 """The second meaning of a shift: the computation stays, only what it keeps for backward rests on another device."""
 
+import itertools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dpx.devices import canonical_device
+from lightning_dpx.devices import Resting, canonical_device
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.shifting.shift import choose_modules
 
 _PARKED: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
+_REACH = 8  # backward asks nearly in the reverse order of forward: so far away from the last one is the next one sought
 
 
-def park_activations(module: nn.Module, activations: str | Sequence[str], device: torch.device | str = "cpu") -> None:
+def park_activations(
+    module: nn.Module, activations: str | Sequence[str], device: torch.device | str = "cpu", look_ahead: int = 2
+) -> None:
     """What the chosen submodules keep for backward rests on ``device`` from forward to backward.
 
-    Parameters and buffers stay where they are.
+    Parameters and buffers stay where they are. A tensor that several operators keep is parked once.
 
     Args:
         module: The model.
         activations: Submodules, as for :func:`shift_activations`.
         device: Where the tensors rest; the host's memory unless given.
+        look_ahead: How many tensors are fetched before backward asks for them, while it computes; they take their place
+            on the module's device. With 0 backward waits for each, with 2 for one in eight of a transformer's, with 3
+            for the first alone.
 
     Raises:
-        ConfigurationError: a pattern matches nothing, or the module is parked already.
+        ConfigurationError: a pattern matches nothing, ``look_ahead`` is no number of tensors, or the module is parked
+            already.
     """
     if module in _PARKED:
         raise ConfigurationError("The module is parked already; call unpark_activations(module) first.")
-    place = canonical_device(device)
+    if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 0:
+        raise ConfigurationError(f"look_ahead={look_ahead!r} is not allowed; give a number of tensors, 0 or more.")
+    parking = _Parking(module, canonical_device(device), look_ahead)
     handles = []
     for name in choose_modules(module, [activations] if isinstance(activations, str) else activations):
-        parking = _Parking(module, place)
         child = module.get_submodule(name)
         handles.append(child.register_forward_pre_hook(parking.enter, prepend=True))
         handles.append(child.register_forward_hook(parking.leave, always_call=True))
@@ -53,32 +64,126 @@ def unpark_activations(module: nn.Module) -> None:
         handle.remove()
 
 
-class _Parking:
-    """Hooks of one submodule."""
+class _Parked(Resting):
+    """A tensor that rests, for one or more slots."""
 
-    def __init__(self, module: nn.Module, place: torch.device) -> None:
-        self._module, self._place = weakref.ref(module), place
-        self._entered: list[Any] = []
+    def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
+        super().__init__(tensor, place)
+        # as long as this is held, no other storage gets the address
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+class _Slot:
+    """What the graph holds in place of a tensor that an operator saved. Nothing else holds it, nor what is parked."""
+
+    def __init__(self, number: int, parked: _Parked) -> None:
+        self.number, self.parked = number, parked
+        self.used_by = -1  # the last backward that asked
+
+
+class _Parking:
+    """What a module has parked, in the order of forward, and what of it is on its way back."""
+
+    def __init__(self, module: nn.Module, place: torch.device, look_ahead: int) -> None:
+        self._module, self._place, self._look_ahead = weakref.ref(module), place, look_ahead
+        self._entered: dict[int, list[Any]] = {}  # hooks, by thread
+        self._lock = threading.Lock()  # backward has a thread per device
+        self._numbers = itertools.count()
+        self._slots: weakref.WeakValueDictionary[int, _Slot] = weakref.WeakValueDictionary()
+        self._parked: weakref.WeakValueDictionary[Any, _Parked] = weakref.WeakValueDictionary()
+        self._ahead: list[tuple[int, weakref.ref[_Parked]]] = []  # on its way back, for which slot
+        self._backward = -1
 
     def enter(self, _module: nn.Module, _inputs: Any) -> None:
+        """A chosen submodule begins."""
         root = self._module()
-        stay = {t.untyped_storage().data_ptr() for t in (*root.parameters(), *root.buffers())} if root else set()
+        tensors = (*root.parameters(), *root.buffers()) if root is not None else ()
+        stay = {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.device == self._place or tensor.untyped_storage().data_ptr() in stay:
+            if tensor.device == self._place or not torch._C._has_storage(tensor):
                 return tensor
-            return tensor.device, tensor.to(self._place, non_blocking=True)
+            return tensor if tensor.untyped_storage()._cdata in stay else self._pack(tensor)
 
-        def unpack(saved: Any) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            device, tensor = saved
-            arrived: torch.Tensor = tensor.to(device, non_blocking=True)
-            return arrived
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         hooks.__enter__()  # type: ignore[no-untyped-call]
-        self._entered.append(hooks)
+        self._entered.setdefault(threading.get_ident(), []).append(hooks)
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._entered.pop().__exit__(None, None, None)
+        """A chosen submodule ends."""
+        hooks = self._entered[threading.get_ident()]
+        hooks.pop().__exit__(None, None, None)
+        if not hooks:
+            del self._entered[threading.get_ident()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Parking":
+        """A copy of the module parks what it keeps by itself."""
+        root = self._module()
+        module = memo.get(id(root), root)
+        assert module is not None, "hooks of its parts are being copied"
+        return _Parking(module, self._place, self._look_ahead)
+
+    def _pack(self, tensor: torch.Tensor) -> _Slot:
+        geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        key = tensor.untyped_storage()._cdata, tensor._version, tensor.dtype, geometry
+        with self._lock:
+            parked = self._parked.get(key)
+            if parked is None or parked.storage.expired():  # type: ignore[no-untyped-call]
+                parked = self._parked[key] = _Parked(tensor, self._place)
+            slot = _Slot(next(self._numbers), parked)
+            self._slots[slot.number] = slot
+        return slot
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        backward = torch._C._current_graph_task_id()
+        with self._lock:
+            saved.used_by = backward
+            arrived: torch.Tensor = saved.parked.take()
+            self._fetch_ahead(saved, backward)
+        return arrived
+
+    def _fetch_ahead(self, asked: _Slot, backward: int) -> None:
+        """Keeps as many tensors on their way as allowed, those that backward will ask for next."""
+        ahead = []
+        for number, reference in self._ahead:
+            parked = reference()
+            if parked is None or parked is asked.parked:
+                continue
+            if number > asked.number + _REACH:  # backward went by
+                parked.drop()
+            else:
+                ahead.append((number, parked))
+        if backward >= 0 and self._look_ahead:
+            self._forget_after(backward)
+            for slot in self._next(asked.number, backward):
+                if len(ahead) >= self._look_ahead:
+                    break
+                if all(slot.parked is not parked for _, parked in ahead):
+                    slot.parked.start()
+                    ahead.append((slot.number, slot.parked))
+        if all(asked.parked is not parked for _, parked in ahead):
+            asked.parked.drop()
+        self._ahead = [(number, weakref.ref(parked)) for number, parked in ahead]
+
+    def _next(self, number: int, backward: int) -> Iterator[_Slot]:
+        """Slots that ``backward`` has yet to ask for, the likeliest first."""
+        rest = range(number + 1, number + 1 + _REACH)  # of an operator that keeps several, in the order of forward
+        for other in (*rest, *range(number - 1, number - 1 - _REACH, -1)):
+            slot = self._slots.get(other)
+            if slot is not None and slot.used_by != backward:
+                yield slot
+
+    def _forget_after(self, backward: int) -> None:
+        """What this backward never asked for does not stay on the device after it."""
+        if self._backward != backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget)  # type: ignore[attr-defined]
+
+    def _forget(self) -> None:
+        with self._lock:
+            for _, reference in self._ahead:
+                if (parked := reference()) is not None:
+                    parked.drop()
+            self._ahead.clear()
