@@ -23,9 +23,13 @@ class Stacked(Classifier):
         super().__init__(optimizer="adam")
         self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 3))
         self.extra = nn.Linear(8, 3)
+        self.example_input_array = torch.zeros(1, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.net(rows) + F.gelu(self.extra(rows))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch[0]) + F.gelu(self.extra(batch[0]))
+        logits = self(batch[0])
         self.log("train_loss", F.cross_entropy(logits, batch[1]))
         return F.cross_entropy(logits, batch[1])
 
@@ -58,6 +62,22 @@ def test_shifted_replicas_train_to_the_weights_of_one_device(
     clear_traffic()
     ours = run(stacked(), strategy=strategy, accelerator="sim", devices=devices)
     assert any(t.target == torch.device("sim:5") for t in traffic())
+    assert_equal(strip_rows(ours), strip_rows(run(stacked())))
+
+
+@pytest.mark.parametrize(
+    "accelerator",
+    [
+        "sim",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+def test_parts_that_are_shifted_to_the_host_train_to_the_weights_of_one_device(accelerator: str) -> None:
+    strategy = dpx.DPXStrategy(shifts={f"{accelerator}:0": "cpu"}, shift_activations=PARTS)
+    ours = run(stacked(), strategy=strategy, accelerator=accelerator, devices=1)
     assert_equal(strip_rows(ours), strip_rows(run(stacked())))
 
 
