@@ -61,11 +61,8 @@ from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
 from lightning_dpx.trainer.ranks import RanksOfReplicas
-<<<<<<< HEAD
-from lightning_dpx.trainer.stopping import StopTogether
-=======
 from lightning_dpx.trainer.shift_rehearsal import rehearse_shifts
->>>>>>> 9004aad (In-place operators across a shift's cut: found by the memory they touch, refused at setup where an example is known)
+from lightning_dpx.trainer.stopping import StopTogether
 
 _DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
 
