@@ -1,0 +1,409 @@
+"""The data flow of a step through a strategy: its batch to shares, the shares to the replicas, their results to one.
+
+    training_step   slices, each moved by the user's hooks -> every replica's own step -> logs once, one loss
+    backward        called by the precision plugin after its own: every replica's, then the reduction
+    evaluation      likewise, without a backward
+
+What the first batch decides (shifts, memory plans, threads) is decided here, before its step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.recompute import planned
+from lightning_dpx.replicas import (
+    Replica,
+    ReplicaSet,
+    Share,
+    Trial,
+    check_paths,
+    first_loss,
+    gather,
+)
+from lightning_dpx.shifting import applied_shift
+from lightning_dpx.step import TrainingStep
+from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
+from lightning_dpx.trainer.logging import StepLog, replay
+from lightning_dpx.trainer.manual import ManualOptimization
+from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
+from lightning_dpx.trainer.metrics import ReplicaMetrics
+from lightning_dpx.trainer.out_of_memory import OutOfMemory
+from lightning_dpx.trainer.precision import DPXPrecision
+from lightning_dpx.trainer.ranks import RanksOfReplicas
+from lightning_dpx.trainer.stopping import StopTogether
+
+_DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
+
+
+class StepsOfReplicas(RanksOfReplicas):
+    """Runs Lightning's steps on replicas, where :meth:`_setup_model` of the strategy made some.
+
+    Args:
+        planning: Chooses and follows memory plans.
+        out_of_memory: What happens when memory runs out.
+        args: Of Lightning's own strategy.
+    """
+
+    _batch_dim: int | dict[str, int]
+    _shifts: dict[torch.device, torch.device]
+    _auto_shifts: bool
+    _shifts_open: bool  # the first batch decides
+    _shifted_parts: list[str]
+
+    def __init__(self, planning: MemoryPlanning, out_of_memory: OutOfMemory, *args: Any) -> None:
+        self._planning, self._out_of_memory = planning, out_of_memory
+        self._replicas: ReplicaSet | None = None
+        self._step: TrainingStep | None = None
+        self._metrics: ReplicaMetrics | None = None
+        self._stopping: StopTogether | None = None  # where there are several processes
+        self._accumulating, self._undecided = False, False
+        self._announced: set[str] = set()
+        self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
+        self._tightening: Callable[[], str] = planning.advice
+        super().__init__(*args)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
+        if self._replicas is not None and device is None:
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged result of the replicas' training steps.
+
+        Where the module has a method ``training_step_end(outputs)``, the replicas' outputs are merged in sample order
+        and it computes the loss from those of the whole batch; gradients flow back through every replica.
+        """
+        if self._step is None:
+            with self._arranged():
+                return self._finished("training_step", super().training_step(*args, **kwargs))
+        shares, replicas = self._shares("training_step", args), self._replicas
+        assert replicas is not None, "the step came with them"
+        if self._shifts_open:
+            self._shift_what_does_not_fit(shares, args, kwargs)
+        if self._planning.is_open(args[0]):
+            self._plan_memory(shares, args, kwargs)
+        self._planning.begin_step()
+        # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
+        by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
+        alone_here = len(shares) == 1 and self.num_processes == 1 and not self._out_of_memory.repeats_steps
+        if alone_here and not by_hand and not self._step.has_other_owners:
+            replicas.release_cores()
+            alone = super().training_step
+            if self._undecided:
+                with self._arranged():
+                    return self._choosing_step(
+                        lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
+                    )
+            with self._arranged():
+                return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
+        replicas.claim_cores()
+        self._out_of_memory.begin_step(replicas.devices)
+        automatic = replicas.root.module.automatic_optimization
+        self._repeatable = partial(self._repeated_forward, shares, args, kwargs) if automatic else None
+        forward = partial(self._forward_of_replicas, shares, args, kwargs)
+        tighten = partial(self._tighten, shares, args, kwargs)
+        self._tightening = tighten
+        try:
+            return self._out_of_memory.guarded(forward, tighten, forward if automatic else None)
+        except BaseException:
+            self._step.discard()
+            raise
+
+    def _forward_of_replicas(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        try:
+            # Entered once and carried into the workers: some of these contexts change the whole process.
+            with self.precision_plugin.train_step_context(), self._logs(shares) as call:
+                run_step, finisher = call("training_step", args[1:], kwargs), self._finisher("training_step")
+                if self._replicas.root.module.automatic_optimization:
+                    return self._step.forward(shares, run_step if finisher else _checked(run_step), finisher)
+                return self._finished("training_step", self._manual_step(shares, run_step))
+        except BaseException:
+            self._step.discard_forward()
+            raise
+
+    def _repeated_forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For another backward of the same step: nothing is logged or counted twice."""
+        assert self._step is not None, "only called with replicas"
+        assert self._metrics is not None, "only called with replicas"
+
+        def run(share: Share) -> Any:
+            return self._call(StepLog(share), "training_step", args[1:], kwargs)
+
+        with self.precision_plugin.train_step_context(), self._metrics.kept():
+            self._step.forward(shares, run, self._finisher("training_step"))
+
+    def _finisher(self, name: str) -> Callable[[Any], Any] | None:
+        """The user's hook that sees the merged outputs of ``name``, if there is one."""
+        module = self.lightning_module
+        if getattr(type(module), f"{name}_end", None) is None:  # asked of the class: a miss costs a module much more
+            return None
+        hook: Callable[[Any], Any] = getattr(module, f"{name}_end")
+        return hook
+
+    def _finished(self, name: str, outputs: Any) -> Any:
+        finish = self._finisher(name)
+        if finish is None or outputs is None:
+            return outputs
+        context = self.precision_plugin.train_step_context if name == "training_step" else None
+        with (context or self.precision_plugin.val_step_context)():
+            return finish(outputs)
+
+    def _manual_step(self, shares: list[Share], run_step: Callable[[Share], Any]) -> Any:
+        """The user drives backward and optimizers, and the replicas meet in them."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        assert isinstance(self.precision_plugin, DPXPrecision), "the setter wraps every plugin"
+        manual = ManualOptimization(self._replicas, self._step, self.precision_plugin, shares)
+
+        def with_meetings(share: Share) -> Any:
+            with manual.on(share):
+                return run_step(share)
+
+        return self._step.forward_manual(shares, with_meetings)
+
+    def _choosing_step(self, alone: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One device's step, watched, to choose between one merged slice and a thread per replica from then on."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        replicas, step, self._undecided = self._replicas, self._step, False
+
+        def rehearse(share: Share) -> Any:
+            module: Any = share.replica.module
+            with StepLog(share).recording(module):
+                return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
+
+        def loss_of_slices() -> Any:
+            replicas.choose(threads=True)
+            copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
+            shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
+            replicas.python_state.share()
+            try:
+                with torch.no_grad(), self.precision_plugin.train_step_context():
+                    return first_loss(step.forward(shares, rehearse))
+            finally:
+                step.discard()
+
+        trial = Trial(replicas.root.module, len(replicas.replicas))
+        output = trial.watch(alone)
+        verdict = trial.verdict(first_loss(output), loss_of_slices)
+        replicas.choose(threads=verdict.threads)
+        self._announce(f"{'run in threads' if verdict.threads else 'take their slices as one'}: {verdict.reason}")
+        return output
+
+    def _announce(self, choice: str) -> None:
+        text = f"dpx: {len(self.parallel_devices or [])} replicas on {self.root_device} {choice}."
+        if text not in self._announced:
+            rank_zero_info(text)
+        self._announced.add(text)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged result of the replicas' validation steps, in sample order."""
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged result of the replicas' test steps, in sample order."""
+        return self._evaluate("test_step", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The merged predictions, in sample order."""
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+
+    def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stopping is not None:
+            self._stopping.before_batch()
+        if self._replicas is None:
+            with self._arranged():
+                return self._finished(name, alone(*args, **kwargs))
+        shares = self._shares(name, args)
+        dataloader_idx = args[2] if len(args) > 2 else 0
+        if len(shares) == 1 and self.num_processes == 1:
+            with self._arranged():
+                return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
+        with self.precision_plugin.val_step_context(), self._logs(shares) as call:
+            self._replicas.state.synchronize()
+            outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
+            merged = gather(outputs, [share.num_rows for share in shares], self.root_device, self._replicas.output_dim)
+        return self._finished(name, merged)
+
+    def _shares(self, name: str, args: tuple[Any, ...]) -> list[Share]:
+        assert self._replicas is not None, "only called with replicas"
+        if isinstance(args[0], Iterator):
+            raise UnsupportedError(
+                f"{name}(self, dataloader_iter) is not supported with several replicas: take a batch."
+            )
+        check_paths(args[0], self._batch_dim)
+        shares = self._replicas.shares(args[0])
+        self._rows_of_step = sum(share.num_rows for share in shares)
+        return shares
+
+    def _transfer(self, share: Share, dataloader_idx: int) -> Any:
+        """Moves a slice to its replica through the user's batch hooks."""
+        module: Any = share.replica.module
+        source = module.trainer._data_connector._datahook_selector
+        batch = share.batch
+        for hook, extra in (("transfer_batch_to_device", (share.replica.device,)), ("on_after_batch_transfer", ())):
+            owner = source.get_instance(hook)
+            target = module if isinstance(owner, pl.LightningModule) else owner
+            call = getattr(target, hook)
+            default = getattr(call, "__func__", None) in _DEFAULT_TRANSFERS
+            if not (default and _lives_on(batch, share.replica.device)):
+                batch = call(batch, *extra, dataloader_idx)
+        return batch
+
+    @contextmanager
+    def _logs(self, shares: Sequence[Share]) -> Iterator[Callable[..., Callable[[Share], Any]]]:
+        """Yields a maker of per-replica calls; what they log is logged once, merged, when the block ends well."""
+        logs = {share.replica.index: StepLog(share) for share in shares}
+
+        def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Callable[[Share], Any]:
+            def call(share: Share) -> Any:
+                return self._call(logs[share.replica.index], name, args, kwargs, idx)
+
+            return call
+
+        assert self._replicas is not None, "only called with replicas"
+        assert self._metrics is not None, "only called with replicas"
+        self._replicas.python_state.share()
+        with self._metrics.step():
+            yield make
+        self._replicas.python_state.collect([share.replica for share in shares])
+        assert self.lightning_module is not None, "connect() sets the module first"
+        replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
+
+    def _call(self, log: StepLog, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Any:
+        """A replica's own step, as every replica runs it; what it logs goes to ``log``."""
+        module: Any = log.share.replica.module
+        with log.recording(module), self._arranged(module):
+            return getattr(module, name)(self._transfer(log.share, idx), *args, **kwargs)
+
+    def _backward_of_replicas(self) -> None:
+        if self._step is None:
+            return
+        step, repeatable = self._step, self._repeatable
+        gradients = step.pending_gradients() if self._out_of_memory.repeats_steps else []
+
+        def again() -> None:
+            assert repeatable is not None, "checked below"
+            repeatable()
+            step.take_gradients(gradients)
+            self._backward_once()
+
+        # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
+        can_repeat = self._out_of_memory.repeats_steps and repeatable is not None and not step.holds_gradients
+        self._out_of_memory.guarded(self._backward_once, self._tightening, again if can_repeat else None)
+
+    def _backward_once(self) -> None:
+        assert self._step is not None, "only called with replicas"
+        try:
+            self._step.backward(last=not self._accumulating)
+            self._planning.end_backward()
+            if not self._accumulating:
+                self._step.reduce()
+        except BaseException:
+            self._step.discard()
+            raise
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients stay on the replicas while they accumulate."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @property
+    def shifts_activations(self) -> bool:
+        """Whether parts of the replicas run, or may run, on other devices."""
+        return bool(self._shifts or self._auto_shifts)
+
+    @property
+    def _plans_memory(self) -> bool:
+        return self._planning.wanted or self._out_of_memory.repeats_steps
+
+    def _shift_what_does_not_fit(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first batch tells what a step keeps; before its first allocation, ``shifts="auto"`` is decided."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        self._shifts_open = False
+        if not self._replicas.root.module.automatic_optimization:
+            raise UnsupportedError(
+                "shifts='auto' traces a step, which manual optimization makes impossible; give shifts."
+            )
+        self._step.close()  # its hooks hold on to where the parameters were
+        shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs), self.optimizers)
+
+    def _plan_memory(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
+        assert self._replicas is not None, "only called with replicas"
+        self._planning.decide(self._replicas, shares, self._rehearsal(args, kwargs), self._owned_bytes())
+
+    def _tighten(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """After a step that ran out of memory; says what the plans are now."""
+        assert self._replicas is not None, "only called with replicas"
+        return self._planning.tighten(self._replicas, shares, self._rehearsal(args, kwargs), self._owned_bytes())
+
+    def _owned_bytes(self) -> dict[torch.device, int]:
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        several = len(set(self._replicas.devices)) > 1
+        return owned_bytes(self._step.owner_parameters, self.optimizers, several)
+
+    def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:
+        """The training step of a stand-in, whose logs nobody reads."""
+
+        def run(module: Any, rows: Any, num_rows: int) -> Any:
+            share = Share(Replica(0, self.root_device, module), num_rows, rows)
+            with StepLog(share).recording(module), self.precision_plugin.train_step_context():
+                return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
+
+        return run
+
+    def _arranged(self, module: Module | None = None) -> AbstractContextManager[None]:
+        """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
+        shifted = self.shifts_activations
+        if not shifted and not self._planning.plans:
+            return nullcontext()
+        module = module or self.lightning_module
+        assert module is not None, "connect() sets the module first"
+        shift = applied_shift(module) if shifted else None
+        return planned(module) if shift is None else _both(shift.active(), planned(module))
+
+
+def _checked(run_step: Callable[[Share], Any]) -> Callable[[Share], Any]:
+    """Lightning's own complaint about what a step returns, where the replica that returned it is known."""
+
+    def run(share: Share) -> Any:
+        output = run_step(share)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if output is not None and not isinstance(loss, Tensor):
+            ClosureResult.from_training_step_output(output)
+        return output
+
+    return run
+
+
+def _lives_on(batch: Any, device: torch.device) -> bool:
+    """Whether ``batch`` is for certain on ``device``; asked of tensors and flat lists of them only."""
+    tensors = batch if type(batch) in (list, tuple) else [batch]
+    return all(type(tensor) is Tensor and tensor.device == device for tensor in tensors)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
