@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
+from lightning_dpx.devices import parse_bytes
 from tests.conftest import SIMULATED, make_trainer
 
 pytestmark = [
@@ -80,7 +81,8 @@ def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **op
     gc.collect()
     trainer_options = {key: options.pop(key) for key in ("accumulate_grad_batches",) if key in options}
     callbacks = [Neighbour()] if options.pop("neighbour", False) else []
-    dpx.simulate(num_devices, memory=memory)
+    held = max(torch.get_device_module("sim").memory_allocated(index) for index in range(num_devices))  # by other tests
+    dpx.simulate(num_devices, memory=None if memory is None else parse_bytes("memory", memory) + held)
     torch.manual_seed(0)
     model = Deep(peak_in)
     strategy = dpx.DPXStrategy(execution=execution, gradient_packs=0, **options)
