@@ -162,7 +162,7 @@ class AppliedPlan:
         self._values = Rematerialisation(
             self._names,
             plan.names("recompute", "recompute each time"),
-            plan.names("recompute each time"),
+            [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
             plan.names("compress"),
             plan.names("park"),
         )

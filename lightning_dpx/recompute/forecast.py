@@ -91,10 +91,13 @@ class _Replay:
         for value in profile.values:
             if value.compact:
                 compact[value.storage] += value.compact
-        kept = 0
+        kept, needed = 0, self._needed_until()
         for number, storage in enumerate(profile.storages):
             if number in kept_in:
                 kept += storage.num_bytes
+                if needed[number] > storage.freed:  # backward has had it, and has yet to compute something from it
+                    change[storage.freed] += storage.num_bytes
+                    change[needed[number]] -= storage.num_bytes
             elif storage.unused < storage.freed:
                 gone = storage.num_bytes - compact[number]
                 change[storage.unused + 1] -= gone
@@ -109,6 +112,21 @@ class _Replay:
             self._serve(request.value, request.event, request.released)
         self._advance(position, end)
         return Forecast(self._peak, kept, self._seconds)
+
+    def _needed_until(self) -> list[int]:
+        """The event at which every kept storage goes, if what is computed from it were all that holds it."""
+        profile = self._profile
+        until, storages = [0] * len(profile.values), [0] * len(profile.storages)
+        for request in profile.requests:
+            until[request.value] = max(until[request.value], request.released)
+        for index in range(len(until) - 1, -1, -1):  # inputs come first
+            value = profile.values[index]
+            if self._lazy[index]:
+                for source in value.inputs:
+                    until[source] = max(until[source], until[index])
+            elif value.storage >= 0:
+                storages[value.storage] = max(storages[value.storage], until[index])
+        return storages
 
     def _see(self, event: int) -> None:
         event = min(event, len(self._base) - 1)

@@ -257,7 +257,7 @@ class Rematerialisation:
     Args:
         names: Tells which module call is running.
         dropped: Names of the values to drop, if a recipe for them is known.
-        fleeting: Those among them to forget after every use.
+        fleeting: Those among them to forget after every use, inputs first.
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
         parked: Names of values to keep in the host's memory.
     """
@@ -266,11 +266,13 @@ class Rematerialisation:
         self,
         names: CallNames,
         dropped: Collection[str] = (),
-        fleeting: Collection[str] = (),
+        fleeting: Sequence[str] = (),
         compressed: Collection[str] = (),
         parked: Collection[str] = (),
     ) -> None:
-        self._names, self._dropped, self._fleeting = names, dropped, fleeting
+        self._names, self._dropped = names, dropped
+        self._fleeting = {name: place for place, name in enumerate(fleeting)}
+        self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
         self._compressed, self._parked = compressed, parked
         self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
         self._recorded: list[Input | torch.Tensor] | None = None
@@ -286,6 +288,7 @@ class Rematerialisation:
                 yield
         finally:
             self._names.end()
+            self._decide_fleeting()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
@@ -316,7 +319,7 @@ class Rematerialisation:
             value.keep(base)
             self._values[key] = weakref.ref(value)
             if value.make is not None:
-                value.dropped = value.fleeting = False
+                value.dropped = False
                 self.consider(value, base.grad_fn, base.output_nr)
             elif value.name in self._compressed and not compress(value):
                 self.refused[value.name] = "it is not a mask this time"
@@ -340,9 +343,16 @@ class Rematerialisation:
         if value.name in self._dropped and self.find_recipe(value, node, output):
             value.drop()
             if value.name in self._fleeting:
-                make_fleeting(value)
+                self._undecided.append(weakref.ref(value))
         elif value.make is not None and not value.dropped:
             forget_recipe(value)
+
+    def _decide_fleeting(self) -> None:
+        """In the order of the plan: at the time of saving, what is on the way may still be saved itself later."""
+        values = [value for reference in self._undecided if (value := reference()) is not None]
+        self._undecided.clear()
+        for value in sorted(values, key=lambda value: self._fleeting[value.name]):
+            make_fleeting(value)
 
     def find_recipe(self, value: Value, node: Any, output: int) -> bool:
         """Whether ``value`` can be made again; if so it knows how."""
@@ -404,6 +414,8 @@ class Rematerialisation:
             return _NOTHING if isinstance(saved, Input) else saved
         if isinstance(saved, torch.Tensor):
             return saved
+        if self._undecided:  # a backward inside of the forward's context
+            self._decide_fleeting()
         value = saved.value
         if value.tensor is None:
             compute(value)
