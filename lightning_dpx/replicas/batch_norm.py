@@ -16,7 +16,7 @@ class SyncedBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(n, C, ...) to the same shape, normalised over the slices of all replicas."""
         rank = current_rank()
-        if rank is None or rank.world_size == 1 or not (self.training or self.running_mean is None):
+        if rank is None or rank.is_alone or not (self.training or self.running_mean is None):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         return self._normalised(input, rank)

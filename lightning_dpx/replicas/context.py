@@ -52,6 +52,11 @@ class ReplicaRank:
     world_size: int
     venue: Venue
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to meet, in this process or another."""
+        return self.world_size == 1 and self.venue.beyond is None
+
     def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
         """Exchanges ``value`` with the other replicas of the step; see ``Meeting.exchange``."""
         assert self.venue.meeting is not None, "a rank exists during a run only"

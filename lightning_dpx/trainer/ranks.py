@@ -116,7 +116,7 @@ class RanksOfReplicas(ParallelStrategy):
 
     def _rank_with_peers(self) -> ReplicaRank | None:
         rank = current_rank()
-        return rank if rank is not None and (rank.world_size > 1 or self.num_processes > 1) else None
+        return None if rank is None or rank.is_alone else rank
 
     def _reach_other_processes(
         self, kind: str, values: list[Any], *, each: bool, gradients: bool

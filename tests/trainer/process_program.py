@@ -166,6 +166,8 @@ def main() -> None:
         if case == "merged":
             arguments["execution"] = "auto"
     elif case.startswith("batchnorm"):
+        if case == "batchnorm-merged":
+            arguments["execution"] = "auto"
         torch.manual_seed(0)
         model, options["sync_batchnorm"] = Classifier(norm=True), True
     elif case.startswith("sparse"):

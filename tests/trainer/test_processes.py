@@ -85,7 +85,9 @@ def test_sparse_gradients_of_two_processes_train_to_the_weights_of_one_device(ca
     assert_equal(seen[0], model.state_dict())
 
 
-@pytest.mark.parametrize("case", ["meets", "merged", "contrastive", "centred-uneven", "batchnorm", "batchnorm-uneven"])
+@pytest.mark.parametrize(
+    "case", ["meets", "merged", "contrastive", "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged"]
+)
 def test_collectives_inside_a_step_reach_the_replicas_of_all_processes(case: str, tmp_path: Path) -> None:
     for printed in finish(start(case, tmp_path)):
         assert "ended well" in printed, printed
