@@ -55,11 +55,12 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
 
     Attributes:
         smallest: The bytes of activations that can be met; ``None`` where there is no room for any.
+        place: On which of several devices of a step.
     """
 
-    def __init__(self, message: str, smallest: int | None = None) -> None:
+    def __init__(self, message: str, smallest: int | None = None, place: int = 0) -> None:
         super().__init__(f"{message} Such a step is out of memory (Lightning looks for the words CUDA out of memory).")
-        self.smallest = smallest
+        self.smallest, self.place = smallest, place
 
 
 class BenchError(DPXError, RuntimeError):

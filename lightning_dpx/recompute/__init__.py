@@ -4,6 +4,7 @@ profile   a step, watched: bytes, lifetimes, and the time of every operator behi
 planner   profile x budget -> what to drop         threshold | search | optimal | auto
 forecast  profile x choice -> peak and extra time, exactly as the run will have them
 plan      the choice as a file
+places    one plan for a step that runs on several devices
 apply     the plan on a module: saved-tensor hooks (values), and how operators are repeated (recipes)
 """
 
@@ -23,6 +24,7 @@ from lightning_dpx.recompute.apply import (
 from lightning_dpx.recompute.auto import make_planner, plan_profile
 from lightning_dpx.recompute.extrapolate import extrapolate, scaled
 from lightning_dpx.recompute.memory_trace import MemoryTrace
+from lightning_dpx.recompute.places import plan_places
 from lightning_dpx.recompute.plan import CheckpointPlan, Decision, format_plan, summary
 from lightning_dpx.recompute.planner import PLANNERS, Planner, register_planner
 from lightning_dpx.recompute.profile import Profile, profile_step
@@ -45,6 +47,7 @@ __all__ = [
     "forecast_plan",
     "format_plan",
     "make_planner",
+    "plan_places",
     "plan_profile",
     "planned",
     "profile_module",

@@ -107,11 +107,10 @@ def _muted(module: nn.Module) -> Iterator[None]:
 
 
 def device_of(module: nn.Module, batch: Any) -> torch.device:
-    """Where the module lives."""
-    for tensor in (*module.parameters(), *tree_leaves(batch)):
-        if isinstance(tensor, torch.Tensor):
-            return canonical_device(tensor.device)
-    return torch.device("cpu")
+    """Where the module lives; with parts on several devices, the one of them where the batch is."""
+    homes = [canonical_device(parameter.device) for parameter in module.parameters()]
+    given = [canonical_device(leaf.device) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return next((device for device in given if device in homes), next(iter([*homes, *given]), torch.device("cpu")))
 
 
 def estimate_cost(module: nn.Module, plan: CheckpointPlan, *batch: Any) -> dict[str, float]:
@@ -145,6 +144,7 @@ def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[in
     problem = Problem(profile)
     named = {value.name: index for index, value in enumerate(profile.values) if value.name}
     can = problem.values_of(problem.droppable)
+    can |= {index for index, value in enumerate(profile.values) if value.storage < 0}  # the plan of another device's
     dropped = {named[name] for name in plan.dropped if name in named} & can
     return dropped, {named[name] for name in plan.names("recompute each time") if name in named} & can
 

@@ -4,6 +4,7 @@ Works on every device, also where the allocator counts nothing (the host), becau
 allocator. It does not see what an operator allocates and frees inside.
 """
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live, self.seconds = 0, 0.0
         self.curve: list[int] = []
         self.operators: list[int] = []
+        self._lock = threading.RLock()  # backward has a thread per device
 
     @property
     def now(self) -> int:
@@ -53,8 +55,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self) -> int:
         """An event of the caller's."""
-        self.curve.append(self.live)
-        return len(self.curve) - 1
+        with self._lock:
+            self.curve.append(self.live)
+            return len(self.curve) - 1
 
     def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
         """What is known of ``storage``; nothing if it was there before."""
@@ -64,9 +67,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
         out = func(*args, **(kwargs or {}))
-        self.seconds += time.perf_counter() - start
-        if func in _QUIET:
-            return out
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self.seconds += seconds
+            if func not in _QUIET:
+                self._see(out, args, kwargs)
+        return out
+
+    def _see(self, out: Any, args: Any, kwargs: Any) -> None:
         given: set[int] | None = None
         for leaf in tree_leaves(out):
             if not isinstance(leaf, torch.Tensor) or leaf.device != self._device or leaf.layout is not torch.strided:
@@ -79,7 +87,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage._cdata not in given:
                 self._add(storage)
         self.operators.append(self.mark())
-        return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         allocation = Allocation(storage.nbytes(), self.now, len(self.operators))
@@ -90,11 +97,12 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _gone(self, address: int, allocation: Allocation) -> Callable[[Any], None]:
         def forget(_reference: Any) -> None:
-            self.live -= allocation.num_bytes
-            allocation.died, allocation.died_operator = self.mark(), len(self.operators)
-            entry = self._present.get(address)
-            if entry is not None and entry[1] is allocation:
-                del self._present[address]
+            with self._lock:
+                self.live -= allocation.num_bytes
+                allocation.died, allocation.died_operator = self.mark(), len(self.operators)
+                entry = self._present.get(address)
+                if entry is not None and entry[1] is allocation:
+                    del self._present[address]
 
         return forget
 

@@ -280,18 +280,18 @@ def _measure(
     for value in profiler.found:
         _number(value, order)
     seconds = dict.fromkeys(order, 0.0)
-    sizes = {value: value.tensor.nbytes if value.tensor is not None else 0 for value in order}
+    sizes = {value: _bytes_on(device, value) for value in order}
     refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
     compact: dict[Value, int] = {}
     for value in reversed(list(profiler.found)):
         if value.make is None:
             refused[value] = refused[value] or "it does not come from the graph"
-            if not value.operator and (found := _compressed(value)) is not None:
+            if not value.operator and profiler.found[value] is not None and (found := _compressed(value)) is not None:
                 compact[value], seconds[value] = found
                 refused[value] = ""
             continue
         try:
-            refused[value] = _try(value, device, seconds, sizes)
+            refused[value] = _try(value, device, seconds, sizes)  # also elsewhere: other values may be made from it
         except torch.OutOfMemoryError:
             raise  # fewer rows may do, and the caller knows how to get them
         except (NotRecomputable, RuntimeError) as error:
@@ -306,7 +306,8 @@ def _measure(
     numbers: dict[Value, int] = {}
     for value, span in profiler.found.items():
         if span is None:
-            refused[value] = refused[value] or "it was there before the step"
+            here = value.tensor is None or value.tensor.device == device
+            refused[value] = refused[value] or ("it was there before the step" if here else "it is on another device")
             continue
         if id(span) not in storages:
             storages[id(span)] = len(spans)
@@ -355,7 +356,7 @@ def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes:
                     stack.pop()
                 continue
             top.tensor, seconds[top] = _timed(top, device)
-            sizes[top] = top.tensor.nbytes if not _is_view_of(top) else 0
+            sizes[top] = 0 if _is_view_of(top) else _bytes_on(device, top)
             stack.pop()
             used(top)
         again, seconds[value] = _timed(value, device)
@@ -368,6 +369,11 @@ def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes:
             return "" if _same(again, original, 0.0) else f"{value.operator} gave other numbers when repeated"
         tolerance = 4 * torch.finfo(again.dtype).eps if again.dtype.is_floating_point else 0.0
         return "" if _same(again, original, tolerance) else f"{value.operator} gave other numbers when repeated"
+
+
+def _bytes_on(device: torch.device, value: Value) -> int:
+    """What the tensor of ``value`` takes there: nothing if it is on another device, as in parts that are shifted."""
+    return value.tensor.nbytes if value.tensor is not None and value.tensor.device == device else 0
 
 
 def _compressed(value: Value) -> tuple[int, float] | None:

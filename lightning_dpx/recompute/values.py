@@ -13,6 +13,7 @@ Values point upstream only, and never at nodes: a graph that never runs backward
 its values by weak references in its metadata.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -276,6 +277,7 @@ class Rematerialisation:
         self._compressed, self._parked = compressed, parked
         self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
         self._recorded: list[Input | torch.Tensor] | None = None
+        self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
 
     @contextmanager
@@ -394,7 +396,16 @@ class Rematerialisation:
         return value
 
     def read_saved(self, node: Any, name: str) -> Input | None:
-        """What ``node`` saved under ``name``, as a value and not as a tensor."""
+        """What ``node`` saved under ``name``, as a value and not as a tensor.
+
+        Raises:
+            NotRecomputable: it is in the hands of others, who would bring it back, or run a region again, right now.
+        """
+        hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+        if hook is not None and hook != self.unpack:
+            raise NotRecomputable(
+                f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
+            )
         self._recorded = []
         try:
             found = getattr(node, f"_saved_{name}")
@@ -414,15 +425,16 @@ class Rematerialisation:
             return _NOTHING if isinstance(saved, Input) else saved
         if isinstance(saved, torch.Tensor):
             return saved
-        if self._undecided:  # a backward inside of the forward's context
-            self._decide_fleeting()
-        value = saved.value
-        if value.tensor is None:
-            compute(value)
-        elif not value.dropped and value.tensor._version != value.version:
-            _complain(value)
-        tensor: torch.Tensor = saved.read()
-        asked(value)
+        with self._lock:
+            if self._undecided:  # a backward inside of the forward's context
+                self._decide_fleeting()
+            value = saved.value
+            if value.tensor is None:
+                compute(value)
+            elif not value.dropped and value.tensor._version != value.version:
+                _complain(value)
+            tensor: torch.Tensor = saved.read()
+            asked(value)
         return tensor
 
 

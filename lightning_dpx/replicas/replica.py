@@ -114,13 +114,16 @@ def replicate(
 
 
 def stand_in(replica: Replica, keep: Iterable[object] = ()) -> nn.Module:
-    """A copy that shares the replica's parameters, for runs that must leave its other state alone; see replicate()."""
-    return _copy(replica.module, replica.device, True, keep, {})
+    """A copy that shares the replica's parameters, for runs that must leave its other state alone; see replicate().
+
+    Every tensor stays on its device, also where parts of the replica are shifted to another one.
+    """
+    return _copy(replica.module, None, True, keep, {})
 
 
 def _copy(
     module: nn.Module,
-    device: torch.device,
+    device: torch.device | None,
     share: bool,
     keep: Iterable[object],
     existing: Mapping[str, nn.Parameter],
@@ -130,25 +133,30 @@ def _copy(
         memo.update({id(value): value for value in vars(child).values() if isinstance(value, SHARED_TYPES)})
         if child._forward_pre_hooks:  # torch.nn.utils.weight_norm and its kind compute their tensors anew before use
             computed = [v for v in vars(child).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
-            memo.update({id(value): value.detach().to(device, copy=True) for value in computed})
+            memo.update({id(value): _copied(value, device) for value in computed})
     for name, parameter in module.named_parameters():
         if name in existing:
             memo[id(parameter)] = existing[name]
             continue
-        data = parameter.detach() if share else parameter.detach().to(device, copy=True)
+        data = parameter.detach() if share else _copied(parameter, device)
         memo[id(parameter)] = _like(parameter, data)
     for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to(device, copy=True)
+        memo[id(buffer)] = _copied(buffer, device)
     try:
         twin = copy.deepcopy(module, dict(memo))  # what fails leaves half-made copies in its memo
-        twin.to(device)  # what no memo knows: states of metrics, and the device that a LightningModule remembers
+        if device is not None:
+            twin.to(device)  # what no memo knows: states of metrics, and the device that a LightningModule remembers
         return twin
     except Exception as error:
-        path = _uncopyable_path(module, memo)
+        path, where = _uncopyable_path(module, memo), "" if device is None else f" to {device}"
         raise ReplicationError(
-            f"The module cannot be copied to {device}: attribute {path!r} fails with {type(error).__name__}: {error}. "
+            f"The module cannot be copied{where}: attribute {path!r} fails with {type(error).__name__}: {error}. "
             "Remove the attribute before fit, or create it lazily inside the step."
         ) from error
+
+
+def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    return tensor.detach().to(device or tensor.device, copy=True)
 
 
 def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

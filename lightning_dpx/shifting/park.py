@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.devices import Resting, canonical_device
-from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.shifting.shift import choose_modules
 
-_PARKED: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
+_PARKED: "weakref.WeakKeyDictionary[nn.Module, _Parking]" = weakref.WeakKeyDictionary()
 _REACH = 8  # backward asks nearly in the reverse order of forward: so far away from the last one is the next one sought
 
 
@@ -43,12 +43,11 @@ def park_activations(
     if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 0:
         raise ConfigurationError(f"look_ahead={look_ahead!r} is not allowed; give a number of tensors, 0 or more.")
     parking = _Parking(module, canonical_device(device), look_ahead)
-    handles = []
     for name in choose_modules(module, [activations] if isinstance(activations, str) else activations):
         child = module.get_submodule(name)
-        handles.append(child.register_forward_pre_hook(parking.enter, prepend=True))
-        handles.append(child.register_forward_hook(parking.leave, always_call=True))
-    _PARKED[module] = handles
+        child.register_forward_pre_hook(parking.enter, prepend=True)
+        child.register_forward_hook(parking.leave, always_call=True)
+    _PARKED[module] = parking
 
 
 def unpark_activations(module: nn.Module) -> None:
@@ -57,11 +56,10 @@ def unpark_activations(module: nn.Module) -> None:
     Raises:
         ConfigurationError: the module is not parked.
     """
-    handles = _PARKED.pop(module, None)
-    if handles is None:
+    parking = _PARKED.pop(module, None)
+    if parking is None:
         raise ConfigurationError("The module is not parked.")
-    for handle in handles:
-        handle.remove()
+    remove_hooks_of(parking, module)
 
 
 class _Parked(Resting):
@@ -118,10 +116,23 @@ class _Parking:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Parking":
         """A copy of the module parks what it keeps by itself."""
-        root = self._module()
-        module = memo.get(id(root), root)
-        assert module is not None, "hooks of its parts are being copied"
-        return _Parking(module, self._place, self._look_ahead)
+        _, module = copied_part(self._module(), memo)
+        if module is None:
+            return self  # it is copied without any module
+        parking = _Parking(module, self._place, self._look_ahead)
+        _PARKED[module] = parking
+        return parking
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always; where it would be loaded, the devices may be others.
+        """
+        raise UnsupportedError(
+            f"A module whose activations are parked on {self._place} cannot be pickled: call unpark_activations(module)"
+            " first, or save its state_dict(). copy.deepcopy(module) works; the copy is parked, too."
+        )
 
     def _pack(self, tensor: torch.Tensor) -> _Slot:
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.activations import example_run, nothing_changed, step_on
 from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.shifting.copies import Copies, Lent
+from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
 _LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
@@ -74,7 +74,8 @@ def apply_shift(module: nn.Module, activations: str | Sequence[str], shifts: Map
         raise ConfigurationError("The module is shifted already; call unshift_activations(module) first.")
     placed = check_shifts(shifts)
     chosen = choose_modules(module, [activations] if isinstance(activations, str) else activations)
-    shift = Shift(module, chosen, placed)
+    source = _source_of(module, placed)
+    shift = Shift(module, chosen, source, placed[source])
     shift.install()
     _SHIFTS[module] = shift
     return shift
@@ -123,6 +124,19 @@ def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
     return placed
 
 
+def _source_of(module: nn.Module, shifts: Mapping[torch.device, torch.device]) -> torch.device:
+    """The one device of the module that ``shifts`` names."""
+    homes = {canonical_device(parameter.device) for parameter in module.parameters()}
+    sources = [device for device in shifts if device in homes]
+    if len(sources) != 1:
+        lives = ", ".join(sorted(map(str, homes)))
+        raise ConfigurationError(
+            f"The module lives on {lives}; shifts must name exactly one of its devices, not "
+            f"{', '.join(map(str, shifts))}."
+        )
+    return sources[0]
+
+
 def choose_modules(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Paths of the chosen submodules, without those inside of another chosen one.
 
@@ -159,19 +173,32 @@ class Shift:
         target: Where they run.
     """
 
-    def __init__(self, module: nn.Module, chosen: list[str], shifts: Mapping[torch.device, torch.device]) -> None:
-        homes = {canonical_device(parameter.device) for parameter in module.parameters()}
-        sources = [device for device in shifts if device in homes]
-        if len(sources) != 1:
-            lives = ", ".join(sorted(map(str, homes)))
-            raise ConfigurationError(
-                f"The module lives on {lives}; shifts must name exactly one of its devices, not "
-                f"{', '.join(map(str, shifts))}."
-            )
+    def __init__(self, module: nn.Module, chosen: list[str], source: torch.device, target: torch.device) -> None:
         self._module = weakref.ref(module)
-        self.chosen, self.source, self.target = chosen, sources[0], shifts[sources[0]]
-        self._handles: list[RemovableHandle] = []
+        self.chosen, self.source, self.target = chosen, source, target
         self._local = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shift":
+        """A copy of the module, or of a part of it, is shifted alike, by itself: this is called for its hooks."""
+        name, copied = copied_part(self._module(), memo)
+        if copied is None:
+            return self  # it is copied without any module
+        prefix = f"{name}." if name else ""
+        inside = [path for path in self.chosen if path == name or path.startswith(prefix)]
+        shift = Shift(copied, [path[len(prefix) :] for path in inside], self.source, self.target)
+        _SHIFTS[copied] = shift
+        return shift
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always; where it would be loaded, the devices may be others, and the hooks would lie.
+        """
+        raise UnsupportedError(
+            f"A module that is shifted, {self.entry}, cannot be pickled: call unshift_activations(module) first, or "
+            "save its state_dict(). copy.deepcopy(module) works; the copy is shifted, too."
+        )
 
     def install(self) -> None:
         """Moves what only the chosen submodules use, and hooks them."""
@@ -188,22 +215,22 @@ class Shift:
             _relocate(tensor, self.target)
         for name in self.chosen:
             child = module.get_submodule(name)
-            self._handles.append(child.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            self._handles.append(child.register_forward_hook(self._leave, always_call=True))
+            child.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            child.register_forward_hook(self._leave, always_call=True)
         chosen = set(self.chosen)
         for name, child in module.named_modules():
             if name not in chosen and not _has_ancestor(name, chosen):
-                self._handles.append(child.register_forward_pre_hook(self._enter_home, with_kwargs=True, prepend=True))
-                self._handles.append(child.register_forward_hook(self._end, always_call=True))
+                child.register_forward_pre_hook(self._enter_home, with_kwargs=True, prepend=True)
+                child.register_forward_hook(self._end, always_call=True)
 
     def remove(self) -> None:
         """Takes the hooks off and moves everything back."""
-        for handle in self._handles:
-            handle.remove()
         module = self._module()
-        if module is not None:
-            for tensor in self._own_tensors(module):
-                _relocate(tensor, self.source)
+        if module is None:
+            return
+        remove_hooks_of(self, module)
+        for tensor in self._own_tensors(module):
+            _relocate(tensor, self.source)
 
     def _own_tensors(self, module: nn.Module) -> list[torch.Tensor]:
         """Parameters and buffers of the chosen submodules that nobody else uses."""

@@ -26,7 +26,8 @@ from lightning_dpx.recompute import (
 )
 from lightning_dpx.replicas import Replica, Share, stand_in
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.memory_planning import LargestBatch, loss_to_plan_from
+from lightning_dpx.trainer.memory_planning import LargestBatch
+from lightning_dpx.trainer.profiling import loss_to_plan_from
 from lightning_dpx.trainer.strategy import DPXStrategy
 
 

@@ -32,7 +32,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.memory_planning import profile_share
+from lightning_dpx.trainer.profiling import profile_share
 
 Progress = Callable[[str], None]
 

@@ -1,8 +1,6 @@
 """``memory_budget`` and ``plan`` of the strategy: profiles a step of one replica, and puts plans on all of them."""
 
-import gc
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,27 +8,34 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_dpx.devices import allocated_and_peak, capacity_of, free_bytes, is_host, parse_bytes, reset_peak_memory
-from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
+from lightning_dpx.devices import (
+    allocated_and_peak,
+    canonical_device,
+    capacity_of,
+    free_bytes,
+    is_host,
+    parse_bytes,
+    reset_peak_memory,
+)
+from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
     Profile,
     applied_plan,
     apply_plan,
-    extrapolate,
     format_plan,
     make_planner,
-    plan_profile,
-    profile_step,
+    plan_places,
     remove_plan,
     scaled,
     summary,
 )
-from lightning_dpx.replicas import ReplicaSet, Share, first_loss, slice_batch
+from lightning_dpx.replicas import ReplicaSet, Share
+from lightning_dpx.shifting import applied_shift
 from lightning_dpx.trainer.auto_shift import states_of
+from lightning_dpx.trainer.profiling import Step, places_of, profile_share
 
-Step = Callable[[Any, Any, int], Any]
 _MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation
 _TOLERANCE = 0.05  # of a predicted peak
 _UNNOTICED = 2**18  # bytes: gradients on their way, and other small things that come while activations go
@@ -69,18 +74,6 @@ class LargestBatch:
         return True
 
 
-def loss_to_plan_from(output: Any) -> torch.Tensor:
-    """The loss of a profiled training step.
-
-    Raises:
-        PlanError: there is none.
-    """
-    loss: torch.Tensor | None = first_loss(output)
-    if loss is None:
-        raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
-    return loss
-
-
 class MemoryPlanning:
     """The plans of a run.
 
@@ -109,6 +102,7 @@ class MemoryPlanning:
         self.plans: dict[torch.device, CheckpointPlan] = {}
         self.profiles: dict[torch.device, Profile] = {}
         self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
+        self._places: dict[torch.device, list[torch.device]] = {}  # by a replica's device, all that its step runs on
         self._largest = LargestBatch()
         self._before: dict[torch.device, int] = {}
         self._steps = 0
@@ -147,41 +141,51 @@ class MemoryPlanning:
         self.remove(replicas)
         by_device: dict[torch.device, list[Share]] = {}
         for share in shares:
-            by_device.setdefault(share.replica.device, []).append(share)
-        profiles: dict[int, Profile] = {}
+            for place in places_of(share.replica):
+                by_device.setdefault(place, []).append(share)
+        known: dict[tuple[str, ...], dict[int, list[Profile]]] = {}  # by what is shifted, and by rows
         for device, group in by_device.items():
+            if device not in replicas.devices:
+                continue  # parts are shifted there; it is planned with the replicas that they belong to
             share = max(group, key=lambda share: share.num_rows)
-            static = self._static(device, group, owned.get(device, 0))
-            limit = self._limit(device)
-            self._limits[device] = limit, len(group)
-            room = (limit - static) // len(group)
-            if room <= 0:
-                raise BudgetError(
-                    f"memory_budget={self.budget!r} allows {_mib(limit)} on {device}, and parameters, "
-                    f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
-                    "reducer='colocate' or shifts."
-                )
-            profile = profiles.get(share.num_rows)
-            if profile is None and profiles:
-                rows, known = next(iter(profiles.items()))
-                profile = scaled(known, share.num_rows / rows)
-            elif profile is None:
-                rank_zero_info(f"dpx: profiles a step on {share.num_rows} rows to plan the memory of {device} ...")
-                profile = profiles[share.num_rows] = profile_share(replicas, share, run)
+            places = places_of(share.replica)
+            static = [self._static(place, by_device[place], owned.get(place, 0)) for place in places]
+            limits = [self._limit(place, replicas.devices) for place in places]
+            rooms = [
+                self._room(place, len(by_device[place]), held, limit)
+                for place, held, limit in zip(places, static, limits, strict=True)
+            ]
+            profiles = _profiles(replicas, share, run, known)
             try:
-                plan = plan_profile(replicas.root.module, profile, room, self.planner)
+                plans = plan_places(replicas.root.module, profiles, rooms, self.planner)
             except BudgetError as error:
                 if error.smallest is None:
                     raise
-                least = _mib(static + len(group) * error.smallest)
+                place, held, limit = places[error.place], static[error.place], limits[error.place]
+                least = _mib(held + len(by_device[place]) * error.smallest)
                 error.add_note(
-                    f"On {device}, memory_budget={self.budget!r} allows {_mib(limit)} in all, of which "
-                    f"parameters, gradients and optimizer state take {_mib(static)}; it must allow at least {least}."
+                    f"On {place}, memory_budget={self.budget!r} allows {_mib(limit)} in all, of which "
+                    f"parameters, gradients and optimizer state take {_mib(held)}; it must allow at least {least}."
                 )
                 raise
-            self.plans[device], self.profiles[device] = plan, profile
-            rank_zero_info(_announcement(device, plan, static, limit, len(group), profile))
+            self._places[device] = places
+            for place, plan, profile, held, limit in zip(places, plans, profiles, static, limits, strict=True):
+                self._limits[place] = limit, len(by_device[place])
+                if place in self.plans and (self.plans[place].peak or 0) >= (plan.peak or 0):
+                    continue  # several replicas are shifted there
+                self.plans[place], self.profiles[place] = plan, profile
+                rank_zero_info(_announcement(place, plan, held, limit, len(by_device[place]), profile))
         self._put_on(replicas)
+
+    def _room(self, device: torch.device, sharing: int, static: int, limit: int) -> int:
+        room = (limit - static) // sharing
+        if room <= 0:
+            raise BudgetError(
+                f"memory_budget={self.budget!r} allows {_mib(limit)} on {device}, and parameters, "
+                f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
+                "reducer='colocate' or shifts."
+            )
+        return room
 
     def _put_on(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas:  # also those without a share today
@@ -202,16 +206,26 @@ class MemoryPlanning:
                 self.budget = "auto"
             self.decide(replicas, shares, run, owned)
         else:
-            tighter = {device: self._tighter(replicas.root.module, device) for device in self.profiles}
-            profiles = dict(self.profiles)
+            tighter: dict[torch.device, CheckpointPlan] = {}
+            for places in self._places.values():
+                tighter |= zip(places, self._tighter(replicas.root.module, places), strict=True)
+            profiles, all_places = dict(self.profiles), dict(self._places)
             self.remove(replicas)
-            self.plans, self.profiles = tighter, profiles
+            self.plans, self.profiles, self._places = tighter, profiles, all_places
             self._put_on(replicas)
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
 
-    def _tighter(self, module: nn.Module, device: torch.device) -> CheckpointPlan:
-        profile, now = self.profiles[device], self.plans[device].peak or self.profiles[device].peak
-        return plan_profile(module, profile, int(now * _TIGHTER), self.planner)
+    def _tighter(self, module: nn.Module, places: Sequence[torch.device]) -> list[CheckpointPlan]:
+        profiles = [self.profiles[place] for place in places]
+        now = [self.plans[place].peak or self.profiles[place].peak for place in places]
+        rooms = [int(peak * _TIGHTER) for peak in now]
+        try:
+            return plan_places(module, profiles, rooms, self.planner)
+        except BudgetError as error:
+            if len(places) == 1:
+                raise
+            rooms[error.place] = now[error.place]  # nobody knows which of the devices ran out; the other one gives more
+        return plan_places(module, profiles, rooms, self.planner)
 
     def advice(self) -> str:
         """What would help where memory ran out."""
@@ -227,7 +241,7 @@ class MemoryPlanning:
             if device not in self.profiles:
                 continue
             try:
-                less = self._tighter(nn.Module(), device)
+                less = self._tighter(nn.Module(), [device])[0]
             except BudgetError:
                 said.append("No plan takes much less: use a smaller batch.")
                 continue
@@ -245,14 +259,18 @@ class MemoryPlanning:
         limit, sharing = self._limits.get(device, (0, 1))
         return (plan.peak or 0) * sharing, limit
 
-    def _limit(self, device: torch.device) -> int:
-        if isinstance(self.budget, int | float):
+    def _limit(self, device: torch.device, homes: Sequence[torch.device]) -> int:
+        """Bytes for all on ``device``. Where parts are shifted to, the budget is the same number, or what there is."""
+        target = device not in homes
+        if isinstance(self.budget, int | float) and not (target and is_host(device)):
             total = capacity_of(device).total
             if isinstance(self.budget, float) and not total:
                 raise ConfigurationError(
                     f"memory_budget={self.budget!r} is a fraction of {device}, which has no limit; give bytes."
                 )
             if isinstance(self.budget, int) and 0 < total < self.budget:
+                if target:
+                    return total
                 raise ConfigurationError(
                     f"memory_budget={self.budget!r} is more than {device} has, {_mib(total)}; give less, or 'auto'."
                 )
@@ -263,10 +281,12 @@ class MemoryPlanning:
     def _static(self, device: torch.device, shares: Sequence[Share], owned: int) -> int:
         """Bytes on ``device`` that are there all the time: allocated now, or about to be."""
         here = [share.replica for share in shares]
-        tensors = [tensor for replica in here for tensor in (*replica.parameters, *replica.buffers)]
+        parameters = [p for replica in here for p in replica.parameters if canonical_device(p.device) == device]
+        buffers = [b for replica in here for b in replica.buffers if canonical_device(b.device) == device]
+        tensors: list[torch.Tensor] = [*parameters, *buffers]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
         present = sum(storages.values()) if is_host(device) else allocated_and_peak(device)[0]
-        gradients = sum(p.nbytes for replica in here for p in replica.parameters if p.requires_grad and p.grad is None)
+        gradients = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
         return present + gradients + owned
 
     def remove(self, replicas: ReplicaSet) -> None:
@@ -276,12 +296,14 @@ class MemoryPlanning:
                 remove_plan(replica.module)
         self.plans.clear()
         self.profiles.clear()
+        self._places.clear()
 
     def forget(self) -> None:
         """The run is over; the next one plans anew."""
         self._largest, self._before, self._steps = LargestBatch(), {}, 0
         self.plans.clear()
         self.profiles.clear()
+        self._places.clear()
 
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""
@@ -294,7 +316,7 @@ class MemoryPlanning:
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
         for device, before in self._before.items():
-            predicted, taken = self.plans[device].peak, allocated_and_peak(device)[1] - before
+            predicted, taken = self.forecast(device)[0], allocated_and_peak(device)[1] - before
             if predicted and taken > predicted * (1 + _TOLERANCE) + _UNNOTICED:
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "
@@ -303,40 +325,20 @@ class MemoryPlanning:
         self._before = {}
 
 
-def profile_share(replicas: ReplicaSet, share: Share, run: Step) -> Profile:
-    """A step on ``share``, run by a stand-in; extrapolated from fewer rows where all do not fit.
-
-    Raises:
-        UnsupportedError: manual optimization.
-        PlanError: the step cannot be planned for, or does not fit and has too few rows to extrapolate from.
-    """
-    if not replicas.root.module.automatic_optimization:
-        raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
-
-    def on_rows(batch: Any, rows: int) -> Profile:
-        twin: Any = replicas.stand_in()
-        twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
-
-        return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), share.replica.device)
-
-    try:
-        return on_rows(share.batch, share.num_rows)
-    except torch.OutOfMemoryError as error:
-        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-    finally:
-        gc.collect()  # a stand-in and its gradients refer to each other in circles
-    if share.num_rows < 4:
-        raise PlanError(
-            f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "
-            "extrapolate from there are not. Profile it elsewhere (dpx.search_plan) and give plan."
-        )
-    rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
-    few, more = (
-        on_rows(slice_batch(share.batch, [n, share.num_rows - n], replicas.batch_dim)[0] if n < share.num_rows else
-                share.batch, n)
-        for n in rows
-    )  # fmt: skip
-    return extrapolate(few, more, rows, share.num_rows)
+def _profiles(
+    replicas: ReplicaSet, share: Share, run: Step, known: dict[tuple[str, ...], dict[int, list[Profile]]]
+) -> list[Profile]:
+    """A step on ``share``, seen from each of its devices; in proportion to one that is known, if there is one."""
+    shift, places = applied_shift(share.replica.module), places_of(share.replica)
+    alike = known.setdefault(() if shift is None else tuple(shift.chosen), {})
+    if share.num_rows not in alike:
+        if alike:
+            rows, profiles = next(iter(alike.items()))
+            return [scaled(profile, share.num_rows / rows) for profile in profiles]
+        for place in places:
+            rank_zero_info(f"dpx: profiles a step on {share.num_rows} rows to plan the memory of {place} ...")
+            alike.setdefault(share.num_rows, []).append(profile_share(replicas, share, run, place))
+    return alike[share.num_rows]
 
 
 def owned_bytes(

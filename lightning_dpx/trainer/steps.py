@@ -367,8 +367,8 @@ class StepsOfReplicas(RanksOfReplicas):
         """The training step of a stand-in, whose logs nobody reads."""
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
-            share = Share(Replica(0, self.root_device, module), num_rows, rows)
-            with StepLog(share).recording(module), self.precision_plugin.train_step_context():
+            share = Share(Replica(0, module.device, module), num_rows, rows)
+            with StepLog(share).recording(module), self.precision_plugin.train_step_context(), self._arranged(module):
                 return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
 
         return run

@@ -1,0 +1,74 @@
+"""A training step of one replica, profiled on a stand-in before it happens."""
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_dpx.errors import PlanError, UnsupportedError
+from lightning_dpx.recompute import Profile, extrapolate, profile_step
+from lightning_dpx.replicas import Replica, ReplicaSet, Share, first_loss, slice_batch
+from lightning_dpx.shifting import applied_shift
+
+Step = Callable[[Any, Any, int], Any]
+
+
+def loss_to_plan_from(output: Any) -> torch.Tensor:
+    """The loss of a profiled training step.
+
+    Raises:
+        PlanError: there is none.
+    """
+    loss: torch.Tensor | None = first_loss(output)
+    if loss is None:
+        raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
+    return loss
+
+
+def places_of(replica: Replica) -> list[torch.device]:
+    """The devices that a step of ``replica`` runs on: its own, and that of the parts that are shifted."""
+    shift = applied_shift(replica.module)
+    return [replica.device] if shift is None else [replica.device, shift.target]
+
+
+def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.device | None = None) -> Profile:
+    """A step on ``share``, run by a stand-in; extrapolated from fewer rows where all do not fit.
+
+    Args:
+        replicas: All of them.
+        share: What one of them gets.
+        run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+        place: The device whose memory is looked at; the replica's own unless given.
+
+    Raises:
+        UnsupportedError: manual optimization.
+        PlanError: the step cannot be planned for, or does not fit and has too few rows to extrapolate from.
+    """
+    if not replicas.root.module.automatic_optimization:
+        raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
+
+    def on_rows(batch: Any, rows: int) -> Profile:
+        twin: Any = replicas.stand_in(share.replica)
+        twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+        return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), place or share.replica.device)
+
+    try:
+        return on_rows(share.batch, share.num_rows)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+    finally:
+        gc.collect()  # a stand-in and its gradients refer to each other in circles
+    if share.num_rows < 4:
+        raise PlanError(
+            f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "
+            "extrapolate from there are not. Profile it elsewhere (dpx.search_plan) and give plan."
+        )
+    rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
+    few, more = (
+        on_rows(slice_batch(share.batch, [n, share.num_rows - n], replicas.batch_dim)[0] if n < share.num_rows else
+                share.batch, n)
+        for n in rows
+    )  # fmt: skip
+    return extrapolate(few, more, rows, share.num_rows)
