@@ -119,7 +119,8 @@ def _viewed(base: torch.Tensor, original: tuple[Any, ...], view: tuple[Any, ...]
 def compute(wanted: Value) -> torch.Tensor:
     """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
     stack, made, later = [wanted], set[Value](), list[Value]()
-    with torch.no_grad(), torch._C._DisableAutocast():
+    # A function mode of the step, such as a shift's, must not move what is repeated where it was.
+    with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
         while stack:
             value = stack[-1]
             if value.tensor is not None:

@@ -9,6 +9,7 @@ from lightning_dpx.shifting.shift import (
     check_shifts,
     shift_activations,
     unshift_activations,
+    unshifted,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "shift_activations",
     "unpark_activations",
     "unshift_activations",
+    "unshifted",
 ]

@@ -26,6 +26,7 @@ from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.shifting.copies import Copies, Lent
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 
+_PAUSES = threading.local()
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
 _LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
                     "cpu", "cuda", "data_ptr", "requires_grad_", "register_hook", "backward", "detach", "__len__",
@@ -96,6 +97,20 @@ def unshift_activations(module: nn.Module) -> None:
 def applied_shift(module: nn.Module) -> "Shift | None":
     """The shift of ``module``, if there is one."""
     return _SHIFTS.get(module)
+
+
+@contextmanager
+def unshifted(paused: bool = True) -> Iterator[None]:
+    """In this thread operators run where their tensors are, as those of an optimizer must inside a shifted step.
+
+    Args:
+        paused: ``False`` inside of such a stretch: shifted again, as in a closure that an optimizer calls.
+    """
+    before, _PAUSES.paused = getattr(_PAUSES, "paused", False), paused
+    try:
+        yield
+    finally:
+        _PAUSES.paused = before
 
 
 def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
@@ -330,7 +345,7 @@ class _OnDevice(TorchFunctionMode):
     def __init__(self, shift: Shift) -> None:
         super().__init__()
         self.shift, self.stack = shift, [shift.source]
-        self._pair = (shift.source, shift.target)
+        self._pair, self._thread = (shift.source, shift.target), threading.get_ident()
         self._casts: list[AbstractContextManager[object]] = []
         self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
         self.running: list[nn.Module | None] = [None]  # calls of hooked modules; at first the step itself
@@ -354,6 +369,8 @@ class _OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(_PAUSES, "paused", False) or threading.get_ident() != self._thread:
+            return func(*args, **kwargs)  # autograd's threads get this mode too, if backward runs inside of the step
         name = getattr(func, "__name__", "")
         if name in _LOOKS:
             if name in _READS and args:

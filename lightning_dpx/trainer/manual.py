@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.replicas import ReplicaSet, Share, current_rank
+from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.precision import DPXPrecision
 
@@ -87,16 +88,18 @@ class ManualOptimization:
 
     def step(self, optimizer: Any, losses: list[Any], options: dict[str, Any]) -> Any:
         """Sums the gradients, steps once and sends the parameters back."""
-        self._step.reduce()
-        result = optimizer.step(**options)
-        self._replicas.state.optimizer_stepped()
-        self._replicas.state.synchronize_parameters()
+        with unshifted():
+            self._step.reduce()
+            result = optimizer.step(**options)
+            self._replicas.state.optimizer_stepped()
+            self._replicas.state.synchronize_parameters()
         kept = [loss for loss in losses if loss is not None]
         return kept[0] if kept else result
 
     def clip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Sums the gradients and clips them once, by the user's own settings."""
-        self._step.reduce()
+        with unshifted():
+            self._step.reduce()
         type(self._root).clip_gradients(self._root, optimizer, *args, **kwargs)
 
     def real_optimizers(self, use_pl_optimizer: bool) -> Any:
@@ -196,7 +199,8 @@ class ReplicaOptimizer:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad.zero_()
+                with unshifted():
+                    parameter.grad.zero_()
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas import check_choice, children_of, rebuild
+from lightning_dpx.shifting import unshifted
 
 PrecisionName = Literal[
     "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "transformer-engine",
@@ -133,12 +134,19 @@ class DPXPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forwarded."""
-        return self.wrapped.optimizer_step(optimizer, model, closure, **kwargs)
+        """Forwarded; by hand it happens inside a step, whose shift is not for the optimizer's own operators."""
+
+        def shifted() -> Any:
+            with unshifted(paused=False):
+                return closure()
+
+        with unshifted():
+            return self.wrapped.optimizer_step(optimizer, model, shifted, **kwargs)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Forwarded."""
-        self.wrapped.clip_gradients(optimizer, *args, **kwargs)
+        """Forwarded; see :meth:`optimizer_step`."""
+        with unshifted():
+            self.wrapped.clip_gradients(optimizer, *args, **kwargs)
 
     def main_params(self, optimizer: Any) -> Any:
         """Forwarded."""

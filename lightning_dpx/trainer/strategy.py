@@ -46,7 +46,7 @@ from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
-from lightning_dpx.trainer.shift_rehearsal import rehearse_shifts
+from lightning_dpx.trainer.shift_rehearsal import refuse_shifted, rehearse_shifts
 from lightning_dpx.trainer.steps import StepsOfReplicas
 from lightning_dpx.trainer.stopping import StopTogether
 
@@ -73,8 +73,9 @@ class DPXStrategy(StepsOfReplicas):
         shifts: {from: to}: parts of the replica on one device run, with what they keep for backward, on another one;
             several replicas may share a target. "auto" traces the first batch and shifts what does not fit.
         shift_activations: Which parts: submodules by name or pattern ("encoder.layers.[0-3]").
-        memory_budget: What training may take on each device: bytes, "8GiB", a fraction of the device (0 to 1), or
-            "auto" for what is free. The first batch is profiled, and what must be is computed again in backward.
+        memory_budget: What training may take on each device, also on one that parts are shifted to: bytes, "8GiB", a
+            fraction of the device (0 to 1), or "auto" for what is free. The first batch is profiled, and what must be
+            is computed again in backward.
         planner: Who decides that: "auto", "optimal", "search", "threshold", or a Planner.
         plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
         on_oom: When a step runs out of memory, "raise" the error, with notes that say what would help, or "replan":
@@ -275,6 +276,7 @@ class DPXStrategy(StepsOfReplicas):
         """Makes the replicas, after the module reached its device and before the optimizers exist."""
         module, devices = self.lightning_module, self.parallel_devices or []
         assert module is not None, "connect() sets the module first"
+        refuse_shifted(module)
         if self._layer_sync is not None:
             synchronize_batch_norm(module)
         keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]

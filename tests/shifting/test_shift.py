@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -363,3 +364,46 @@ def test_a_trace_leaves_nothing_behind() -> None:
     del model
     gc.collect()
     assert sim.memory_allocated(3) == before
+
+
+def test_a_copy_of_a_shifted_module_is_shifted_by_itself() -> None:
+    torch.manual_seed(0)
+    plain = chain().to(HOME)
+    shifted = copy.deepcopy(plain)
+    dpx.shift_activations(shifted, ["1", "2"], {HOME: SPARE})
+    twin = copy.deepcopy(shifted)
+    assert [p.device for p in twin.parameters()] == [p.device for p in shifted.parameters()]
+    dpx.unshift_activations(shifted)
+    expected = train(copy.deepcopy(plain), ROWS)
+    for each in (shifted, copy.deepcopy(twin)):
+        assert all(torch.equal(value, expected[name]) for name, value in train(each, ROWS).items())
+    dpx.unshift_activations(twin)
+    assert {p.device for p in twin.parameters()} == {HOME}
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in twin.modules())
+
+
+def test_a_copy_of_a_part_is_shifted_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())).to(HOME)
+    rows = torch.randn(4, 8).to(HOME)
+    expected = model[1](rows)
+    dpx.shift_activations(model, "1.0", {HOME: SPARE})
+    part = copy.deepcopy(model[1])
+    assert part[0].weight.device == SPARE
+    assert torch.equal(part(rows), expected)
+    dpx.unshift_activations(part)
+    assert part[0].weight.device == HOME
+    assert torch.equal(part(rows), expected)
+    assert torch.equal(model[1](rows), expected)
+
+
+def test_pickling_is_refused_by_name() -> None:
+    model = chain().to(HOME)
+    dpx.shift_activations(model, "2", {HOME: SPARE})
+    with pytest.raises(dpx.UnsupportedError, match=r"cannot be pickled: call unshift_activations\(module\) first"):
+        pickle.dumps(model)
+    dpx.unshift_activations(model)
+    park_activations(model, "2", SPARE)
+    with pytest.raises(dpx.UnsupportedError, match=r"cannot be pickled: call unpark_activations\(module\) first"):
+        pickle.dumps(model)
+    unpark_activations(model)
+    pickle.dumps(model.cpu())
