@@ -86,9 +86,6 @@ def test_a_plan_from_a_file_holds_for_shifted_replicas(devices: int, tmp_path: P
 def test_whichever_device_runs_out_is_planned(memory: list[str]) -> None:
     dpx.simulate(8, memory=[memory[0]] * 4 + [memory[1]] * 4)
     options = {"shifts": {"sim:0": "sim:4"}, "shift_activations": HALF}
-    with pytest.raises(torch.OutOfMemoryError):
-        trained(tower(dropout=0.0), **options)
-    gc.collect()
     planned = trained(tower(dropout=0.0), memory_budget="auto", **options)
     gc.collect()
     with pytest.warns(UserWarning, match=r"ran out of memory .* and is repeated, 1 of 3"):
