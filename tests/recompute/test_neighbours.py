@@ -69,7 +69,7 @@ def test_a_recipe_does_not_bring_parked_tensors_back() -> None:
     model(x).sum().backward()
     kept = sum(p.nbytes for p in model.parameters())
     assert plan.peak is not None
-    assert sim.max_memory_allocated(0) - before <= plan.peak + kept // 2
+    assert sim.max_memory_allocated(0) - before <= plan.peak + 0.4 * kept, "half of it would be one parked tensor more"
 
 
 def test_an_input_of_zeros_and_ones_is_no_mask_to_compress() -> None:
