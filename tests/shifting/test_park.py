@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,15 @@ def fetches() -> int:
 
 def allocated(*devices: torch.device) -> list[int]:
     return [torch.get_device_module("sim").memory_allocated(device) for device in devices or (HOME, SPARE)]
+
+
+def comes_to(expected: list[int]) -> bool:
+    """The thread of a device's backward lets go of its last things a moment after the caller goes on."""
+    for _ in range(1000):
+        if allocated() == expected:
+            return True
+        time.sleep(0.005)
+    return False
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +174,7 @@ def test_nothing_stays_when_backward_never_runs() -> None:
     loss = model(rows).sum()
     assert allocated(SPARE)[0] >= before[1] + LAYERS * KEPT
     del loss
-    assert allocated() == before
+    assert comes_to(before)
 
 
 def test_backward_twice() -> None:
@@ -178,12 +188,12 @@ def test_backward_twice() -> None:
         clear_traffic()
         loss.backward(retain_graph=True)
         assert fetches() == LAYERS
-        assert allocated() == during, "nothing of what was fetched is left on the device"
+        assert comes_to(during), "nothing of what was fetched is left on the device"
         if count == 1:
             once = model.scale.grad.cpu()
     assert torch.equal(model.scale.grad.cpu(), 2 * once)
     del loss
-    assert allocated() == before
+    assert comes_to(before)
 
 
 def test_a_backward_of_a_part_leaves_nothing_on_the_device() -> None:
@@ -197,11 +207,11 @@ def test_a_backward_of_a_part_leaves_nothing_on_the_device() -> None:
     (gradient,) = torch.autograd.grad(loss, inner[0], retain_graph=True)
     assert fetches() == 3 + 2, "parts 7 to 5, and the two before them that were not needed"
     del gradient
-    assert allocated() == during
+    assert comes_to(during)
     handle.remove()
     inner.clear()
     del loss
-    assert allocated() == before
+    assert comes_to(before)
 
 
 def test_a_backward_that_fails_leaves_nothing_once_its_graph_is_gone() -> None:
@@ -217,9 +227,9 @@ def test_a_backward_that_fails_leaves_nothing_once_its_graph_is_gone() -> None:
         loss.backward()
     handle.remove()
     del loss, failed
-    assert allocated() == before
+    assert comes_to(before)
     model(rows).sum().backward()
-    assert allocated() == before
+    assert comes_to(before)
 
 
 def test_graphs_may_go_backward_in_any_order() -> None:
@@ -255,7 +265,7 @@ def test_a_saved_tensor_may_be_looked_at_outside_of_backward() -> None:
     output = model.parts[0](rows.requires_grad_())
     before = allocated()
     assert torch.equal(output.grad_fn._saved_result, output)
-    assert allocated() == before
+    assert comes_to(before)
 
 
 @pytest.mark.parametrize("look_ahead", [-1, 1.5, True, "2"])
