@@ -5,6 +5,7 @@ everything is kept tells the rest, and repeats the operator behind every saved t
 proves on the spot that the result is the same.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -301,6 +302,7 @@ def _measure(
         for value in [value for value in profiler.found if refused[value] and profiler.found[value] is not None]:
             parked.add(value)
             seconds[value], refused[value] = _parking_seconds(value, device), ""
+    seconds = _typical(seconds, sizes)
     storages: dict[int, int] = {}
     spans: list[tuple[str, Allocation]] = []
     numbers: dict[Value, int] = {}
@@ -328,6 +330,18 @@ def _measure(
         for value in order
     ]
     return order, values, spans
+
+
+def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value, float]:
+    """The median time of all values that the same operator makes from as many bytes: one of them may have been hit by
+    whatever else the machine did at that moment, and a plan for twenty equal layers should not depend on it."""
+    alike: dict[tuple[Any, ...], list[float]] = {}
+    kinds = {value: (value.operator, sizes[value], *(sizes[source] for source in value.sources)) for value in seconds}
+    for value, spent in seconds.items():
+        if spent:
+            alike.setdefault(kinds[value], []).append(spent)
+    medians = {kind: statistics.median(spent) for kind, spent in alike.items()}
+    return {value: medians[kinds[value]] if spent else spent for value, spent in seconds.items()}
 
 
 def _number(value: Value, order: dict[Value, int]) -> None:
