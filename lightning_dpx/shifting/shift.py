@@ -82,8 +82,12 @@ def apply_shift(module: nn.Module, activations: str | Sequence[str], shifts: Map
     return shift
 
 
-def unshift_activations(module: nn.Module) -> None:
+def unshift_activations(module: nn.Module, device: torch.device | str | None = None) -> None:
     """Everything runs, and lives, where it did before.
+
+    Args:
+        module: The model.
+        device: Where the shifted parts go instead, for example ``"cpu"`` when the source is full.
 
     Raises:
         ConfigurationError: the module is not shifted.
@@ -91,7 +95,7 @@ def unshift_activations(module: nn.Module) -> None:
     shift = _SHIFTS.pop(module, None)
     if shift is None:
         raise ConfigurationError("The module is not shifted.")
-    shift.remove()
+    shift.remove(None if device is None else canonical_device(device))
 
 
 def applied_shift(module: nn.Module) -> "Shift | None":
@@ -238,14 +242,14 @@ class Shift:
                 child.register_forward_pre_hook(self._enter_home, with_kwargs=True, prepend=True)
                 child.register_forward_hook(self._end, always_call=True)
 
-    def remove(self) -> None:
-        """Takes the hooks off and moves everything back."""
+    def remove(self, device: torch.device | None = None) -> None:
+        """Takes the hooks off and moves everything back, or to ``device``."""
         module = self._module()
         if module is None:
             return
         remove_hooks_of(self, module)
         for tensor in self._own_tensors(module):
-            _relocate(tensor, self.source)
+            _relocate(tensor, device or self.source)
 
     def _own_tensors(self, module: nn.Module) -> list[torch.Tensor]:
         """Parameters and buffers of the chosen submodules that nobody else uses."""

@@ -448,7 +448,7 @@ class DPXStrategy(StepsOfReplicas):
             if self._replicas is not None:
                 self._planning.remove(self._replicas)
             if applied_shift(self.lightning_module) is not None:
-                unshift_activations(self.lightning_module)
+                unshift_activations(self.lightning_module, "cpu")  # where all of it goes now; the source may be full
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
         self._stopping = None
         self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch

@@ -1,10 +1,12 @@
 """``DPXStrategy(shifts=..., shift_activations=...)`` trains to the weights of one device."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
@@ -136,3 +138,37 @@ def test_bad_arguments_are_refused_at_setup(shifts: dict[str, str], parts: list[
     strategy = dpx.DPXStrategy(shifts=shifts, shift_activations=parts)
     with pytest.raises(dpx.ConfigurationError, match=message):
         make_trainer(strategy=strategy, accelerator="sim", devices=2).fit(stacked(), make_loader(), make_loader())
+
+
+def test_a_shifted_fit_that_runs_out_of_memory_gives_everything_back() -> None:
+    """Once the parts of the target were moved to the source, which was full: that error hid the first one."""
+
+    class Grows(Stacked):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.ones(2**30, device=self.device).sum()
+
+    model = Grows()
+    before = [torch.get_device_module("sim").memory_allocated(index) for index in range(2)]
+    held: list[torch.Tensor] = []
+
+    class Fills(Callback):
+        """Takes all that is left of the source."""
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            free = 2**20 - torch.get_device_module("sim").memory_allocated(0)
+            held.append(torch.ones(free // 4, device="sim:0"))
+
+    dpx.simulate(2, memory=2**20)
+    try:
+        strategy = dpx.DPXStrategy(shifts={"sim:0": "sim:1"}, shift_activations=PARTS)
+        trainer = make_trainer(strategy=strategy, accelerator="sim", devices=1, callbacks=[Fills()])
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer.fit(model, make_loader(), make_loader())
+        assert any("would" in note or "memory_budget" in note for note in caught.value.__notes__)
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    finally:
+        held.clear()
+        dpx.simulate(8)
+    del caught, trainer, strategy
+    gc.collect()
+    assert [torch.get_device_module("sim").memory_allocated(index) for index in range(2)] == before
