@@ -57,6 +57,8 @@ class _Replay:
                 self._pending[source] += 1
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
+        self._views = [0] * len(values)  # that are there, of each value: they hold its memory
+        self._outlived = [False] * len(values)  # forgotten, but for a view
         self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that autograd still uses
         self.curve: list[int] | None = None  # filled if somebody wants to see it
 
@@ -176,6 +178,8 @@ class _Replay:
             self._there[index] = True
             self._seconds += values[index].seconds
             self._held += values[index].num_bytes
+            for source in self._viewed(index):
+                self._views[source] += 1
             self._see(event)
             if later or (index in made and not self._fleeting[index]):
                 later.append(index)
@@ -202,7 +206,22 @@ class _Replay:
             for source in self._profile.values[index].inputs:
                 self._asked(source)
 
+    def _viewed(self, index: int) -> tuple[int, ...]:
+        """What a value without memory of its own is a view of."""
+        value = self._profile.values[index]
+        return tuple(source for source in value.inputs if self._lazy[source]) if value.num_bytes == 0 else ()
+
     def _forget(self, index: int) -> None:
         if self._there[index]:
             self._there[index] = False
-            self._held -= self._profile.values[index].num_bytes
+            self._outlived[index] = self._views[index] > 0
+            if not self._outlived[index]:
+                self._free(index)
+
+    def _free(self, index: int) -> None:
+        self._held -= self._profile.values[index].num_bytes
+        for source in self._viewed(index):
+            self._views[source] -= 1
+            if self._outlived[source] and not self._views[source]:
+                self._outlived[source] = False
+                self._free(source)
