@@ -148,6 +148,7 @@ def test_a_shifted_fit_that_runs_out_of_memory_gives_everything_back() -> None:
             return torch.ones(2**30, device=self.device).sum()
 
     model = Grows()
+    gc.collect()
     before = [torch.get_device_module("sim").memory_allocated(index) for index in range(2)]
     held: list[torch.Tensor] = []
 
@@ -171,4 +172,5 @@ def test_a_shifted_fit_that_runs_out_of_memory_gives_everything_back() -> None:
         dpx.simulate(8)
     del caught, trainer, strategy
     gc.collect()
-    assert [torch.get_device_module("sim").memory_allocated(index) for index in range(2)] == before
+    after = [torch.get_device_module("sim").memory_allocated(index) for index in range(2)]
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (after, before)
