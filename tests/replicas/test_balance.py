@@ -80,7 +80,7 @@ def test_training_on_devices_of_unequal_speed_converges_and_equals_one_device(ex
     assert sizes[0] == (22, 21, 21)
     fast, middle, slow = sizes[-1]
     assert fast > 1.5 * middle > 2.2 * slow
-    # By one row in line; in threads copies of several devices wait for each other in any order, which takes modelled time.
+    # By one row in line; in threads copies wait for each other in any order, which takes modelled time.
     assert all(abs(rows - last) <= 2 for late in sizes[-20:] for rows, last in zip(late, sizes[-1], strict=True))
     one = run(seeded(), loader, max_epochs=8)
     assert ours.pop("logged/rows") < one.pop("logged/rows"), "of a slice, and of the whole batch"
