@@ -71,7 +71,8 @@ class GradientReducer(ABC):
         Raises:
             ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
         """
-        if len(self.places) == 1 and not average and _are_twins(grads):  # the usual case, in one look at each gradient
+        usual = len(self.places) == 1 and not average and len(grads) == len(self.devices)
+        if usual and _are_twins(grads):  # one look at each gradient
             first, *others = [_chosen(row, range(len(row))) for row in grads]
             add_in_place(first, others)
             return [*first]

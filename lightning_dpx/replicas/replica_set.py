@@ -264,10 +264,10 @@ class ReplicaSet:
         self._walked_apart = True
 
     def _walk_as_one(self, shares: Sequence[Share]) -> bool:
-        """In line on the host, once a backward has run without a meeting, and while nobody wants to see them apart."""
+        """Several in line on the host, once a backward met nobody, and while nobody wants to see them apart."""
         seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
         in_line = isinstance(self._executor, InlineExecutor) and all(is_host(share.replica.device) for share in shares)
-        return self._walked_apart and in_line and not seen and not self._venue.was_used
+        return len(shares) > 1 and self._walked_apart and in_line and not seen and not self._venue.was_used
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
         annotate(error, replica.module, replica.device, self._first_nans[replica.index])

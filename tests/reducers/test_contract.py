@@ -215,6 +215,8 @@ def test_no_place_but_the_owner_holds_more_than_its_share(name: str) -> None:
 def test_lists_that_do_not_fit_and_unknown_names_are_refused() -> None:
     with pytest.raises(dpx.ConfigurationError, match="2 lists of equal length"):
         make_reducer("naive", [CPU] * 2).reduce([[torch.ones(1)], []])
+    with pytest.raises(dpx.ConfigurationError, match="2 lists of equal length"):
+        make_reducer("naive", [CPU] * 2).reduce([[torch.ones(1)]] * 3)
     with pytest.raises(dpx.ConfigurationError, match=r"parameter 1 differ between the replicas: \[2\] .* and \[3\]"):
         make_reducer("naive", [CPU] * 2).reduce([[None, torch.ones(2)], [None, torch.ones(3)]])
     with pytest.raises(dpx.ConfigurationError, match=r"parameter net\.bias differ between"):

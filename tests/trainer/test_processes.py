@@ -60,44 +60,43 @@ def one_device(model: Classifier | None = None, **options: Any) -> dict[str, tor
     return model.state_dict()
 
 
+def weights_of_both(case: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Runs two processes, which must end well and with the same bits."""
+    for printed in finish(start(case, folder)):
+        assert "ended well" in printed, printed
+    first, second = (torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in range(2))
+    assert_equal(second, first, bitwise=True)
+    return first
+
+
 @pytest.mark.parametrize("case", ["even", "colocate", "uneven", "sum-accumulated", "dealt"])
 def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str, tmp_path: Path) -> None:
-    printed = finish(start(case, tmp_path))
-    assert "ended well" in printed[0], printed[0]
-    assert "ended well" in printed[1], printed[1]
-    seen = [torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
-    assert_equal(seen[1], seen[0], bitwise=True)
+    weights = weights_of_both(case, tmp_path)
     if case == "sum-accumulated":
-        assert_equal(seen[0], one_device(Summed(optimizer="sgd"), accumulate_grad_batches=2))
+        assert_equal(weights, one_device(Summed(optimizer="sgd"), accumulate_grad_batches=2))
     elif case != "dealt":  # by a sampler that shuffles
-        assert_equal(seen[0], one_device())
+        assert_equal(weights, one_device())
 
 
 @pytest.mark.parametrize("case", ["sparse-uneven", "sparse-sum"])
 def test_sparse_gradients_of_two_processes_train_to_the_weights_of_one_device(case: str, tmp_path: Path) -> None:
-    for printed in finish(start(case, tmp_path)):
-        assert "ended well" in printed, printed
-    seen = [torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
-    assert_equal(seen[1], seen[0], bitwise=True)
+    weights = weights_of_both(case, tmp_path)
     torch.manual_seed(0)
     model = Embedded(case)
     make_trainer().fit(model, make_loader(48), make_loader(48))
-    assert_equal(seen[0], model.state_dict())
+    assert_equal(weights, model.state_dict())
 
 
 @pytest.mark.parametrize(
     "case", ["meets", "merged", "contrastive", "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged"]
 )
 def test_collectives_inside_a_step_reach_the_replicas_of_all_processes(case: str, tmp_path: Path) -> None:
-    for printed in finish(start(case, tmp_path)):
-        assert "ended well" in printed, printed
-    seen = [torch.load(tmp_path / f"{case}_{rank}.pt", weights_only=True) for rank in range(2)]
-    assert_equal(seen[1], seen[0], bitwise=True)
+    weights = weights_of_both(case, tmp_path)
     torch.manual_seed(0)
     norm = case.startswith("batchnorm")
     alone = Classifier(norm=norm) if norm or case == "meets" else WITH_MEETINGS[case]()
     make_trainer().fit(alone, make_loader(48), make_loader(48))
-    assert_equal(seen[0], alone.state_dict())
+    assert_equal(weights, alone.state_dict())
 
 
 def test_the_activation_planner_under_ddp_ends_at_the_same_bits(tmp_path: Path) -> None:
