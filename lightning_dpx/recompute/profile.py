@@ -22,9 +22,9 @@ from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.values import (
-    Input,
     Rematerialisation,
     Value,
+    View,
     compress,
     park,
     run_recipe,
@@ -119,14 +119,13 @@ class Profile:
         return max(self.curve, default=0)
 
 
-class _Traced(Input):
+class _Traced:
     """Tells when autograd lets go of it."""
 
-    __slots__ = ("index", "notes")
+    __slots__ = ("entry", "index", "notes")
 
-    def __init__(self, saved: Input, index: int, notes: "_Profiler") -> None:
-        super().__init__(saved.value, saved.view)
-        self.index, self.notes = index, notes
+    def __init__(self, entry: Value | View, index: int, notes: "_Profiler") -> None:
+        self.entry, self.index, self.notes = entry, index, notes
 
     def __del__(self) -> None:
         self.notes.released(self.index)
@@ -147,28 +146,34 @@ class _Profiler(Rematerialisation):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = super().pack(tensor)
-        if not isinstance(packed, Input):
+        if isinstance(packed, torch.Tensor):
             return packed
-        value = packed.value
+        value = packed if isinstance(packed, Value) else packed.value
         if value not in self.found and value.name not in self.spans:
             allocation = self._trace.allocation_of(tensor.untyped_storage())
             self.spans[value.name] = allocation
             if self._keep:
                 self.found[value] = allocation
         if not self._keep:
-            value.let_go()
+            value.let_go(tensor)
             return packed
         self._saved.append(value)
         return _Traced(packed, len(self._saved) - 1, self)
 
-    def consider(self, value: Value, node: Any, output: int) -> None:
+    def consider(self, value: Value, node: Any, output: int) -> bool:
         if self._keep:
             self.find_recipe(value, node, output)
+        return False
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        if self._recorded is None and isinstance(saved, _Traced):
+        if isinstance(saved, _Traced):
             self.asks.append((self._trace.mark(), saved.index))
+            return super().unpack(saved.entry)
         return super().unpack(saved)
+
+    def read_saved(self, node: Any, name: str) -> Any:
+        found = super().read_saved(node, name)
+        return found.entry if isinstance(found, _Traced) else found
 
     def released(self, index: int) -> None:
         self.ends[index] = self._trace.mark()
@@ -393,17 +398,17 @@ def _bytes_on(device: torch.device, value: Value) -> int:
 def _compressed(value: Value) -> tuple[int, float] | None:
     """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
     start = time.perf_counter()
-    trial = Value(value.name, "", value.geometry)
+    trial = Value(value.name, "")
     trial.tensor = value.tensor
     if not compress(trial):
         return None
     run_recipe(trial)
-    return trial.inputs[0].value.nbytes, time.perf_counter() - start
+    return trial.inputs[0].nbytes, time.perf_counter() - start
 
 
 def _parking_seconds(value: Value, device: torch.device) -> float:
     """To the host's memory and back."""
-    trial = Value(value.name, "", value.geometry)
+    trial = Value(value.name, "")
     trial.tensor = value.tensor
     synchronize(device)
     start = time.perf_counter()
@@ -421,8 +426,8 @@ def _same(again: torch.Tensor, original: torch.Tensor, tolerance: float) -> bool
 def _is_view_of(value: Value) -> bool:
     assert value.tensor is not None, "just computed"
     address = value.tensor.untyped_storage()._cdata
-    inputs = [e.value.tensor if isinstance(e.value, Value) else e.value for e in value.inputs]
-    return any(tensor is not None and tensor.untyped_storage()._cdata == address for tensor in inputs)
+    given = [*(source.tensor for source in value.sources), *value.inputs]
+    return any(one.untyped_storage()._cdata == address for one in given if isinstance(one, torch.Tensor))
 
 
 def _timed(value: Value, device: torch.device) -> tuple[torch.Tensor, float]:

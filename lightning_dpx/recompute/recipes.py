@@ -13,7 +13,7 @@ attribute an argument that is no tensor. A recipe that cannot work for this call
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Recipe = Callable[[Any], tuple[Callable[..., torch.Tensor], Sequence[Any]]]
 RECIPES: dict[str, Recipe] = {}
+VIEWS: set[str] = set()  # names among them: nothing is allocated, and it is done again for everybody who looks
 aten = torch.ops.aten
 
 
@@ -39,6 +40,12 @@ def recipe(*names: str) -> Callable[[Recipe], Recipe]:
         return function
 
     return add
+
+
+def view(*names: str) -> Callable[[Recipe], Recipe]:
+    """Likewise, for nodes that show their only input in another shape."""
+    VIEWS.update(names)
+    return recipe(*names)
 
 
 def recipe_for(name: str) -> Recipe:
@@ -149,7 +156,8 @@ def _sum(node: Any) -> Any:
 
 @recipe("AddBackward0")
 def _add(node: Any) -> Any:
-    return partial(torch.add, alpha=node.alpha), [node.edge(0), node.edge(1)]
+    add = torch.add if node.alpha == 1 else partial(torch.add, alpha=node.alpha)
+    return add, [node.edge(0), node.edge(1)]
 
 
 @recipe("SubBackward0")
@@ -210,7 +218,8 @@ def _dropout(node: Any) -> Any:
 @recipe("AddmmBackward0")
 def _addmm(node: Any) -> Any:
     bias, left, right = node.edge(0), node.saved("mat1", edge=1), node.saved("mat2", edge=2)
-    return partial(torch.addmm, alpha=node.alpha, beta=node.beta), [bias, left, right]
+    plain = node.alpha == node.beta == 1
+    return torch.addmm if plain else partial(torch.addmm, alpha=node.alpha, beta=node.beta), [bias, left, right]
 
 
 @recipe("MmBackward0")
@@ -359,68 +368,74 @@ def _find_eps(x: torch.Tensor, shape: list[int], inverse: torch.Tensor) -> float
 # ---- other shapes of the same numbers ----
 
 
-@recipe("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "UnsqueezeBackward0")
-@recipe("SqueezeBackward1", "SqueezeBackward2")
+@view("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "UnsqueezeBackward0")
+@view("SqueezeBackward1", "SqueezeBackward2")
 def _reshape(node: Any) -> Any:
     shape = node.shape
     return (lambda x: x.reshape(shape)), [node.edge(0)]
 
 
-@recipe("ExpandBackward0")
+@view("ExpandBackward0")
 def _expand(node: Any) -> Any:
     shape = node.shape
     return (lambda x: x.expand(shape)), [node.edge(0)]
 
 
-@recipe("TBackward0")
+@view("TBackward0")
 def _t(node: Any) -> Any:
     return torch.t, [node.edge(0)]
 
 
-@recipe("TransposeBackward0")
+@view("TransposeBackward0")
 def _transpose(node: Any) -> Any:
     first, second = _signed(node.dim0), _signed(node.dim1)
     return (lambda x: x.transpose(first, second)), [node.edge(0)]
 
 
-@recipe("PermuteBackward0")
+@view("PermuteBackward0")
 def _permute(node: Any) -> Any:
     dims = [_signed(dim) for dim in node.dims]
     return (lambda x: x.permute(dims)), [node.edge(0)]
 
 
-@recipe("SelectBackward0")
+@view("SelectBackward0")
 def _select(node: Any) -> Any:
     dim, index = _signed(node.dim), _signed(node.index)
     return (lambda x: x.select(dim, index)), [node.edge(0)]
 
 
-@recipe("SliceBackward0")
+@view("SliceBackward0")
 def _slice(node: Any) -> Any:
     dim, start, end, step = _signed(node.dim), node.start, node.end, node.step
     first, last = (None if bound is None else _signed(bound) for bound in (start, end))
     return (lambda x: aten.slice(x, dim, first, last, step)), [node.edge(0)]
 
 
-@recipe("SplitBackward0", "UnsafeSplitBackward0")
+@view("SplitBackward0", "UnsafeSplitBackward0")
 def _split(node: Any) -> Any:
     dim, size, part = _signed(node.dim), node.split_size, node.output
-    return (lambda x: x.split(size, dim)[part]), [node.edge(0)]
+    return _part(dim, size * part, node.shape[dim]), [node.edge(0)]  # the last part may be shorter than the others
 
 
-@recipe("SplitWithSizesBackward0", "UnsafeSplitWithSizesBackward0")
+@view("SplitWithSizesBackward0", "UnsafeSplitWithSizesBackward0")
 def _split_with_sizes(node: Any) -> Any:
     dim, sizes, part = _signed(node.dim), list(node.split_sizes), node.output
-    return (lambda x: x.split(sizes, dim)[part]), [node.edge(0)]
+    return _part(dim, sum(sizes[:part]), sizes[part]), [node.edge(0)]
 
 
-@recipe("UnbindBackward0")
+@lru_cache(maxsize=4096)
+def _part(dim: int, start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Remembered, because unrolled cells ask for the same few parts thousands of times."""
+    return lambda x: x.narrow(dim, start, length)
+
+
+@view("UnbindBackward0")
 def _unbind(node: Any) -> Any:
     dim, part = _signed(node.dim), node.output
     return (lambda x: x.select(dim, part)), [node.edge(0)]
 
 
-@recipe("BackwardHookFunctionBackward")
+@view("BackwardHookFunctionBackward")
 def _hooked(node: Any) -> Any:
     return (lambda x: x), [node.edge(node.output)]
 

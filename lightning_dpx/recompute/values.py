@@ -6,30 +6,44 @@ again from it. :class:`Rematerialisation` keeps some of them and drops the other
 twice, no random number is drawn again (a dropout's mask is a saved tensor like any other), and every operator is
 repeated on the same bits, so the gradients are the same bits.
 
-    forward    pack(tensor) -> Input -> Value  kept: the tensor       dropped: how to make it, and from which Values
-    backward   unpack(Input) -> tensor         computed by need, shared until the last that needs it has had it
+    forward    pack(tensor) -> Value (or View)  kept: the tensor       dropped: how to make it, and from which Values
+    backward   unpack(Value) -> tensor          computed by need, shared until the last that needs it has had it
 
 Values point upstream only, and never at nodes: a graph that never runs backward is freed like any other. A node knows
 its values by weak references in its metadata.
+
+All this runs for every saved tensor of every step, so it makes few objects: Python's collector of garbage would look at
+each of them several times before backward lets it go.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.call_names import CallNames
-from lightning_dpx.recompute.recipes import NotRecomputable, recipe_for
+from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
 
 Make = Callable[..., torch.Tensor]
+Look = Callable[[torch.Tensor], torch.Tensor]
 _TAG = "lightning_dpx.values"
 _MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
 SMALL = 4096  # bytes that are not worth the bookkeeping
+
+
+class Identity(NamedTuple):
+    """Tensors that agree in this hold the same numbers, as long as the storage lives."""
+
+    storage: int
+    version: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class Value:
@@ -38,9 +52,11 @@ class Value:
     Attributes:
         name: The call of the module that first saved it, and a number; empty where autograd does not save it.
         tensor: The value itself, or ``None`` while it is dropped.
+        identity: By which it is known again when it is saved again; ``None`` where autograd does not save it.
+        version: Of the tensor when it was kept.
         make: Computes it from the tensors of ``inputs``; ``None`` where that is unknown.
-        inputs: What ``make`` takes.
-        sources: The values among the inputs.
+        inputs: What ``make`` takes: values, views of values, or anything else as it is.
+        sources: The values behind the inputs.
         dropped: Whether ``tensor`` may be forgotten.
         fleeting: Whether it is forgotten after every use, even if it will be asked for again.
         pending: How often it will still be asked for in this backward.
@@ -49,37 +65,52 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "_storage", "dropped", "fleeting", "geometry", "inputs", "make", "name", "operator", "pending",
+        "__weakref__", "_storage", "dropped", "fleeting", "identity", "inputs", "make", "name", "operator", "pending",
         "sources", "tensor", "version", "wanted_by",
     )  # fmt: skip
 
-    def __init__(self, name: str, operator: str, geometry: tuple[Any, ...]) -> None:
-        self.name, self.operator, self.geometry = name, operator, geometry
+    def __init__(self, name: str, operator: str) -> None:
+        self.name, self.operator = name, operator
+        self.identity: Identity | None = None
         self.tensor: torch.Tensor | None = None
-        self.learn(None, ())
-        self.dropped, self.fleeting, self.version = False, False, -1
+        self.make: Make | None = None
+        self.inputs: Sequence[Any] = ()
+        self.sources: Sequence[Value] = ()
+        self.dropped = self.fleeting = False
+        self.version = -1
         self.pending = self.wanted_by = 0
-        self._storage: Any = None
+        self._storage = 0  # a weak reference, once nothing here holds the storage
+
+    def __del__(self, _free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        if self._storage:
+            _free(self._storage)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Holds ``tensor``, and notices if somebody writes into it."""
         self.tensor, self.version = tensor.detach(), tensor._version
 
-    def let_go(self) -> None:
-        """Forgets the tensor; while the value lives no other storage gets the same identity."""
-        if self.tensor is not None:
-            self._storage = StorageWeakRef(self.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Forgets ``tensor``, which it is; while the value lives no other storage gets the same identity."""
+        if not self._storage:
+            self._storage = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]
         self.tensor = None
 
-    def drop(self) -> None:
-        """From now on it is computed when it is needed."""
+    def drop(self, tensor: torch.Tensor) -> None:
+        """From now on ``tensor``, which it is, is computed when it is needed."""
         self.dropped = True
-        self.let_go()
+        self.let_go(tensor)
 
-    def learn(self, make: Make | None, inputs: "Sequence[Input]") -> None:
+    def learn(self, make: Make | None, inputs: Sequence[Any]) -> None:
         """How it is made; ``None`` where that is unknown."""
         self.make, self.inputs = make, inputs
-        self.sources = [entry.value for entry in inputs if isinstance(entry.value, Value)]
+        for entry in inputs:
+            if type(entry) is not Value:
+                break
+        else:
+            self.sources = inputs
+            return
+        values = (entry.value if isinstance(entry, View) else entry for entry in inputs)
+        self.sources = [value for value in values if type(value) is Value]
 
     def want(self) -> None:
         """One more will ask for it."""
@@ -87,33 +118,42 @@ class Value:
         self.wanted_by += 1
 
 
-class Input:
-    """A value as an operator got it: whole, or a strided view of it; or what needs no bookkeeping, also a number.
+class View:
+    """A value as an operator got it, or as autograd saved it, where that is not the whole value as it is."""
 
-    It is also what autograd holds in place of a tensor that it saves.
-    """
+    __slots__ = ("__weakref__", "look", "value")
 
-    __slots__ = ("__weakref__", "value", "view")
+    def __init__(self, value: Value, look: Look) -> None:
+        self.value, self.look = value, look
 
-    def __init__(self, value: Any, view: tuple[Any, ...] | None = None) -> None:
-        self.value, self.view = value, view
-
-    def read(self) -> Any:
-        """The tensor (or number); its value must be there."""
-        if not isinstance(self.value, Value):
-            return self.value
+    def read(self) -> torch.Tensor:
+        """The tensor; its value must be there."""
         base = self.value.tensor
         assert base is not None, "computed first"
-        return base if self.view is None else _viewed(base, self.value.geometry, self.view)
+        return self.look(base)
 
 
-def _viewed(base: torch.Tensor, original: tuple[Any, ...], view: tuple[Any, ...]) -> torch.Tensor:
-    """``view`` of the original, taken from a base that may have been made anew."""
-    size, stride, offset = view
-    if base.stride() != original[1]:
-        again = torch.empty_strided(original[0], original[1], dtype=base.dtype, device=base.device)
-        base = again.copy_(base)
-    return base.as_strided(size, stride, offset - original[2] + base.storage_offset())
+class _Strides:
+    """Shows a value as autograd saved it: with other sizes and strides."""
+
+    __slots__ = ("original", "view")
+
+    def __init__(self, tensor: torch.Tensor, original: Identity) -> None:
+        self.view, self.original = (tensor.size(), tensor.stride(), tensor.storage_offset()), original
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        original, (size, stride, offset) = self.original, self.view
+        if base.stride() != original.stride:  # it was made anew, with strides of its own
+            again = torch.empty_strided(original.size, original.stride, dtype=base.dtype, device=base.device)
+            base = again.copy_(base)
+        return base.as_strided(size, stride, offset - original.offset + base.storage_offset())
+
+
+def _read(entry: Any) -> Any:
+    """What an operator takes for ``entry``; its value must be there."""
+    if type(entry) is Value:
+        return entry.tensor
+    return entry.read() if isinstance(entry, View) else entry
 
 
 def compute(wanted: Value) -> torch.Tensor:
@@ -150,7 +190,7 @@ def run_recipe(value: Value) -> torch.Tensor:
     for source in value.sources:
         if not source.dropped and source.tensor is not None and source.tensor._version != source.version:
             _complain(source)
-    return value.make(*[entry.read() for entry in value.inputs])
+    return value.make(*[entry.tensor if type(entry) is Value else _read(entry) for entry in value.inputs])
 
 
 def used(value: Value) -> None:
@@ -190,9 +230,9 @@ def compress(value: Value) -> bool:
         other, small = mask.amax(), mask.ne(0)
         if not torch.equal(small.to(mask.dtype).mul_(other), mask):
             return False
-    value.learn(_expand_mask, (Input(small), Input(other), Input(mask.dtype)))
+    value.learn(_expand_mask, (small, other, mask.dtype))
     value.operator = "mask"
-    value.drop()
+    value.drop(mask)
     return True
 
 
@@ -201,8 +241,8 @@ def park(value: Value) -> None:
     tensor = value.tensor
     assert tensor is not None, "asked when it is saved"
     there = torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
-    value.learn(_fetch, (Input(there), Input(tensor.device)))
-    value.drop()
+    value.learn(_fetch, (there, tensor.device))
+    value.drop(tensor)
 
 
 def _fetch(there: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -277,7 +317,6 @@ class Rematerialisation:
         self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
         self._compressed, self._parked = compressed, parked
         self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
-        self._recorded: list[Input | torch.Tensor] | None = None
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
 
@@ -295,7 +334,8 @@ class Rematerialisation:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
-        if tensor.grad_fn is None and (tensor.requires_grad or tensor.nbytes < SMALL):
+        node = tensor.grad_fn
+        if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
             return tensor  # a parameter, which lives anyway, or not worth the bookkeeping
         base = tensor._base
         if base is None:
@@ -305,50 +345,58 @@ class Rematerialisation:
         if tensor.nbytes < SMALL or type(base) is not torch.Tensor or base.layout is not torch.strided:
             return tensor.detach()
         value = self.value_of_tensor(base)
-        value.want()
+        value.pending += 1
+        value.wanted_by += 1
         if base is tensor or same_geometry(tensor, base):
-            return Input(value)
-        return Input(value, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+            return value
+        assert value.identity is not None, "it has just been saved"
+        return View(value, _Strides(tensor, value.identity))
 
     def value_of_tensor(self, base: torch.Tensor) -> Value:
         """The value behind ``base``; the second time the same one."""
-        geometry = (base.size(), base.stride(), base.storage_offset())
-        key = (base.untyped_storage()._cdata, base._version, geometry, base.dtype)
-        known = self._values.get(key)
+        node, version, storage = base.grad_fn, base._version, base.untyped_storage()._cdata
+        earlier = None if node is None else known_value(node, base.output_nr)
+        if earlier is not None and (before := earlier.identity) is not None:
+            if before.storage == storage and before.version == version and before in self._values:
+                return earlier
+            earlier = None  # of another forward, or written to since
+        identity = Identity(storage, version, base.dtype, base.size(), base.stride(), int(base.storage_offset()))
+        known = self._values.get(identity)
         value = known() if known is not None else None
         if value is None:
-            value = self._unsaved_so_far(base) or Value("", "", geometry)
-            value.name, value.geometry = self._names.next_name(), geometry
-            value.keep(base)
-            self._values[key] = weakref.ref(value)
-            if value.make is not None:
-                value.dropped = False
-                self.consider(value, base.grad_fn, base.output_nr)
-            elif value.name in self._compressed and not compress(value):
-                self.refused[value.name] = "it is not a mask this time"
-            elif value.name in self._parked and not is_host(base.device):
-                park(value)
-        if not value.operator and (node := base.grad_fn) is not None:
-            value.operator = node.name()
-            _register(node, base.output_nr, value)
-            self.consider(value, node, base.output_nr)
+            value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
+            value.name, value.identity, value.dropped = self._names.next_name(), identity, False
+            self._values[identity] = weakref.ref(value)
+            self._decide(value, base)
+        elif node is not None and not value.operator:
+            self._decide(value, base)
         return value
 
-    def _unsaved_so_far(self, base: torch.Tensor) -> Value | None:
-        """Others are computed from ``base``, which is only now saved itself: they shall share what is there then."""
-        if base.grad_fn is None:
-            return None
-        known = base.grad_fn.metadata.get(_TAG, {}).get(base.output_nr)  # type: ignore[attr-defined]
-        return known() if known is not None else None
+    def _decide(self, value: Value, tensor: torch.Tensor) -> None:
+        """Keeps or drops ``value``, which is ``tensor`` and has its name, and maybe its producer, just now."""
+        node, name = tensor.grad_fn, value.name
+        if node is not None and not value.operator:
+            value.operator = node.name()
+            _register(node, tensor.output_nr, value)
+        if node is not None and self.consider(value, node, tensor.output_nr):
+            value.version = tensor._version
+            value.drop(tensor)
+        elif value.tensor is None and not value.dropped:
+            value.keep(tensor)
+            if name in self._compressed and not compress(value):
+                self.refused[name] = "it is not a mask this time"
+            elif name in self._parked and not is_host(tensor.device):
+                park(value)
 
-    def consider(self, value: Value, node: Any, output: int) -> None:
-        """The producer of ``value`` is known now."""
+    def consider(self, value: Value, node: Any, output: int) -> bool:
+        """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
         if value.name in self._dropped and self.find_recipe(value, node, output):
-            value.drop()
             if value.name in self._fleeting:
                 self._undecided.append(weakref.ref(value))
-        elif value.make is not None and not value.dropped:
+            return True
+        if value.make is not None and not value.dropped:
             forget_recipe(value)
+        return False
 
     def _decide_fleeting(self) -> None:
         """In the order of the plan: at the time of saving, what is on the way may still be saved itself later."""
@@ -370,76 +418,76 @@ class Rematerialisation:
             source.want()
         return True
 
-    def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Input]]:
+    def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Any]]:
         if depth > _MOST_UNSAVED:
             raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
-        make, inputs = recipe_for(node.name())(_Node(self, node, output, depth))
-        return make, inputs
+        return recipe_for(node.name())(_Node(self, node, output, depth))
 
-    def value_of_edge(self, node: Any, output: int, depth: int) -> Value | torch.Tensor:
-        """The value that flows along an edge of the graph."""
-        known = node.metadata.get(_TAG, {}).get(output)
-        value: Value | None = known() if known is not None else None
+    def flowing(self, node: Any, output: int, depth: int) -> Value | View:
+        """What flows along an edge of the graph. A view of a value is no value of its own."""
+        value = known_value(node, output)
         if value is not None:
             return value
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaf = Value("", "leaf", ())
-            leaf.keep(node.variable)
-            _register(node, output, leaf)
-            return leaf
-        make, inputs = self._recipe(node, output, depth + 1)
-        value = Value("", node.name(), ())
-        value.learn(make, inputs)
-        value.dropped = True
-        for source in value.sources:
-            source.want()
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            value = Value("", "leaf")
+            value.keep(node.variable)
+        else:
+            make, inputs = self._recipe(node, output, depth + 1)
+            if name in VIEWS:
+                (base,) = inputs
+                return View(base, make) if type(base) is Value else View(base.value, _Both(base.look, make))
+            value = Value("", name)
+            value.learn(make, inputs)
+            value.dropped = True
+            for source in value.sources:
+                source.want()
         _register(node, output, value)
         return value
 
-    def read_saved(self, node: Any, name: str) -> Input | None:
-        """What ``node`` saved under ``name``, as a value and not as a tensor.
+    def read_saved(self, node: Any, name: str) -> Any:
+        """What ``node`` saved under ``name``: a value, a view of one, or anything else as it is; ``None`` without.
 
         Raises:
             NotRecomputable: it is in the hands of others, who would bring it back, or run a region again, right now.
         """
-        hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
-        if hook is not None and hook != self.unpack:
-            raise NotRecomputable(
-                f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
-            )
-        self._recorded = []
-        try:
-            found = getattr(node, f"_saved_{name}")
-            if found is None:
-                return None
-            if not self._recorded:  # a number
-                return Input(found)
-            saved = self._recorded[0]
-            return Input(saved) if isinstance(saved, torch.Tensor) else saved
-        finally:
-            self._recorded = None
+        saved = getattr(node, f"_raw_saved_{name}", None)
+        if saved is None:
+            return getattr(node, f"_saved_{name}")  # a number
+        hook = saved.unpack_hook
+        if hook is None or hook == self.unpack:
+            return saved.data
+        raise NotRecomputable(
+            f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
+        )
 
-    def unpack(self, saved: Input | torch.Tensor) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
-        if self._recorded is not None:
-            self._recorded.append(saved)
-            return _NOTHING if isinstance(saved, Input) else saved
         if isinstance(saved, torch.Tensor):
             return saved
+        value = saved if type(saved) is Value else saved.value
         with self._lock:
             if self._undecided:  # a backward inside of the forward's context
                 self._decide_fleeting()
-            value = saved.value
             if value.tensor is None:
                 compute(value)
             elif not value.dropped and value.tensor._version != value.version:
                 _complain(value)
-            tensor: torch.Tensor = saved.read()
+            tensor: torch.Tensor = value.tensor if saved is value else saved.read()
             asked(value)
         return tensor
 
 
-_NOTHING = torch.empty(0)
+class _Both:
+    """A view of a view."""
+
+    __slots__ = ("first", "then")
+
+    def __init__(self, first: Look, then: Look) -> None:
+        self.first, self.then = first, then
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        return self.then(self.first(base))
 
 
 def same_geometry(tensor: torch.Tensor, base: torch.Tensor) -> bool:
@@ -451,8 +499,14 @@ def same_geometry(tensor: torch.Tensor, base: torch.Tensor) -> bool:
     )
 
 
+def known_value(node: Any, output: int) -> Value | None:
+    """The value of that output, if there is one already."""
+    known = node.metadata.get((_TAG, output) if output else _TAG)
+    return known() if known is not None else None
+
+
 def _register(node: Any, output: int, value: Value) -> None:
-    node.metadata.setdefault(_TAG, {})[output] = weakref.ref(value)
+    node.metadata[(_TAG, output) if output else _TAG] = weakref.ref(value)
 
 
 class _Node:
@@ -466,15 +520,20 @@ class _Node:
         """An argument of the operator that is not a tensor."""
         return getattr(self._node, f"_saved_{name}")
 
-    def edge(self, index: int) -> Input:
+    def edge(self, index: int) -> Value | View:
         """The input tensor number ``index``, found along the graph."""
         source, output = self._node.next_functions[index]
         if source is None:
             raise NotRecomputable(f"input {index} of {self._node.name()} is not part of the graph")
-        return Input(self._owner.value_of_edge(source, output, self._depth))
+        return self._owner.flowing(source, output, self._depth)
 
-    def saved(self, name: str, edge: int | None = None) -> Input:
+    def saved(self, name: str, edge: int | None = None) -> Any:
         """The input tensor that the operator saved under ``name``; if it did not, the one along ``edge``."""
+        if edge is not None:
+            source, output = self._node.next_functions[edge]
+            known = None if source is None else known_value(source, output)
+            if known is not None and known.identity is not None:
+                return known  # saved, so nobody may have written to it
         found = self._owner.read_saved(self._node, name)
         if found is not None:
             return found
@@ -482,7 +541,7 @@ class _Node:
             raise NotRecomputable(f"{self._node.name()} did not save {name}")
         return self.edge(edge)
 
-    def optional(self, name: str) -> Input | None:
+    def optional(self, name: str) -> Any:
         """Likewise, or ``None``."""
         return self._owner.read_saved(self._node, name)
 

@@ -320,6 +320,25 @@ def test_a_second_backward_through_the_same_graph() -> None:
     assert all(map(torch.equal, *gradients))
 
 
+def test_one_graph_through_two_forwards() -> None:
+    """What the first forward saved is saved again by the second, under the name that it has there."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
+    plain, x = copy.deepcopy(module), torch.randn(32, 64)
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x))
+    for one in (plain, module):
+        one(one(x) + one(x) * 2.0).sum().backward()
+        one(one(x)).sum().backward()
+    assert applied.not_found == {}
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    names = []
+    result = x
+    for _ in range(2):
+        result = module(result)
+        names.append([value.name for known in applied._values._values.values() if (value := known()) is not None])
+    assert names[0] == names[1] == ["0:1", "1:1", "3:1"]
+
+
 def test_gradients_of_gradients() -> None:
     module, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid()), torch.randn(64, 64)
     plain = copy.deepcopy(module)
