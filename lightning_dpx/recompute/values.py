@@ -12,8 +12,7 @@ repeated on the same bits, so the gradients are the same bits.
 Values point upstream only, and never at nodes: a graph that never runs backward is freed like any other. A node knows
 its values by weak references in its metadata.
 
-All this runs for every saved tensor of every step, so it makes few objects: Python's collector of garbage would look at
-each of them several times before backward lets it go.
+All this runs for every saved tensor of every step, so it makes few objects and calls few functions.
 """
 
 import threading
@@ -26,6 +25,7 @@ import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.garbage import COLLECTOR
 from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
 
 Make = Callable[..., torch.Tensor]
@@ -326,7 +326,7 @@ class Rematerialisation:
         self._names.begin()
         self._values.clear()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
         finally:
             self._names.end()
