@@ -1,29 +1,30 @@
 """``dpx bench plan``: our planners next to other ways of checkpointing, on the same model in one process.
 
-Each contestant's peak of activations is measured once, by the storages that its step allocates and frees again; the
+Each contestant's peak of activations is measured once, by the blocks that its step allocates and frees again; the
 steps are timed in turns, and medians compared. For every peer our plan is made for that peer's own peak.
 """
 
 import ctypes
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 
-from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Stage, Staged, State, run_plainly
+from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.bench.plan_peers import PEERS, compiled_models, require_compiler
+from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainly
 from lightning_dpx.errors import PlanError
 from lightning_dpx.pictures import new_figure, save_figure
-from lightning_dpx.recompute import MemoryTrace, apply_plan, plan_profile, profile_step, remove_plan
+from lightning_dpx.recompute import apply_plan, plan_profile, profile_step, remove_plan
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
 
@@ -40,6 +41,7 @@ class Contest:
         step_ms: Median of a forward and backward, in milliseconds.
         time_ratio: The median, over rounds, of the time over that of the unplanned step in the same round.
         same_bits: Whether the gradients are those of the unplanned step, bit by bit.
+        close: Whether they are up to a hundredth of the largest element of each.
         predicted_share: For a plan, the peak that was predicted.
     """
 
@@ -50,6 +52,7 @@ class Contest:
     step_ms: float
     time_ratio: float
     same_bits: bool
+    close: bool
     predicted_share: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -57,59 +60,10 @@ class Contest:
         return asdict(self)
 
 
-def _each(stages: Sequence[Stage], state: State, **options: Any) -> State:
-    for stage in stages:
-        state = checkpoint(stage, *state, use_reentrant=False, **options)
-    return state
-
-
-def _segments(stages: Sequence[Stage], state: State) -> State:
-    size = max(1, round(math.sqrt(len(stages))))
-    for start in range(0, len(stages), size):
-        part = stages[start : start + size]
-        state = checkpoint(lambda *s, part=part: run_plainly(part, s), *state, use_reentrant=False)
-    return state
-
-
-_SAVED = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-}
-
-
-def _selective(stages: Sequence[Stage], state: State) -> State:
-    """As torchtitan does: attention and every second matrix product of a block are kept."""
-
-    def contexts() -> Any:
-        seen = {False: 0, True: 0}
-
-        def policy(ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-            if operator in _SAVED:
-                seen[ctx.is_recompute] += 1
-                if "attention" in str(operator) or seen[ctx.is_recompute] % 2:
-                    return CheckpointPolicy.MUST_SAVE
-            return CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-
-    return _each(stages, state, context_fn=contexts)
-
-
-PEERS: dict[str, Runner] = {
-    "each block": _each,
-    "sqrt(n) segments": _segments,
-    "selective operators": _selective,
-}
-
-
 class _Contestant:
     """A mode on a model, and its times."""
 
-    def __init__(self, mode: str, model: Staged, around: Callable[[], Any], predicted: int | None = None) -> None:
+    def __init__(self, mode: str, model: nn.Module, around: Callable[[], Any], predicted: int | None = None) -> None:
         self.mode, self._model, self._around, self.predicted = mode, model, around, predicted
         self.seconds: list[float] = []
 
@@ -119,24 +73,27 @@ class _Contestant:
             self._model.zero_grad(set_to_none=True)
             torch.manual_seed(0)
             start = time.perf_counter()
-            self._model(x).float().pow(2).mean().backward()
+            self._run(x)
             return time.perf_counter() - start
 
     def peak(self, x: Tensor) -> int:
         """Bytes of activations at the most."""
         with self._around():
             self._model.zero_grad(set_to_none=True)
-            trace = MemoryTrace(torch.device("cpu"))
-            with trace:
-                loss = self._model(x).float().pow(2).mean()
-                loss.backward()
-            del loss
-            return trace.peak_of_passing()
+            return peak_of_passing(lambda: self._run(x))
+
+    def _run(self, x: Tensor) -> None:
+        _loss(self._model, x).backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, x: Tensor) -> list[Tensor]:
         """Of a step from the same random numbers."""
         self.step(x)
         return [parameter.grad.clone() for parameter in self._model.parameters() if parameter.grad is not None]
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).float().pow(2).mean()
+    return loss
 
 
 @contextmanager
@@ -162,6 +119,10 @@ def compare_plans(
     budgets: Sequence[float] = BUDGETS,
     rounds: int = 7,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    compile_budgets: Sequence[float] | None = None,
+    compile_backend: str = "inductor",
+    missing: Callable[[str], None] = lambda _: None,
 ) -> list[Contest]:
     """Measures peers and plans on every model.
 
@@ -170,11 +131,29 @@ def compare_plans(
         budgets: Shares of the unplanned peak, beside those of the peers.
         rounds: Turns of every contestant.
         progress: Told what happens next.
+        compile_budgets: Adds ``torch.compile`` without a budget, and with each of these: ``activation_memory_budget``
+            from 0 to 1. Compiling takes minutes; what is compiled in this process is forgotten (torch.compiler.reset).
+        compile_backend: What compiles.
+        missing: Told which contestant is left out, and why.
+
+    Raises:
+        ConfigurationError: there is no such backend.
+        UnsupportedError: ``torch.compile`` finds no C++ compiler.
     """
+    if compile_budgets is not None:
+        require_compiler(compile_backend)
     _keep_freed_memory()
     results: list[Contest] = []
     for name in models:
-        results += _compare(name, budgets, rounds, progress)
+        torch.manual_seed(0)
+        model = STAGED_MODELS[name].build()
+        peers = [_Contestant(mode, model, partial(_running, model, runner)) for mode, runner in PEERS.items()]
+        if compile_budgets is not None:
+            torch.compiler.reset()  # models before would count as recompilations of this one
+            modules = compiled_models(model, compile_budgets, compile_backend)
+            peers += [_Contestant(mode, module, nullcontext) for mode, module in modules.items()]
+        with dynamo_config.patch(recompile_limit=max(1, len(peers) - len(PEERS))):  # each is compiled once
+            results += _compare(name, model, peers, budgets, rounds, progress, missing)
     return results
 
 
@@ -189,39 +168,46 @@ def _keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def _compare(name: str, budgets: Sequence[float], rounds: int, progress: Callable[[str], None]) -> list[Contest]:
-    torch.manual_seed(0)
-    description = STAGED_MODELS[name]
-    model, x = description.build(), description.make_input(description.rows)
+def _compare(
+    name: str,
+    model: Staged,
+    peers: Sequence[_Contestant],
+    budgets: Sequence[float],
+    rounds: int,
+    progress: Callable[[str], None],
+    missing: Callable[[str], None],
+) -> list[Contest]:
+    x = STAGED_MODELS[name].make_input(STAGED_MODELS[name].rows)
     unplanned = _Contestant("none", model, partial(_running, model, run_plainly))
     unplanned.step(x)  # warms up
     contestants = [unplanned]
-    for mode, runner in PEERS.items():
-        contestant = _Contestant(mode, model, partial(_running, model, runner))
+    for peer in peers:
+        started = time.perf_counter()
         try:
-            contestant.step(x)
+            peer.step(x)
         except RuntimeError as error:
-            progress(f"{name}: {mode} cannot run this model: {error}")
+            missing(f"{name}: {peer.mode} cannot run this model: {error}")
             continue
-        contestants.append(contestant)
+        progress(f"{name}: {peer.mode} first ran in {time.perf_counter() - started:.2f} s")
+        contestants.append(peer)
     peaks = {contestant.mode: contestant.peak(x) for contestant in contestants}
     started = time.perf_counter()
     profile = _profile(model, x)
     progress(f"{name}: profiled in {time.perf_counter() - started:.2f} s")
     targets = {f"dpx {budget:.2f}": budget * peaks["none"] for budget in budgets}
-    targets |= {f"dpx at {peer}": float(peaks[peer]) for peer in PEERS if peer in peaks}
+    targets |= {f"dpx at {peer.mode}": float(peaks[peer.mode]) for peer in contestants[1:]}
     for mode, target in targets.items():
         started = time.perf_counter()
         try:
             plan = plan_profile(model, profile, int(target))
         except PlanError as error:
-            progress(f"{name}: {mode}: {error}")
+            missing(f"{name}: {mode}: {error}")
             continue
         progress(f"{name}: {mode} planned in {time.perf_counter() - started:.2f} s")
         contestants.append(_Contestant(mode, model, partial(_planned, model, plan), plan.peak))
         peaks[mode] = contestants[-1].peak(x)
     expected = unplanned.gradients(x)
-    same = {c.mode: all(map(torch.equal, c.gradients(x), expected)) for c in contestants}
+    agreement = {contestant.mode: _agreement(contestant.gradients(x), expected) for contestant in contestants}
     for turn in range(rounds):
         progress(f"{name}: round {turn + 1} of {rounds}")
         for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
@@ -234,7 +220,7 @@ def _compare(name: str, budgets: Sequence[float], rounds: int, progress: Callabl
             peaks[contestant.mode] / peaks["none"],
             statistics.median(contestant.seconds) * 1e3,
             statistics.median(a / b for a, b in zip(contestant.seconds, unplanned.seconds, strict=True)),
-            same[contestant.mode],
+            *agreement[contestant.mode],
             None if contestant.predicted is None else contestant.predicted / peaks["none"],
         )
         for contestant in contestants
@@ -243,7 +229,16 @@ def _compare(name: str, budgets: Sequence[float], rounds: int, progress: Callabl
 
 def _profile(model: Staged, x: Tensor) -> Any:
     """The profile of the very step that is timed."""
-    return profile_step(model, lambda: model(x).float().pow(2).mean(), torch.device("cpu"))
+    return profile_step(model, lambda: _loss(model, x), torch.device("cpu"))
+
+
+def _agreement(given: list[Tensor], expected: list[Tensor]) -> tuple[bool, bool]:
+    """Whether gradients are the same bits, and whether they are close."""
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        return float((a - b).abs().max()) <= 0.01 * float(b.abs().max())
+
+    return all(map(torch.equal, given, expected)), all(map(close, given, expected))
 
 
 def format_contests(results: Sequence[Contest]) -> str:
@@ -251,10 +246,11 @@ def format_contests(results: Sequence[Contest]) -> str:
     head = f"{'model':6} {'mode':26} {'peak MiB':>9} {'share':>6} {'pred.':>6} {'step ms':>9} {'ratio':>6}  gradients"
     lines = [head]
     for row in results:
+        gradients = "same bits" if row.same_bits else "close" if row.close else "differ"
         predicted = "" if row.predicted_share is None else f"{row.predicted_share:.3f}"
         lines.append(
             f"{row.model:6} {row.mode:26} {row.peak_mib:9.1f} {row.peak_share:6.3f} {predicted:>6} {row.step_ms:9.1f} "
-            f"{row.time_ratio:6.2f}  {'same bits' if row.same_bits else 'differ'}"
+            f"{row.time_ratio:6.2f}  {gradients}"
         )
     return "\n".join(lines)
 

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from lightning_dpx.bench import (
     BUDGETS,
+    COMPILE_BUDGETS,
     MODELS,
     MODES,
     SIZES,
@@ -50,6 +53,14 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--models", nargs="+", choices=STAGED_MODELS, default=list(STAGED_MODELS))
     plan.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="shares of the unplanned peak")
     plan.add_argument("--rounds", type=_positive, default=7, help="turns of every contestant")
+    plan.add_argument(
+        "--compile", nargs="*", type=_share, metavar="BUDGET",
+        help="also torch.compile, without and with these activation_memory_budgets (minutes for each; default: "
+        f"{' '.join(map(str, COMPILE_BUDGETS))})",
+    )  # fmt: skip
+    plan.add_argument(
+        "--compile-backend", default="inductor", metavar="NAME", help="what compiles (default: %(default)s)"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="also draw time over memory (PNG, SVG, PDF)")
     plan.set_defaults(run=_bench_plan, takes_more=False)
@@ -59,6 +70,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not allowed; give 1 or more")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; give 0 to 1")
     return value
 
 
@@ -79,11 +97,25 @@ def _bench_reduce(args: argparse.Namespace, _others: Sequence[str]) -> int:
 
 
 def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
-    results = compare_plans(args.models, args.budgets, args.rounds, progress)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of every start and stop
+    results = compare_plans(
+        args.models,
+        args.budgets,
+        args.rounds,
+        progress,
+        compile_budgets=COMPILE_BUDGETS if args.compile == [] else args.compile,
+        compile_backend=args.compile_backend,
+        missing=_missing,
+    )
     _report(args.json, [result.as_dict() for result in results], format_contests(results))
     if args.plot is not None:
         plot_contests(results, args.plot)
     return 0
+
+
+def _missing(text: str) -> None:
+    done()
+    print(f"dpx: {text}", file=sys.stderr)
 
 
 def _report(as_json: bool, results: list[dict[str, Any]], table: str) -> None:

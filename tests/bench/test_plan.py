@@ -3,7 +3,8 @@ import json
 import pytest
 import torch
 
-from lightning_dpx.bench.plan import PEERS, compare_plans, format_contests
+from lightning_dpx.bench.plan import Contest, format_contests
+from lightning_dpx.bench.plan_peers import PEERS
 from lightning_dpx.bench.staged import STAGED_MODELS
 from lightning_dpx.cli import main
 
@@ -25,13 +26,47 @@ def test_the_command_prints_json_with_every_contestant(capsys, tmp_path) -> None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_budget_that_cannot_be_met_and_a_peer_that_cannot_run_are_left_out() -> None:
-    told: list[str] = []
-    table = format_contests(compare_plans(["lstm"], [0.01], 1, told.append))
-    assert "dpx 0.01" not in table
-    assert "selective operators" not in table
-    assert any("dpx 0.01: A budget of" in text for text in told)
-    assert any("selective operators cannot run this model" in text for text in told)
+def test_a_budget_that_cannot_be_met_and_a_peer_that_cannot_run_are_left_out_and_named(capsys) -> None:
+    assert main(["bench", "plan", "--models", "lstm", "--budgets", "0.01", "--rounds", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "dpx 0.01" not in printed.out
+    assert "selective operators" not in printed.out
+    assert "dpx: lstm: dpx 0.01: A budget of" in printed.err
+    assert "dpx: lstm: selective operators cannot run this model: Tensor cached" in printed.err
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own
+def test_compiled_peers_are_measured_with_and_without_budgets(capsys) -> None:
+    arguments = ["--models", "unet", "--budgets", "0.7", "--rounds", "1", "--json"]
+    compiling = ["--compile", "0.5", "--compile-backend", "aot_eager_decomp_partition"]
+    assert main(["bench", "plan", *arguments, *compiling]) == 0
+    rows = {row["mode"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    modes = ["compiled", "compiled 0.50"]
+    assert all(rows[mode]["close"] and rows[mode]["predicted_share"] is None for mode in modes)
+    assert 1 > rows["compiled"]["peak_share"] > rows["compiled 0.50"]["peak_share"]
+    for mode in modes:
+        assert rows[f"dpx at {mode}"]["same_bits"]
+        assert rows[f"dpx at {mode}"]["peak_share"] <= rows[mode]["peak_share"]
+
+
+def test_a_budget_of_the_compiler_is_a_share(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "plan", "--compile", "1.5"])
+    assert "argument --compile: 1.5 is not allowed; give 0 to 1" in capsys.readouterr().err
+
+
+def test_a_compiler_that_is_not_there_is_refused_before_anything_runs(capsys) -> None:
+    assert main(["bench", "plan", "--compile", "--compile-backend", "quick"]) == 1
+    assert "dpx: torch.compile has no backend 'quick'; there are " in capsys.readouterr().err
+
+
+def test_the_table_tells_same_bits_from_close_and_other_gradients() -> None:
+    rows = [Contest("gpt", "none", 1.0, 1.0, 1.0, 1.0, *same) for same in ((True, True), (False, True), (False, False))]
+    assert [line.rsplit("  ", 1)[1] for line in format_contests(rows).splitlines()[1:]] == [
+        "same bits",
+        "close",
+        "differ",
+    ]
 
 
 @pytest.mark.parametrize("name", STAGED_MODELS)
