@@ -1,8 +1,9 @@
 """The peak of activations by the allocator's own account: the yardstick of ``dpx bench plan``.
 
 Valid for eager and for compiled steps alike. A dispatch mode (``MemoryTrace``) is not: ``torch.compile`` runs the plain
-Python code for as long as one is active, and inside compiled code there would be no operators to see. The profiler
-(``torch.profiler``) reports every block that the CPU allocator gives out or takes back, whoever asks for it.
+Python code for as long as one is active, inside compiled code there would be no operators to see, and autograd adds up
+the gradients of a parameter of many uses out of place. The profiler (``torch.profiler``) reports every block that the
+CPU allocator gives out or takes back, whoever asks for it.
 """
 
 from collections.abc import Callable, Iterator
