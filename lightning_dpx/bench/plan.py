@@ -41,7 +41,8 @@ class Contest:
         step_ms: Median of a forward and backward, in milliseconds.
         time_ratio: The median, over rounds, of the time over that of the unplanned step in the same round.
         same_bits: Whether the gradients are those of the unplanned step, bit by bit.
-        close: Whether they are up to a hundredth of the largest element of each.
+        close: Whether they are, up to a twentieth of the largest element of each: rounding passes, other random numbers
+            do not.
         predicted_share: For a plan, the peak that was predicted.
     """
 
@@ -235,8 +236,8 @@ def _profile(model: Staged, x: Tensor) -> Any:
 def _agreement(given: list[Tensor], expected: list[Tensor]) -> tuple[bool, bool]:
     """Whether gradients are the same bits, and whether they are close."""
 
-    def close(a: Tensor, b: Tensor) -> bool:
-        return float((a - b).abs().max()) <= 0.01 * float(b.abs().max())
+    def close(a: Tensor, b: Tensor) -> bool:  # eager gradients of 200 batch norms are 1.4% away from those in float64
+        return float((a - b).abs().max()) <= 0.05 * float(b.abs().max())
 
     return all(map(torch.equal, given, expected)), all(map(close, given, expected))
 
