@@ -1,0 +1,94 @@
+"""Recipes of the same numbers in other shapes."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lightning_dpx.recompute.recipes.registry import aten, recipe, signed, view, with_arguments
+
+
+@view("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "UnsqueezeBackward0")
+@view("SqueezeBackward1", "SqueezeBackward2")
+def _reshape(node: Any) -> Any:
+    shape = node.shape
+    return (lambda x: x.reshape(shape)), [node.edge(0)]
+
+
+@view("ExpandBackward0")
+def _expand(node: Any) -> Any:
+    shape = node.shape
+    return (lambda x: x.expand(shape)), [node.edge(0)]
+
+
+@view("TBackward0")
+def _t(node: Any) -> Any:
+    return torch.t, [node.edge(0)]
+
+
+@view("TransposeBackward0")
+def _transpose(node: Any) -> Any:
+    first, second = signed(node.dim0), signed(node.dim1)
+    return (lambda x: x.transpose(first, second)), [node.edge(0)]
+
+
+@view("PermuteBackward0")
+def _permute(node: Any) -> Any:
+    dims = [signed(dim) for dim in node.dims]
+    return (lambda x: x.permute(dims)), [node.edge(0)]
+
+
+@view("SelectBackward0")
+def _select(node: Any) -> Any:
+    dim, index = signed(node.dim), signed(node.index)
+    return (lambda x: x.select(dim, index)), [node.edge(0)]
+
+
+@view("SliceBackward0")
+def _slice(node: Any) -> Any:
+    dim, start, end, step = signed(node.dim), node.start, node.end, node.step
+    first, last = (None if bound is None else signed(bound) for bound in (start, end))
+    return (lambda x: aten.slice(x, dim, first, last, step)), [node.edge(0)]
+
+
+@view("SplitBackward0", "UnsafeSplitBackward0")
+def _split(node: Any) -> Any:
+    dim, size, part = signed(node.dim), node.split_size, node.output
+    return _part(dim, size * part, node.shape[dim]), [node.edge(0)]  # the last part may be shorter than the others
+
+
+@view("SplitWithSizesBackward0", "UnsafeSplitWithSizesBackward0")
+def _split_with_sizes(node: Any) -> Any:
+    dim, sizes, part = signed(node.dim), list(node.split_sizes), node.output
+    return _part(dim, sum(sizes[:part]), sizes[part]), [node.edge(0)]
+
+
+@lru_cache(maxsize=4096)
+def _part(dim: int, start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Remembered, because unrolled cells ask for the same few parts thousands of times."""
+    return lambda x: x.narrow(dim, start, length)
+
+
+@view("UnbindBackward0")
+def _unbind(node: Any) -> Any:
+    dim, part = signed(node.dim), node.output
+    return (lambda x: x.select(dim, part)), [node.edge(0)]
+
+
+@view("BackwardHookFunctionBackward")
+def _hooked(node: Any) -> Any:
+    return (lambda x: x), [node.edge(node.output)]
+
+
+@recipe("ToCopyBackward0")
+def _convert(node: Any) -> Any:
+    dtype, device = node.dtype, node.device
+    return (lambda x: x.to(device, dtype)), [node.edge(0)]
+
+
+recipe("TrilBackward0")(with_arguments(aten.tril.default, "diagonal"))
+recipe("TriuBackward0")(with_arguments(aten.triu.default, "diagonal"))
+recipe("RepeatBackward0")(with_arguments(aten.repeat.default, "repeats"))
+recipe("PixelShuffleBackward0")(with_arguments(aten.pixel_shuffle.default, "upscale_factor"))
+recipe("PixelUnshuffleBackward0")(with_arguments(aten.pixel_unshuffle.default, "downscale_factor"))
