@@ -165,14 +165,19 @@ class _Profiler(Rematerialisation):
             self.find_recipe(value, node, output)
         return False
 
+    def keep_constant(self, tensor: torch.Tensor) -> Value:
+        value = super().keep_constant(tensor)
+        self.found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
+        return value
+
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Traced):
             self.asks.append((self._trace.mark(), saved.index))
             return super().unpack(saved.entry)
         return super().unpack(saved)
 
-    def read_saved(self, node: Any, name: str) -> Any:
-        found = super().read_saved(node, name)
+    def packed(self, node: Any, saved: Any) -> Any:
+        found = super().packed(node, saved)
         return found.entry if isinstance(found, _Traced) else found
 
     def released(self, index: int) -> None:
@@ -304,7 +309,9 @@ def _measure(
             refused[value] = f"{value.operator} failed when repeated: {error}"
     parked = set[Value]()
     if not is_host(device):
-        for value in [value for value in profiler.found if refused[value] and profiler.found[value] is not None]:
+        for value in [
+            value for value, span in profiler.found.items() if value.name and refused[value] and span is not None
+        ]:
             parked.add(value)
             seconds[value], refused[value] = _parking_seconds(value, device), ""
     seconds = _typical(seconds, sizes)

@@ -15,10 +15,11 @@ its values by weak references in its metadata.
 All this runs for every saved tensor of every step, so it makes few objects and calls few functions.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.garbage import COLLECTOR
+from lightning_dpx.recompute.operands import Operands, Reference, operand_of
 from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
 
 Make = Callable[..., torch.Tensor]
@@ -317,6 +319,7 @@ class Rematerialisation:
         self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
         self._compressed, self._parked = compressed, parked
         self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
+        self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
 
@@ -325,12 +328,19 @@ class Rematerialisation:
         """Forward passes in here drop what is wanted; their backward may come later."""
         self._names.begin()
         self._values.clear()
+        pack, operands = (self._pack, self._operands) if self._want_operands else (self.pack, nullcontext())
+        self._want_operands = False
         try:
-            with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(pack, self.unpack), operands:
                 yield
         finally:
             self._names.end()
             self._decide_fleeting()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Likewise, unseen by the mode that notes operands, which would see every attribute."""
+        with torch._C.DisableTorchFunction():
+            return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
@@ -338,11 +348,13 @@ class Rematerialisation:
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
             return tensor  # a parameter, which lives anyway, or not worth the bookkeeping
         base = tensor._base
-        if base is None:
+        if base is None or base.dtype != tensor.dtype:  # a complex number is not a strided view of its parts
             base = tensor
         elif base.is_leaf and base.requires_grad:
             return tensor
         if tensor.nbytes < SMALL or type(base) is not torch.Tensor or base.layout is not torch.strided:
+            return tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return tensor.detach()
         value = self.value_of_tensor(base)
         value.pending += 1
@@ -445,6 +457,21 @@ class Rematerialisation:
         _register(node, output, value)
         return value
 
+    def constant(self, node: Any, index: int, most: int) -> Any:
+        """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
+        self._want_operands = True
+        found = operand_of(node, index)
+        if not isinstance(found, Reference):
+            return found
+        value = self.keep_constant(found.base(most))
+        return value if found.view is None else View(value, found.look)
+
+    def keep_constant(self, tensor: torch.Tensor) -> Value:
+        """The value of such a tensor; nobody may write to it before backward."""
+        value = Value("", "constant")
+        value.keep(tensor)
+        return value
+
     def read_saved(self, node: Any, name: str) -> Any:
         """What ``node`` saved under ``name``: a value, a view of one, or anything else as it is; ``None`` without.
 
@@ -454,6 +481,10 @@ class Rematerialisation:
         saved = getattr(node, f"_raw_saved_{name}", None)
         if saved is None:
             return getattr(node, f"_saved_{name}")  # a number
+        return self.packed(node, saved)
+
+    def packed(self, node: Any, saved: Any) -> Any:
+        """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
         hook = saved.unpack_hook
         if hook is None or hook == self.unpack:
             return saved.data
@@ -527,6 +558,14 @@ class _Node:
             raise NotRecomputable(f"input {index} of {self._node.name()} is not part of the graph")
         return self._owner.flowing(source, output, self._depth)
 
+    def operand(self, index: int) -> Any:
+        """The input tensor number ``index`` along the graph; the operand in its place if there is no such edge."""
+        return self.edge(index) if self.has_edge(index) else self.constant()
+
+    def constant(self, index: int = 0) -> Any:
+        """Operand number ``index`` of those that are not part of the graph."""
+        return self._owner.constant(self._node, index, math.prod(self.shape) * self.dtype.itemsize // 2)
+
     def saved(self, name: str, edge: int | None = None) -> Any:
         """The input tensor that the operator saved under ``name``; if it did not, the one along ``edge``."""
         if edge is not None:
@@ -544,6 +583,10 @@ class _Node:
     def optional(self, name: str) -> Any:
         """Likewise, or ``None``."""
         return self._owner.read_saved(self._node, name)
+
+    def saved_list(self, name: str) -> list[Any]:
+        """The tensors that the operator saved under ``name``, where it is a list; ``None`` for those that are none."""
+        return [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
 
     def leaf(self, index: int) -> torch.Tensor | None:
         """Input ``index`` itself, if it is a parameter."""

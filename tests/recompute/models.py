@@ -102,6 +102,62 @@ class UnrolledLSTM(nn.Module):
         return out
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable detour of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base, self.drop = base, nn.Dropout(0.05)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(self.drop(x))) * 2.0
+        return out
+
+
+class MaskedBlock(nn.Module):
+    """Attention and GELU by hand: with a mask that is added to the scores, and numbers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.heads = nn.LayerNorm(width), nn.LayerNorm(width), heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = self.drop((q @ k.transpose(2, 3) * k.shape[-1] ** -0.5 + mask).softmax(-1))
+        x = x + self.drop(self.out((scores @ v).transpose(1, 2).flatten(2)))
+        up = self.up(self.norm2(x))
+        out: Tensor = x + self.drop(self.down(0.5 * up * (1.0 + torch.tanh(0.8 * (up + 0.045 * up.pow(3))))))
+        return out
+
+
+class LoRA(nn.Module):
+    """A frozen language model with adapters in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 64), nn.Embedding(32, 64)
+        self.blocks = nn.ModuleList(MaskedBlock(64, 4) for _ in range(6))
+        self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 50))
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for block in self.blocks:
+            for name in ("qkv", "out", "up", "down"):
+                setattr(block, name, Adapted(getattr(block, name)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        mask = torch.full((1, 1, length, length), -1e9).triu(1)
+        x = self.tokens(ids) + self.positions(torch.arange(length))
+        for block in self.blocks:
+            x = block(x, mask)
+        out: Tensor = self.head(x)
+        return out
+
+
 def residual_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(12)), nn.BatchNorm2d(8), nn.ReLU(),
@@ -111,6 +167,7 @@ def residual_cnn() -> nn.Module:
 
 ORDINARY: dict[str, Callable[[], Case]] = {
     "gpt": lambda: (GPT(), torch.randint(50, (4, 32))),
+    "lora": lambda: (LoRA(), torch.randint(50, (4, 32))),
     "residual cnn": lambda: (residual_cnn(), torch.randn(4, 3, 16, 16)),
     "unet": lambda: (UNet(), torch.randn(2, 3, 32, 32)),
     "unrolled lstm": lambda: (UnrolledLSTM(), torch.randn(24, 32, 16)),
@@ -212,11 +269,47 @@ class Recurrent(nn.Module):
         return out
 
 
+class Complex(nn.Module):
+    """Numbers in memory that are not the numbers of the tensor, and views with another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(torch.sin(self.one(x)), self.two(x))
+        spectrum = torch.fft.fft(z.conj() * torch.polar(x, self.two(x)))
+        pairs = torch.view_as_real(spectrum * z) * self.one(x)[..., None]
+        out: Tensor = pairs.sum(-1) * z.conj().imag
+        return out
+
+
+class Frozen(nn.Module):
+    """Trainable layers below frozen ones of every kind, norms in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.trunk = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 8, 3, padding=1),
+            nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8).eval(), nn.LayerNorm(16, eps=0.01),
+            nn.Linear(16, 16), nn.Sigmoid(),
+        )  # fmt: skip
+        self.trunk.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out: Tensor = (1 - x) * self.trunk(x)
+        return out
+
+
 AWKWARD: dict[str, Callable[[], Case]] = {
     "called several times": lambda: (CalledTwice(), torch.randn(64, 64)),
     "data-dependent": lambda: (Branching(), torch.randn(64, 64)),
     "custom function": lambda: (CustomFunction(), torch.randn(64, 64)),
     "aliases and in-place": lambda: (Aliasing(), torch.randn(64, 64)),
+    "complex numbers": lambda: (Complex(), torch.rand(64, 64)),
+    "frozen layers": lambda: (Frozen(), torch.rand(4, 3, 16, 16)),
     "hooks": lambda: (Hooked(), torch.randn(64, 64)),
     "recurrent layers": lambda: (Recurrent(), torch.randn(12, 32, 16)),
 }

@@ -86,6 +86,20 @@ def test_training_within_a_budget_ends_at_the_same_bits(
     assert not any(child._forward_hooks for child in model.modules()), "taken off at the end"
 
 
+@pytest.mark.parametrize(("devices", "execution"), [(1, "auto"), (2, "inline"), (2, "threads")])
+def test_frozen_layers_above_trained_ones_fit_into_as_little(devices: int, execution: Any) -> None:
+    """Their biases are not part of the graph; every replica and thread finds its own."""
+
+    def frozen() -> Tower:
+        model = tower(dropout=0.0)
+        model.net[1:].requires_grad_(False)
+        return model
+
+    ours = fit(frozen(), strategy=dpx.DPXStrategy(execution=execution, memory_budget="10MiB"), devices=devices)
+    expected = fit(frozen(), strategy=dpx.DPXStrategy(execution=execution), devices=devices)
+    assert_equal(ours, expected, bitwise=True)
+
+
 def test_a_budget_that_cannot_be_met_says_what_would_do() -> None:
     with pytest.raises(dpx.PlanError, match="smallest that can is") as error:
         fit(tower(), strategy=dpx.DPXStrategy(memory_budget="10MiB"))

@@ -8,17 +8,19 @@ to the node. It repeats the very operator on the very inputs, so the result is t
     def _gelu(node):
         return partial(F.gelu, approximate=node.approximate), [node.saved("self", edge=0)]
 
-``node.saved(name)`` is an input that the operator kept, ``node.edge(i)`` the i-th input along the graph, and any other
-attribute an argument that is no tensor. A recipe that cannot work for this call raises :class:`NotRecomputable`.
+``node.saved(name)`` is an input that the operator kept, ``node.edge(i)`` the i-th input along the graph,
+``node.operand(i)`` likewise, or what the call got in its place (see :mod:`lightning_dpx.recompute.operands`), and any
+other attribute an argument that is no tensor. A recipe that cannot work for this call raises :class:`NotRecomputable`.
 """
 
-from lightning_dpx.recompute.recipes import combining, matrices, norms, pointwise, pooling, shapes
+from lightning_dpx.recompute.recipes import attention, combining, matrices, norms, pointwise, pooling, recurrent, shapes
 from lightning_dpx.recompute.recipes.registry import RECIPES, VIEWS, NotRecomputable, recipe, recipe_for, view
 
 __all__ = [
     "NotRecomputable",
     "RECIPES",
     "VIEWS",
+    "attention",
     "combining",
     "matrices",
     "norms",
@@ -26,6 +28,7 @@ __all__ = [
     "pooling",
     "recipe",
     "recipe_for",
+    "recurrent",
     "shapes",
     "view",
 ]

@@ -1,22 +1,36 @@
 """Recipes of operators on two or more inputs."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 
-from lightning_dpx.recompute.recipes.registry import aten, recipe, signed
+from lightning_dpx.recompute.recipes.registry import Recipe, aten, of_saved, recipe, signed
 
 
 @recipe("AddBackward0")
 def _add(node: Any) -> Any:
     add = torch.add if node.alpha == 1 else partial(torch.add, alpha=node.alpha)
-    return add, [node.edge(0), node.edge(1)]
+    return add, [node.operand(0), node.operand(1)]
 
 
 @recipe("SubBackward0")
 def _sub(node: Any) -> Any:
-    return partial(torch.sub, alpha=node.alpha), [node.edge(0), node.edge(1)]
+    return partial(torch.sub, alpha=node.alpha), [node.operand(0), node.operand(1)]
+
+
+@recipe("RsubBackward0", "RsubBackward1")
+def _rsub(node: Any) -> Any:
+    number = node.constant() if node.num_edges == 1 else node.operand(1)
+    return partial(torch.rsub, alpha=node.alpha), [node.operand(0), number]
+
+
+@recipe("MaskedFillBackward0", "MaskedFillBackward1")
+def _masked_fill(node: Any) -> Any:
+    number = node.constant() if node.num_edges == 1 else node.operand(1)
+    return torch.masked_fill, [node.edge(0), node.saved("mask"), number]
 
 
 @recipe("MulBackward0")
@@ -32,7 +46,7 @@ def _div(node: Any) -> Any:
 @recipe("AddcmulBackward0")
 def _addcmul(node: Any) -> Any:
     return partial(torch.addcmul, value=node.value), [
-        node.edge(0),
+        node.operand(0),
         node.saved("tensor1", edge=1),
         node.saved("tensor2", edge=2),
     ]
@@ -40,19 +54,66 @@ def _addcmul(node: Any) -> Any:
 
 @recipe("WhereBackward0")
 def _where(node: Any) -> Any:
-    return torch.where, [node.saved("condition"), node.edge(0), node.edge(1)]
+    return torch.where, [node.saved("condition"), node.operand(0), node.operand(1)]
 
 
-@recipe("CatBackward0")
-def _cat(node: Any) -> Any:
-    dim = signed(node.dim)
-    return (lambda *parts: torch.cat(parts, dim)), [node.edge(index) for index in range(node.num_edges)]
+def _joined(operator: Callable[..., torch.Tensor]) -> Recipe:
+    def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
+        dim, missing = signed(node.dim), count()
+        parts = [
+            node.edge(index) if node.has_edge(index) else node.constant(next(missing))
+            for index in range(node.num_edges)
+        ]
+        return (lambda *parts: operator(parts, dim)), parts
+
+    return make
 
 
-@recipe("StackBackward0")
-def _stack(node: Any) -> Any:
-    dim = signed(node.dim)
-    return (lambda *parts: torch.stack(parts, dim)), [node.edge(index) for index in range(node.num_edges)]
+recipe("CatBackward0")(_joined(torch.cat))
+recipe("StackBackward0")(_joined(torch.stack))
+
+
+@recipe("LerpBackward0")
+def _lerp(node: Any) -> Any:
+    weight = node.weight
+    return (lambda start, end: torch.lerp(start, end, weight)), [node.edge(0), node.edge(1)]
+
+
+@recipe("LerpBackward1")
+def _lerp_by_tensor(node: Any) -> Any:
+    return torch.lerp, [node.edge(0), node.saved("end", edge=1), node.saved("weight", edge=2)]
+
+
+@recipe("AddcdivBackward0")
+def _addcdiv(node: Any) -> Any:
+    inputs = [node.edge(0), node.saved("tensor1", edge=1), node.saved("tensor2", edge=2)]
+    return partial(torch.addcdiv, value=node.value), inputs
+
+
+@recipe("LinalgCrossBackward0")
+def _cross(node: Any) -> Any:
+    return partial(torch.linalg.cross, dim=signed(node.dim)), [node.saved("self", edge=0), node.saved("other", edge=1)]
+
+
+@recipe("ClampBackward0")
+def _clamp(node: Any) -> Any:
+    bounds = {name: bound for name in ("min", "max") if (bound := node.optional(name)) is not None}
+
+    def clamp(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(x, **dict(zip(bounds, given, strict=True)))
+
+    return clamp, [node.saved("self", edge=0), *bounds.values()]
+
+
+recipe("MaximumBackward0")(of_saved(torch.maximum, "self", "other"))
+recipe("MinimumBackward0")(of_saved(torch.minimum, "self", "other"))
+recipe("Atan2Backward0")(of_saved(torch.atan2, "self", "other"))
+recipe("HypotBackward0")(of_saved(torch.hypot, "self", "other"))
+recipe("XlogyBackward0")(of_saved(torch.xlogy, "self", "other"))
+recipe("LogaddexpBackward0")(of_saved(torch.logaddexp, "self", "other"))
+recipe("PowBackward1")(of_saved(torch.pow, "self", "exponent"))
+recipe("ComplexBackward0")(of_saved(torch.complex, "real", "imag"))
+recipe("PolarBackward0")(lambda node: (torch.polar, [node.edge(0), node.edge(1)]))
 
 
 @recipe("PreluKernelBackward0")

@@ -1,4 +1,4 @@
-"""Recipes of products, convolutions, tables and attention."""
+"""Recipes of products, convolutions and tables."""
 
 from functools import partial
 from typing import Any
@@ -6,14 +6,19 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.recipes.registry import NotRecomputable, aten, recipe, signed
 
 
 @recipe("AddmmBackward0")
 def _addmm(node: Any) -> Any:
-    bias, left, right = node.edge(0), node.saved("mat1", edge=1), node.saved("mat2", edge=2)
+    left, right = node.saved("mat1", edge=1), node.saved("mat2", edge=2)
     plain = node.alpha == node.beta == 1
-    return torch.addmm if plain else partial(torch.addmm, alpha=node.alpha, beta=node.beta), [bias, left, right]
+    operator = torch.addmm if plain else partial(torch.addmm, alpha=node.alpha, beta=node.beta)
+    if node.has_edge(0):
+        return operator, [node.edge(0), left, right]
+    dtype = node.dtype  # autocast converts a frozen bias, which the graph does not know
+    return (lambda bias, left, right: operator(bias.to(dtype), left, right)), [node.constant(), left, right]
 
 
 @recipe("MmBackward0")
@@ -28,25 +33,29 @@ def _bmm(node: Any) -> Any:
 
 @recipe("BaddbmmBackward0")
 def _baddbmm(node: Any) -> Any:
-    inputs = [node.edge(0), node.saved("batch1", edge=1), node.saved("batch2", edge=2)]
+    inputs = [node.operand(0), node.saved("batch1", edge=1), node.saved("batch2", edge=2)]
     return partial(torch.baddbmm, alpha=node.alpha, beta=node.beta), inputs
 
 
 @recipe("LinearBackward0")
 def _linear(node: Any) -> Any:
     inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
-    return F.linear, [*inputs, node.edge(2)] if node.num_edges > 2 and node.has_edge(2) else inputs
+    if node.num_edges > 2 and (bias := node.operand(2)) is not None:
+        inputs.append(bias)
+    return F.linear, inputs
 
 
 @recipe("ConvolutionBackward0")
 def _convolution(node: Any) -> Any:
-    inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
+    inputs, dtype = [node.saved("input", edge=0), node.saved("weight", edge=1)], node.dtype
     rest = node.stride, node.padding, node.dilation, node.transposed, node.output_padding, node.groups
-    if node.has_edge(2):
-        inputs.append(node.edge(2))
-    elif any(node.bias_sym_sizes_opt or ()):
-        raise NotRecomputable("a convolution with a frozen bias")
-    return (lambda x, weight, bias=None: torch.convolution(x, weight, bias, *rest)), inputs
+    if any(node.bias_sym_sizes_opt or ()):
+        inputs.append(node.operand(2))
+
+    def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.convolution(x, weight, None if bias is None else bias.to(dtype), *rest)
+
+    return convolve, inputs
 
 
 @recipe("EmbeddingBackward0")
@@ -60,16 +69,40 @@ def _gather(node: Any) -> Any:
     return (lambda x, index: torch.gather(x, dim, index)), [node.saved("self", edge=0), node.saved("index")]
 
 
-@recipe("ScaledDotProductFlashAttentionForCpuBackward0")
-def _cpu_attention(node: Any) -> Any:
-    if node.output or node.dropout_p:
-        raise NotRecomputable("attention with dropout draws random numbers")
-    is_causal, scale, mask = node.is_causal, node.scale, node.optional("attn_mask")
-    operator = aten._scaled_dot_product_flash_attention_for_cpu.default
+@recipe("IndexSelectBackward0")
+def _index_select(node: Any) -> Any:
+    dim = signed(node.dim)
+    return (lambda x, index: torch.index_select(x, dim, index)), [node.edge(0), node.saved("index")]
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        attended: torch.Tensor = operator(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
-        return attended
 
-    inputs = [node.saved("query", edge=0), node.saved("key", edge=1), node.saved("value", edge=2)]
-    return attend, inputs if mask is None else [*inputs, mask]
+@recipe("IndexBackward0")
+def _index(node: Any) -> Any:
+    where = node.saved_list("indices")
+    places = [place for place, index in enumerate(where) if index is not None]
+
+    def index(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        indices: list[torch.Tensor | None] = [None] * len(where)
+        for place, tensor in zip(places, given, strict=True):
+            indices[place] = tensor
+        picked: torch.Tensor = aten.index.Tensor(x, indices)
+        return picked
+
+    return index, [node.edge(0), *(index for index in where if index is not None)]
+
+
+@recipe("MaskedSelectBackward0")
+def _masked_select(node: Any) -> Any:
+    return torch.masked_select, [node.saved("self", edge=0), node.saved("mask")]
+
+
+@recipe("ScatterBackward0")
+def _scatter(node: Any) -> Any:
+    if not is_host(node.device):
+        raise NotRecomputable("of two numbers for one place a device takes any")
+    dim = signed(node.dim)
+    return (lambda x, index, source: x.scatter(dim, index, source)), [node.edge(0), node.saved("index"), node.edge(1)]
+
+
+@recipe("MvBackward0")
+def _mv(node: Any) -> Any:
+    return torch.mv, [node.saved("self", edge=0), node.saved("vec", edge=1)]

@@ -50,12 +50,29 @@ def signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def with_arguments(operator: Callable[..., torch.Tensor], *arguments: str) -> Recipe:
+def argument(node: Any, name: str) -> Any:
+    """What the node noted of an argument that is no tensor."""
+    value = getattr(node, name)
+    if isinstance(value, tuple):
+        return [signed(entry) if type(entry) is int else entry for entry in value]
+    return signed(value) if type(value) is int else value
+
+
+def with_arguments(operator: Callable[..., Any], *arguments: str) -> Recipe:
     """Of one tensor and what the node noted of the other arguments, in the operator's order."""
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        given = [getattr(node, argument) for argument in arguments]
-        given = [signed(value) if type(value) is int else value for value in given]
-        return (lambda x: operator(x, *given)), [node.edge(0)]
+        given, output = [argument(node, name) for name in arguments], node.output
+
+        def again(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor | Sequence[torch.Tensor] = operator(x, *given)
+            return result if isinstance(result, torch.Tensor) else result[output]
+
+        return again, [node.edge(0)]
 
     return make
+
+
+def of_saved(operator: Callable[..., torch.Tensor], *names: str) -> Recipe:
+    """Of tensors that the node saved under ``names``, or that come along its edges in this order."""
+    return lambda node: (operator, [node.saved(name, edge=index) for index, name in enumerate(names)])

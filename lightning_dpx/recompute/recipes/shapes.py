@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.recompute.recipes.registry import aten, recipe, signed, view, with_arguments
+from lightning_dpx.recompute.recipes.registry import argument, aten, recipe, signed, view, with_arguments
 
 
 @view("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "UnsqueezeBackward0")
@@ -92,3 +92,29 @@ recipe("TriuBackward0")(with_arguments(aten.triu.default, "diagonal"))
 recipe("RepeatBackward0")(with_arguments(aten.repeat.default, "repeats"))
 recipe("PixelShuffleBackward0")(with_arguments(aten.pixel_shuffle.default, "upscale_factor"))
 recipe("PixelUnshuffleBackward0")(with_arguments(aten.pixel_unshuffle.default, "downscale_factor"))
+recipe("RollBackward0")(with_arguments(aten.roll.default, "shifts", "dims"))
+recipe("FlipBackward0")(with_arguments(aten.flip.default, "dims"))
+recipe("Rot90Backward0")(with_arguments(aten.rot90.default, "k", "dims"))
+recipe("DiagEmbedBackward0")(with_arguments(aten.diag_embed.default, "offset", "dim1", "dim2"))
+recipe("DiagonalBackward0")(with_arguments(aten.diagonal.default, "offset", "dim1", "dim2"))
+recipe("UnfoldBackward0")(with_arguments(aten.unfold.default, "dimension", "size", "step"))
+recipe("Im2ColBackward0")(with_arguments(aten.im2col.default, "kernel_size", "dilation", "padding", "stride"))
+recipe("ChannelShuffleBackward0")(with_arguments(aten.channel_shuffle.default, "groups"))
+recipe("ViewAsRealBackward0")(with_arguments(aten.view_as_real.default))
+recipe("ViewAsComplexBackward0")(with_arguments(aten.view_as_complex.default))
+recipe("FftC2CBackward0")(with_arguments(aten._fft_c2c.default, "dim", "normalization", "forward"))
+recipe("FftR2CBackward0")(with_arguments(aten._fft_r2c.default, "dim", "normalization", "onesided"))
+
+
+@recipe("FftC2RBackward0")
+def _complex_to_real(node: Any) -> Any:
+    dim, normalization = argument(node, "dim"), node.normalization
+    size = node.shape[dim[-1]]
+    return (lambda x: aten._fft_c2r.default(x, dim, normalization, size)), [node.edge(0)]
+
+
+@recipe("Col2ImBackward0")
+def _col2im(node: Any) -> Any:
+    rest = [argument(node, name) for name in ("kernel_size", "dilation", "padding", "stride")]
+    size = node.shape[-2:]
+    return (lambda x: aten.col2im.default(x, size, *rest)), [node.edge(0)]

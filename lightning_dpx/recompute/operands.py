@@ -1,0 +1,139 @@
+"""Operands that autograd keeps no trace of: the 1 of ``1 - x``, a mask added to scores, the bias of a frozen layer.
+
+The node of an operator has an edge for every operand that needs a gradient, and saves what gradients are computed from.
+The others a recipe cannot find. While :class:`Operands` is on, the functions below note them at their node: numbers as
+they are, tensors by a weak reference with their version. So a note keeps nothing alive; a tensor that is gone, or was
+written to, when a recipe asks for it is no longer known, and never taken for another one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from lightning_dpx.recompute.recipes import NotRecomputable
+
+_TAG = "lightning_dpx.operands"
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward1")
+
+# Where the operands in question stand among the arguments, and their names as keywords.
+_SUM, _BIAS = ((0, "input"), (1, "other")), ((2, "bias"),)
+_NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, torch.sub, Tensor.sub, Tensor.sub_), _SUM),
+    **dict.fromkeys((torch.rsub, Tensor.__rsub__), _SUM),
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), ((2, "value"),)),
+    torch.where: ((1, "input"), (2, "other")),
+    Tensor.where: ((0, "self"), (2, "other")),
+    **dict.fromkeys((torch.cat, torch.concat, torch.stack), ((0, "tensors"),)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), ((0, "input"),)),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), ((0, "input"),)),
+    **dict.fromkeys((F.linear, torch.conv1d, torch.conv2d, torch.conv3d), _BIAS),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _BIAS),
+    F.batch_norm: ((4, "bias"),),
+    F.group_norm: ((3, "bias"),),
+    F.layer_norm: ((4, "eps"),),
+    F.rms_norm: ((3, "eps"),),
+    F.pad: ((3, "value"),),
+    torch.constant_pad_nd: ((2, "value"),),
+    **dict.fromkeys((torch.nan_to_num, Tensor.nan_to_num), ((1, "nan"), (2, "posinf"), (3, "neginf"))),
+}  # fmt: skip
+
+
+class Operands(TorchFunctionMode):
+    """Notes operands outside of the graph at the nodes of the calls in here, for a few us a call of any function."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args) if not kwargs else func(*args, **kwargs)
+        places = _NOTED.get(func)
+        if places is None or type(result) is not Tensor or not result.requires_grad:
+            return result
+        if outside := _outside(places, args, kwargs or {}):
+            node = result.grad_fn
+            if node is not None and node.name() in _VIEWS:  # several rows are one matrix for the operator itself
+                node = node.next_functions[0][0]
+            if node is not None:
+                node.metadata[_TAG] = [_noted(operand) for operand in outside]  # type: ignore[index]
+        return result
+
+
+def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands in these places that need no gradient."""
+    given: list[Any] = []
+    for place, name in places:
+        operand = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(operand, list | tuple):
+            given += operand
+        else:
+            given.append(operand)
+    return [operand for operand in given if not (isinstance(operand, Tensor) and operand.requires_grad)]
+
+
+def _noted(operand: Any) -> Any:
+    if not isinstance(operand, Tensor):
+        return operand if isinstance(operand, int | float | complex | None) else _Unknown()
+    if type(operand) not in (Tensor, nn.Parameter) or operand.is_inference():
+        return _Unknown()
+    return Reference(operand)
+
+
+class _Unknown:
+    """Some other object."""
+
+
+class Reference:
+    """A tensor as it was, weakly.
+
+    Attributes:
+        view: Size, stride and offset, if it is a view; of views only the base is there for longer.
+    """
+
+    __slots__ = ("_ref", "_version", "view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        base, self.view = tensor._base, None
+        if base is not None and base.dtype == tensor.dtype and type(base) in (Tensor, nn.Parameter):
+            self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
+            tensor = base
+        self._ref, self._version = TensorWeakRef(tensor), tensor._version
+
+    def base(self, most: int) -> Tensor:
+        """The tensor, or what it is a view of, if it is still the same.
+
+        Raises:
+            NotRecomputable: it is not, or takes more than ``most`` bytes and would have to be kept for this.
+        """
+        found: Tensor | None = self._ref()
+        if found is None:
+            raise NotRecomputable("an operand outside of the graph is gone")
+        if found._version != self._version:
+            raise NotRecomputable("an operand outside of the graph was changed in place")
+        if not isinstance(found, nn.Parameter) and self._bytes(found) > most:
+            raise NotRecomputable("an operand outside of the graph is as large as the result")
+        return found
+
+    def look(self, base: Tensor) -> Tensor:
+        """The tensor, of what it is a view of."""
+        assert self.view is not None, "asked for views only"
+        return base.as_strided(*self.view)
+
+    def _bytes(self, base: Tensor) -> int:
+        size = base.size() if self.view is None else self.view[0]
+        return min(size.numel() * base.itemsize, base.untyped_storage().nbytes())
+
+
+def operand_of(node: Any, index: int) -> Any:
+    """Operand number ``index`` of those that ``node`` has no edge for: a number, ``None`` or a :class:`Reference`.
+
+    Raises:
+        NotRecomputable: it was not noted.
+    """
+    note = node.metadata.get(_TAG, ())
+    if index >= len(note) or isinstance(note[index], _Unknown):
+        raise NotRecomputable(f"an operand of {node.name()} is not part of the graph")
+    return note[index]
