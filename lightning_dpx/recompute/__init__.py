@@ -5,7 +5,8 @@ planner   profile x budget -> what to drop         threshold | search | optimal 
 forecast  profile x choice -> peak and extra time, exactly as the run will have them
 plan      the choice as a file
 places    one plan for a step that runs on several devices
-apply     the plan on a module: saved-tensor hooks (values), and how operators are repeated (recipes)
+apply     the plan on a module: saved-tensor hooks (values), how operators are repeated (recipes), and on what, where
+          autograd does not know it (operands)
 """
 
 from lightning_dpx.recompute.apply import (
