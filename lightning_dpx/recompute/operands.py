@@ -21,7 +21,8 @@ _TAG = "lightning_dpx.operands"
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward1")
 
 # Where the operands in question stand among the arguments, and their names as keywords.
-_SUM, _BIAS = ((0, "input"), (1, "other")), ((2, "bias"),)
+_SUM, _FIRST, _BIAS = ((0, "input"), (1, "other")), ((0, "input"),), ((2, "bias"),)
+_OPTIONAL = {"bias", "eps", "value", "nan", "posinf", "neginf"}
 _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, torch.sub, Tensor.sub, Tensor.sub_), _SUM),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), _SUM),
@@ -29,8 +30,8 @@ _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
     torch.where: ((1, "input"), (2, "other")),
     Tensor.where: ((0, "self"), (2, "other")),
     **dict.fromkeys((torch.cat, torch.concat, torch.stack), ((0, "tensors"),)),
-    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), ((0, "input"),)),
-    **dict.fromkeys((torch.addcmul, Tensor.addcmul), ((0, "input"),)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _FIRST),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), _FIRST),
     **dict.fromkeys((F.linear, torch.conv1d, torch.conv2d, torch.conv3d), _BIAS),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _BIAS),
     F.batch_norm: ((4, "bias"),),
@@ -64,9 +65,11 @@ class Operands(TorchFunctionMode):
 
 def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The operands in these places that need no gradient."""
+    if (places is _SUM and len(args) > 2) or (places is _FIRST and len(args) > 3):
+        return []  # an older order of arguments, with factors among them
     given: list[Any] = []
     for place, name in places:
-        operand = args[place] if place < len(args) else kwargs.get(name)
+        operand = args[place] if place < len(args) else kwargs.get(name, None if name in _OPTIONAL else _UNKNOWN)
         if isinstance(operand, list | tuple):
             given += operand
         else:
@@ -76,14 +79,17 @@ def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dic
 
 def _noted(operand: Any) -> Any:
     if not isinstance(operand, Tensor):
-        return operand if isinstance(operand, int | float | complex | None) else _Unknown()
+        return operand if isinstance(operand, int | float | complex | None) else _UNKNOWN
     if type(operand) not in (Tensor, nn.Parameter) or operand.is_inference():
-        return _Unknown()
+        return _UNKNOWN
     return Reference(operand)
 
 
 class _Unknown:
-    """Some other object."""
+    """Some other object, or none where there must be one."""
+
+
+_UNKNOWN = _Unknown()
 
 
 class Reference:
@@ -134,6 +140,6 @@ def operand_of(node: Any, index: int) -> Any:
         NotRecomputable: it was not noted.
     """
     note = node.metadata.get(_TAG, ())
-    if index >= len(note) or isinstance(note[index], _Unknown):
+    if index >= len(note) or note[index] is _UNKNOWN:
         raise NotRecomputable(f"an operand of {node.name()} is not part of the graph")
     return note[index]

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,14 @@ def test_a_tensor_that_would_have_to_be_kept_in_place_of_the_result_is_refused()
 
 @pytest.mark.parametrize(
     "call",
-    [lambda x: x.cos(), lambda x: x + x, lambda x: torch.ops.aten.add(x, 1), lambda x: F.pad(x, (1, 1)).view(-1)],
+    [
+        lambda x: x.cos(),
+        lambda x: x + x,
+        lambda x: torch.ops.aten.add(x, 1),
+        lambda x: torch.rsub(x, 1, 2),
+        lambda x: x.add(np.float32(1)),
+        lambda x: F.pad(x, (1, 1)).view(-1),
+    ],
 )
 def test_what_is_not_noted_is_unknown(call: Callable[[Tensor], Tensor]) -> None:
     with Operands():
