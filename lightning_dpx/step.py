@@ -10,15 +10,17 @@ over the whole batch works in the same way: it is computed from leaves that hold
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
 import torch
 from torch.utils import _pytree
 
+from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import GatherError
+from lightning_dpx.recompute import MemoryTrace
 from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
 from lightning_dpx.replicas import Replica, ReplicaSet, Roots, Share, check_choice, gather, weighted_mean
 
@@ -231,7 +233,8 @@ class TrainingStep:
             return
         self._unreduced = False
         done = self._eager.done if self._eager is not None else frozenset()
-        self._reduce_only([index for index in range(len(self._owners)) if index not in done])
+        for pack in self._packs:
+            self._reduce_only([index for index in pack if index not in done])
         if self._eager is not None:
             self._eager.forget()
         if self._processes is not None:
@@ -245,21 +248,61 @@ class TrainingStep:
             parameter.grad = gradient
         self._rows = 0
 
+    @property
+    def _packs(self) -> list[list[int]]:
+        """What is reduced at a time: all of it, unless gradients travel in packs."""
+        return [list(range(len(self._owners)))] if self._eager is None else self._eager.packs
+
     def _reduce_only(self, indices: Sequence[int]) -> None:
+        if not indices:
+            return
         columns = [replica.parameters for replica in self._replicas.replicas]
-        owners = [self._owners[index] for index in indices]
-        devices = self._replicas.devices
-        grads = self._reducer.reduce(
-            [[_on(column[i].grad, device) for i in indices] for column, device in zip(columns, devices, strict=True)],
+        totals = self._sums(indices, [[column[index].grad for index in indices] for column in columns])
+        for replica, column in enumerate(columns):
+            for index, total in zip(indices, totals, strict=True):
+                column[index].grad = total if replica == self._owners[index] else None
+
+    def _sums(
+        self, indices: Sequence[int], grads: Sequence[Sequence[torch.Tensor | None]]
+    ) -> list[torch.Tensor | None]:
+        """K x n gradients of the parameters at ``indices``, summed, each where its owner's copy lives."""
+        owners, replicas = [self._owners[index] for index in indices], self._replicas.replicas
+        totals = self._reducer.reduce(
+            [[_on(one, device) for one in row] for row, device in zip(grads, self._replicas.devices, strict=True)],
             owners=owners,
             names=[self._names[index] for index in indices],
         )
-        for replica, column in enumerate(columns):
-            for index, owner, total in zip(indices, owners, grads, strict=True):
-                # As plain data: a view would hold its whole pack on the device, wherever the module is moved later.
-                column[index].grad = (
-                    None if total is None or replica != owner else _on(total, column[index].device).data
-                )
+        homes = [replicas[owner].parameters[index].device for index, owner in zip(indices, owners, strict=True)]
+        # As plain data: a view would hold its whole pack on the device, wherever the module is moved later.
+        return [None if total is None else _on(total, home).data for total, home in zip(totals, homes, strict=True)]
+
+    def reduction_bytes(self, active: Collection[int]) -> dict[torch.device, int]:
+        """What a reduction takes on every device beside the gradients, at its peak: tried on zeros, pack by pack.
+
+        Args:
+            active: The replicas that have gradients.
+        """
+        columns = [replica.parameters for replica in self._replicas.replicas]
+        places = {canonical_device(parameter.device) for column in columns for parameter in column}
+        most = dict.fromkeys((*self._reducer.places, *places), 0)
+        for pack in self._packs:
+            trained = [index for index in pack if columns[0][index].requires_grad]
+            zeros = [
+                [torch.zeros_like(column[index]) if replica in active else None for index in trained]
+                for replica, column in enumerate(columns)
+            ]
+            traces = {place: MemoryTrace(place) for place in most}
+            with ExitStack() as stack, torch.no_grad():
+                for trace in traces.values():
+                    stack.enter_context(trace)
+                self._sums(trained, zeros)
+            most = {place: max(size, *traces[place].curve, 0) for place, size in most.items()}
+        return most
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients travel while backward still runs."""
+        return self._eager is not None
 
     def pending_gradients(self) -> list[list[torch.Tensor | None]]:
         """What the first backward left for every replica's own."""

@@ -45,6 +45,11 @@ class EagerReduction:
         self._armed = False
 
     @property
+    def packs(self) -> list[list[int]]:
+        """The parameters of every pack, as indices, in the order in which backward finishes them."""
+        return self._members
+
+    @property
     def done(self) -> frozenset[int]:
         """The parameters that the last backward reduced by itself."""
         return frozenset(self._done)

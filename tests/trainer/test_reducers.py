@@ -195,11 +195,10 @@ def test_gradients_travel_while_backward_runs(recompute: bool, execution: str) -
     trainer.fit(model, make_loader(), make_loader())
     start = events.index("step 1")
     first, later = events[:start], events[start : events.index("step 2")]
-    assert [event for event in first if "reduce" in event] == ["reduce 16"], "the first step learns"
+    assert sum(int(event.split()[1]) for event in first[-4:]) == 16, "the first step learns, and reduces at its end"
     reduced = [event for event in later if "reduce" in event]
-    assert reduced[-1] == "reduce 0", "nothing is left for the end"
     assert sum(int(event.split()[1]) for event in reduced) == 16
-    assert len(reduced) == 5
+    assert len(reduced) == 4, "nothing is left for the end"
     last = len(later) - 1 - later[::-1].index("gradient 0")
     assert later.index(reduced[0]) < last, "packs travel before the last replica has its last gradient"
 
