@@ -5,6 +5,7 @@ planner   profile x budget -> what to drop         threshold | search | optimal 
 forecast  profile x choice -> peak and extra time, exactly as the run will have them
 plan      the choice as a file
 places    one plan for a step that runs on several devices
+shapes    one plan for steps of several shapes
 apply     the plan on a module: saved-tensor hooks (values), how operators are repeated (recipes), and on what, where
           autograd does not know it (operands)
 """
@@ -20,6 +21,7 @@ from lightning_dpx.recompute.apply import (
     profile_module,
     remove_plan,
     search_plan,
+    sum_of,
     timeline_of,
 )
 from lightning_dpx.recompute.auto import make_planner, plan_profile
@@ -29,6 +31,7 @@ from lightning_dpx.recompute.places import plan_places
 from lightning_dpx.recompute.plan import CheckpointPlan, Decision, format_plan, summary
 from lightning_dpx.recompute.planner import PLANNERS, Planner, register_planner
 from lightning_dpx.recompute.profile import Profile, profile_step
+from lightning_dpx.recompute.shapes import SharedPlan, plan_shapes
 from lightning_dpx.recompute.threshold import ThresholdPlanner
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "PLANNERS",
     "Planner",
     "Profile",
+    "SharedPlan",
     "ThresholdPlanner",
     "applied_plan",
     "apply_plan",
@@ -50,6 +54,7 @@ __all__ = [
     "make_planner",
     "plan_places",
     "plan_profile",
+    "plan_shapes",
     "planned",
     "profile_module",
     "profile_step",
@@ -57,6 +62,7 @@ __all__ = [
     "remove_plan",
     "scaled",
     "search_plan",
+    "sum_of",
     "summary",
     "timeline_of",
 ]

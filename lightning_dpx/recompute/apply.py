@@ -82,16 +82,23 @@ def loss_of(module: nn.Module, *batch: Any) -> Run:
     def run() -> torch.Tensor:
         with _muted(module) if step is not None else nullcontext():
             out = step(batch[0] if len(batch) == 1 else batch, 0) if step is not None else module(*batch)
-        if isinstance(out, dict) and "loss" in out:
-            out = out["loss"]
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not results:
-            raise PlanError("There is nothing to plan: no output of the module depends on its parameters.")
-        if len(results) == 1 and results[0].ndim == 0:
-            return results[0]
-        return torch.stack([result.float().sum() for result in results]).sum()
+        return sum_of(out["loss"] if isinstance(out, dict) and "loss" in out else out)
 
     return run
+
+
+def sum_of(outputs: Any) -> torch.Tensor:
+    """Something to run backward from, whatever a module returns.
+
+    Raises:
+        PlanError: no output requires grad.
+    """
+    results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not results:
+        raise PlanError("There is nothing to plan: no output of the module depends on its parameters.")
+    if len(results) == 1 and results[0].ndim == 0:
+        return results[0]
+    return torch.stack([result.float().sum() for result in results]).sum()
 
 
 @contextmanager
