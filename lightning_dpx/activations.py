@@ -70,15 +70,14 @@ def example_run(module: nn.Module, device: torch.device) -> Run | None:
     if example is None:
         return None
 
-    def run() -> None:
+    def run() -> Any:
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
         training = {child: child.training for child in module.modules()}
         module.eval()  # batch normalisation refuses to train on an example of one row
         try:
             if isinstance(inputs, dict):
-                module(**inputs)
-            else:
-                module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
+                return module(**inputs)
+            return module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
         finally:
             for child, mode in training.items():
                 child.training = mode

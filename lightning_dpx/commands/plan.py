@@ -107,20 +107,32 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
     own = strategy if isinstance(strategy, DPXStrategy) else DPXStrategy()
     if own.shifts_activations:
         raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
+    places = parse_devices(devices)
     given = budget if budget is not None else own.memory_budget
-    if isinstance(given, float) or given == "auto":
-        raise ConfigurationError(
-            f"memory_budget={given!r} needs the devices to be there; give --budget in bytes, such as 8GiB."
-        )
-    allowed = int(given) if isinstance(given, str) and given.isdigit() else given
+    if isinstance(given, dict):
+        missing = [str(place) for place in places if str(place) not in given]
+        if missing:
+            raise ConfigurationError(f"memory_budget={given!r} says nothing of {', '.join(missing)}; give it a budget.")
     return Settings(
-        devices=parse_devices(devices),
+        devices=places,
         workload=own.workload,
         batch_dim=own.batch_dim,
         reducer=own.reducer,
-        budget=None if allowed is None else parse_bytes("--budget", allowed),
+        budget={place: _bytes(given[str(place)]) for place in places}
+        if isinstance(given, dict)
+        else None
+        if given is None
+        else _bytes(given),
         planner=planner or own.planner,
     )
+
+
+def _bytes(budget: int | float | str) -> int:
+    if isinstance(budget, float) or budget == "auto":
+        raise ConfigurationError(
+            f"memory_budget={budget!r} needs the devices to be there; give --budget in bytes, such as 8GiB."
+        )
+    return parse_bytes("--budget", int(budget) if isinstance(budget, str) and budget.isdigit() else budget)
 
 
 def parse_devices(devices: Any) -> tuple[torch.device, ...]:

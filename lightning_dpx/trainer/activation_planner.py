@@ -20,13 +20,14 @@ from lightning_dpx.recompute import (
     format_plan,
     make_planner,
     plan_profile,
+    plan_shapes,
     planned,
     profile_step,
     remove_plan,
 )
 from lightning_dpx.replicas import Replica, Share, stand_in
+from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.memory_planning import LargestBatch
 from lightning_dpx.trainer.profiling import loss_to_plan_from
 from lightning_dpx.trainer.strategy import DPXStrategy
 
@@ -34,8 +35,9 @@ from lightning_dpx.trainer.strategy import DPXStrategy
 class ActivationPlanner(Callback):
     """Fits the activations of every training step into a budget, under any strategy that runs one module per process.
 
-    The first batch is profiled on a stand-in of the module, before its step; rank 0's plan holds for all processes.
-    Larger batches are planned anew. ``strategy="dpx"`` plans by itself: give it ``memory_budget``.
+    The first batch is profiled on a stand-in of the module, before its step, and so is every batch that is larger in
+    some dim than any before: one plan then keeps all of these shapes within the budget. Of several processes all plan
+    when one must, each for its own batches. ``strategy="dpx"`` plans by itself: give it ``memory_budget``.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
@@ -45,7 +47,7 @@ class ActivationPlanner(Callback):
 
     Attributes:
         plan: What is followed; ``None`` before the first batch.
-        profile: The step that it was made from; ``None`` if it was given.
+        profile: The step that leaves least room, of those that it was made for; ``None`` if it was given.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -67,7 +69,7 @@ class ActivationPlanner(Callback):
         self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
         self.profile: Profile | None = None
         self._given = self.plan is not None
-        self._largest = LargestBatch()
+        self._shapes, self._profiles = KnownShapes(), list[Profile]()
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,7 +91,7 @@ class ActivationPlanner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans if need be, and begins to follow."""
-        if not self._given and self._largest.grows(batch):
+        if not self._given and trainer.strategy.reduce_boolean_decision(not self._shapes.hold(batch), all=False):
             self._make_plan(trainer, pl_module, batch, batch_idx)
         self._step.enter_context(planned(pl_module))
 
@@ -105,13 +107,25 @@ class ActivationPlanner(Callback):
         """Leaves the module as it was."""
         if applied_plan(pl_module) is not None:
             remove_plan(pl_module)
-        self._largest = LargestBatch()
+        self._shapes, self._profiles = KnownShapes(), []
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not module.automatic_optimization:
             raise UnsupportedError("A budget profiles a step, which manual optimization makes impossible; give plan.")
-        if applied_plan(module) is not None:
+        applied = applied_plan(module)
+        if applied is not None:
             remove_plan(module)
+        try:
+            profile = self._profiled(trainer, module, batch, batch_idx)
+            if not self._shapes.hold(batch):
+                plan = self._planned(module, profile, None if applied is None else applied.plan)
+                self._shapes.add(batch)
+                rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
+        finally:
+            if self.plan is not None:
+                apply_plan(module, self.plan)
+
+    def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         replica = Replica(0, trainer.strategy.root_device, module)
         twin: Any = stand_in(replica, [trainer, *trainer.loggers])
         twin._trainer = trainer
@@ -120,10 +134,17 @@ class ActivationPlanner(Callback):
             with StepLog(Share(replica, 0, batch)).recording(twin):
                 return loss_to_plan_from(twin.training_step(batch, batch_idx))
 
-        self.profile = profile = profile_step(
-            twin, step, replica.device, context=trainer.precision_plugin.train_step_context
-        )
-        budget = bytes_of_budget(self._budget, profile.peak)
-        self.plan = trainer.strategy.broadcast(plan_profile(module, profile, budget, self._planner))
-        apply_plan(module, self.plan)
-        rank_zero_info(f"dpx: memory plan for {replica.device}:\n{format_plan(self.plan)}")
+        return profile_step(twin, step, replica.device, context=trainer.precision_plugin.train_step_context)
+
+    def _planned(self, module: LightningModule, latest: Profile, now: CheckpointPlan | None) -> CheckpointPlan:
+        profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)
+        largest = max(profiles, key=lambda profile: profile.peak)
+        budget = bytes_of_budget(self._budget, largest.peak)
+        if budget is None:  # as few as possible where most are needed
+            plan, self.profile = plan_profile(module, largest, None, self._planner), largest
+        else:
+            steps, rooms = [[profile] for profile in profiles], [[budget] for _ in profiles]
+            shared = plan_shapes(module, steps, rooms, self._planner, now)
+            plan, self.profile = shared.plans[0], profiles[shared.worst[0]]
+        self.plan, self._profiles = plan, profiles
+        return plan

@@ -6,7 +6,7 @@ fused kernels of a GPU do not. Workspaces of a device's libraries are not seen, 
 CPU's. Gradients count all through the step, as they do when they accumulate.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ class Settings:
         workload: As in the strategy; ``"auto"`` counts as even.
         batch_dim: As in the strategy.
         reducer: As in the strategy.
-        budget: Bytes on each device, or ``None``.
+        budget: Bytes on each device, by device where they differ; or ``None``.
         planner: As in the strategy.
     """
 
@@ -54,7 +54,7 @@ class Settings:
     workload: str | Sequence[float] = "even"
     batch_dim: BatchDim = 0
     reducer: str | GradientReducer = "auto"
-    budget: int | None = None
+    budget: int | Mapping[torch.device, int] | None = None
     planner: str | Planner = "auto"
 
 
@@ -201,7 +201,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         if size:
             progress(f"planning {device}")
             static["inputs"] = inputs * size // num_rows
-            forecasts.append(_device(module, str(device), size, static, profiles[size], settings))
+            forecasts.append(_device(module, device, size, static, profiles[size], settings))
     return DryRun(tuple(forecasts), profiles)
 
 
@@ -248,10 +248,16 @@ def _static(trainer: Trainer, module: LightningModule, settings: Settings) -> li
 
 
 def _device(
-    module: LightningModule, device: str, rows: int, static: dict[str, int], profile: Profile, settings: Settings
+    module: LightningModule,
+    device: torch.device,
+    rows: int,
+    static: dict[str, int],
+    profile: Profile,
+    settings: Settings,
 ) -> DeviceForecast:
-    allowed, held = settings.budget, sum(static.values())
-    common = {"device": device, "rows": rows, **static, "unplanned": profile.peak, "budget": allowed or 0}
+    budget, held = settings.budget, sum(static.values())
+    allowed = budget[device] if isinstance(budget, Mapping) else budget
+    common = {"device": str(device), "rows": rows, **static, "unplanned": profile.peak, "budget": allowed or 0}
     try:
         room = None if allowed is None else max(1, allowed - held)
         plan = plan_profile(module, profile, profile.peak if room is None else room, settings.planner)

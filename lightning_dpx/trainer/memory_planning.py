@@ -1,23 +1,17 @@
 """``memory_budget`` and ``plan`` of the strategy: profiles a step of one replica, and puts plans on all of them."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dpx.devices import (
-    allocated_and_peak,
-    canonical_device,
-    capacity_of,
-    free_bytes,
-    is_host,
-    parse_bytes,
-    reset_peak_memory,
-)
-from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
+from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
@@ -27,51 +21,52 @@ from lightning_dpx.recompute import (
     format_plan,
     make_planner,
     plan_places,
+    plan_shapes,
     remove_plan,
     scaled,
     summary,
 )
-from lightning_dpx.replicas import ReplicaSet, Share
+from lightning_dpx.replicas import Replica, ReplicaSet, Share
 from lightning_dpx.shifting import applied_shift
-from lightning_dpx.trainer.auto_shift import states_of
+from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.trainer.budgets import Budgets, parse_budget
 from lightning_dpx.trainer.profiling import Step, places_of, profile_share
+from lightning_dpx.trainer.static_memory import StaticMemory
 
-_MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation
+StaticOf = Callable[[Sequence[Share]], StaticMemory]  # what a step of these shares needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
 _UNNOTICED = 2**18  # bytes: gradients on their way, and other small things that come while activations go
 _TIGHTER = 0.8  # of the activations of a plan that did not fit
 
 
-def parse_budget(budget: int | float | str | None) -> int | float | str | None:
-    """``None``, ``"auto"``, bytes, or a fraction of the device.
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A profiled step of one replica.
 
-    Raises:
-        ConfigurationError: it is none of these.
+    Attributes:
+        profiles: One for each of the devices that it runs on.
+        sharing: How many replicas' steps share each of them.
     """
-    if budget is None or budget == "auto":
-        return budget
-    if isinstance(budget, float) and 0 < budget <= 1:
-        return budget
-    if isinstance(budget, float):
-        raise ConfigurationError(
-            f"memory_budget={budget!r} is not allowed; give a fraction up to 1.0, bytes, '8GiB', or 'auto'."
-        )
-    return parse_bytes("memory_budget", budget)
+
+    profiles: tuple[Profile, ...]
+    sharing: tuple[int, ...]
 
 
-class LargestBatch:
-    """Notices batches that are larger than those before."""
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """About the replicas on one device.
 
-    def __init__(self) -> None:
-        self._sizes: tuple[int, ...] = ()
+    Attributes:
+        places: The devices that a step of theirs runs on.
+        seen: Their steps, one of each shape.
+        plans: One for each place; they decide alike.
+        worst: For each place, which of the steps leaves least room there.
+    """
 
-    def grows(self, batch: Any) -> bool:
-        """Whether ``batch`` is the first, or larger than the one that grew last."""
-        sizes = tuple(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        if len(sizes) == len(self._sizes) and all(map(int.__le__, sizes, self._sizes)):
-            return False
-        self._sizes = sizes
-        return True
+    places: tuple[torch.device, ...]
+    seen: tuple[_Seen, ...]
+    plans: tuple[CheckpointPlan, ...]
+    worst: tuple[int, ...]
 
 
 class MemoryPlanning:
@@ -82,6 +77,10 @@ class MemoryPlanning:
         planner: Who decides.
         plan: What is decided already.
 
+    Attributes:
+        plans: By device, what is followed.
+        profiles: By device, the step that leaves least room there, of those that the plan was made for.
+
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
         PlanError: ``plan`` is a file that holds none.
@@ -89,11 +88,12 @@ class MemoryPlanning:
 
     def __init__(
         self,
-        budget: int | float | str | None,
+        budget: Any,
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
     ) -> None:
-        self.budget, self.planner = parse_budget(budget), make_planner(planner)
+        self.budgets, self.planner = Budgets(parse_budget(budget)), make_planner(planner)
+        self.asked = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
         self._given = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
@@ -102,15 +102,17 @@ class MemoryPlanning:
         self.plans: dict[torch.device, CheckpointPlan] = {}
         self.profiles: dict[torch.device, Profile] = {}
         self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
-        self._places: dict[torch.device, list[torch.device]] = {}  # by a replica's device, all that its step runs on
-        self._largest = LargestBatch()
+        self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
+        self._shapes = KnownShapes()
+        self._provisional = False  # made before the first batch, since when others may have taken memory
+        self._passing: dict[torch.device, int] = {}  # beside activations, in a backward
         self._before: dict[torch.device, int] = {}
         self._steps = 0
 
     @property
     def wanted(self) -> bool:
         """Whether anything is to be planned or followed."""
-        return self.budget is not None or self._given is not None
+        return self.budgets.given is not None or self._given is not None
 
     def follow_given(self, modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         """Puts the plan that was given on every replica."""
@@ -120,112 +122,211 @@ class MemoryPlanning:
                 self.plans[device] = self._given
             rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
 
-    def is_open(self, batch: Any) -> bool:
-        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any before."""
-        return self.budget is not None and self._largest.grows(batch)
-
-    def decide(
-        self, replicas: ReplicaSet, shares: Sequence[Share], run: Step, owned: Mapping[torch.device, int]
+    def refuse_hopeless(
+        self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
     ) -> None:
-        """Plans for the devices of ``shares`` and puts the plans on their replicas.
+        """Before any batch is there: whether there is room for activations at all.
 
         Args:
             replicas: The replicas.
-            shares: The parts of a batch.
-            run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
-            owned: Bytes of gradients and optimizer state on every device.
+            static: What a step needs beside activations.
+            example: What at least a step of a replica takes on each of its devices; nothing if that is not known.
 
         Raises:
-            PlanError: a budget cannot be met.
+            BudgetError: there is none.
+            UnsupportedError: manual optimization.
         """
-        self.remove(replicas)
-        by_device: dict[torch.device, list[Share]] = {}
-        for share in shares:
-            for place in places_of(share.replica):
-                by_device.setdefault(place, []).append(share)
-        known: dict[tuple[str, ...], dict[int, list[Profile]]] = {}  # by what is shifted, and by rows
-        for device, group in by_device.items():
-            if device not in replicas.devices:
-                continue  # parts are shifted there; it is planned with the replicas that they belong to
-            share = max(group, key=lambda share: share.num_rows)
-            places = places_of(share.replica)
-            static = [self._static(place, by_device[place], owned.get(place, 0)) for place in places]
-            limits = [self._limit(place, replicas.devices) for place in places]
-            rooms = [
-                self._room(place, len(by_device[place]), held, limit)
-                for place, held, limit in zip(places, static, limits, strict=True)
-            ]
-            profiles = _profiles(replicas, share, run, known)
+        if not replicas.root.module.automatic_optimization:
+            raise UnsupportedError(
+                "memory_budget profiles a step, which manual optimization makes impossible; give plan."
+            )
+        gc.collect()  # what is there in circles only is no reason
+        firsts = {replica.device: Share(replica, 0, None) for replica in reversed(replicas.replicas)}
+        held, places_of_all = static(list(firsts.values())), _by_place(list(firsts.values()))
+        limits = {place: self.budgets.limit(place, replicas.devices) for place in places_of_all}
+        rooms = {place: self._room(place, held, limit) for place, limit in limits.items()}
+        for home, share in firsts.items():
+            places, profiles = places_of(share.replica), example(share.replica)
+            if not profiles:
+                return  # what one of them cannot try, none can
             try:
-                plans = plan_places(replicas.root.module, profiles, rooms, self.planner)
+                plan_places(replicas.root.module, profiles, [rooms[place] for place in places], self.planner)
             except BudgetError as error:
-                if error.smallest is None:
-                    raise
-                place, held, limit = places[error.place], static[error.place], limits[error.place]
-                least = _mib(held + len(by_device[place]) * error.smallest)
-                error.add_note(
-                    f"On {place}, memory_budget={self.budget!r} allows {_mib(limit)} in all, of which "
-                    f"parameters, gradients and optimizer state take {_mib(held)}; it must allow at least {least}."
-                )
+                place = places[error.place]
+                self._explain(error, place, limits[place] - rooms[place], limits[place], 1)
+                error.add_note("That is for one row of example_input_array, in forward and backward alone.")
                 raise
-            self._places[device] = places
-            for place, plan, profile, held, limit in zip(places, plans, profiles, static, limits, strict=True):
-                self._limits[place] = limit, len(by_device[place])
+            rank_zero_info(
+                f"dpx: without a plan, one row of example_input_array takes {_mib(profiles[0].peak)} of the "
+                f"{_mib(rooms[home])} on {home} that memory_budget leaves for activations; the first batch is planned."
+            )
+
+    def is_open(self, batch: Any) -> bool:
+        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any known one in some dim."""
+        return self.budgets.given is not None and not self._shapes.hold(batch)
+
+    def decide(
+        self,
+        replicas: ReplicaSet,
+        batch: Any,
+        shares: Sequence[Share],
+        run: Step,
+        static: StaticOf,
+        *,
+        source: str = "",
+    ) -> None:
+        """Plans for the devices of ``shares`` and puts the plans on their replicas.
+
+        Batches of several shapes share one plan, that of the worst. A plan for each would recompute less where a batch
+        is small, but would be exchanged, hooks and all, at every change of shape.
+
+        Args:
+            replicas: The replicas.
+            batch: The whole of a batch; nothing new is planned if it is within a known one.
+            shares: Its parts.
+            run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+            static: What a step needs beside activations.
+            source: Where ``batch`` comes from, if it is not one that is trained on.
+
+        Raises:
+            PlanError: a budget cannot be met; the plans of before hold.
+        """
+        self._take_off(replicas)
+        try:
+            seen = _profiled(replicas, shares, run)
+            if not self._shapes.hold(batch):
+                self._plan(replicas, shares, static(shares), seen, source)
+                self._shapes.add(batch)
+                self._provisional = bool(source)
+        finally:
+            self._put_on(replicas)
+
+    def confirm(self, replicas: ReplicaSet, shares: Sequence[Share], static: StaticOf) -> None:
+        """At the first batch, if plans were made before it: whether the devices still have the room.
+
+        Raises:
+            PlanError: they have not, and no plan takes as little as there is.
+        """
+        if not self._provisional:
+            return
+        self._provisional = False
+        held = static(shares)
+        for place in _by_place(shares):
+            needed = held.beside_activations(place) + self.forecast(place)[0]
+            if place in self.plans and needed > self.budgets.limit(place, replicas.devices):
+                self._take_off(replicas)
+                try:
+                    self._plan(replicas, shares, held, {}, "")
+                finally:
+                    self._put_on(replicas)
+                return
+
+    def _plan(
+        self,
+        replicas: ReplicaSet,
+        shares: Sequence[Share],
+        static: StaticMemory,
+        seen: Mapping[torch.device, _Seen],
+        source: str,
+    ) -> None:
+        by_place, decided, said = _by_place(shares), dict(self._decided), dict[torch.device, str]()
+        limits, helds = dict(self._limits), dict[torch.device, int]()
+        for home in by_place:
+            known = self._decided[home].seen if home in self._decided else ()
+            steps = [*known, seen[home]] if home in seen else list(known)
+            if home not in replicas.devices or not steps:
+                continue  # parts are shifted there; it is planned with the replicas that they belong to
+            places = places_of(by_place[home][0].replica)
+            allowed = [self.budgets.limit(place, replicas.devices) for place in places]
+            free = [self._room(place, static, limit) for place, limit in zip(places, allowed, strict=True)]
+            held = [limit - room for limit, room in zip(allowed, free, strict=True)]
+            steps = most_demanding(steps, partial(_demand, free=free))
+            rooms = [[room // sharing for room, sharing in zip(free, step.sharing, strict=True)] for step in steps]
+            now = self._decided[home].plans[0] if home in self._decided else None
+            try:
+                shared = plan_shapes(replicas.root.module, [step.profiles for step in steps], rooms, self.planner, now)
+            except BudgetError as error:
+                if error.smallest is not None:
+                    index = error.place
+                    self._explain(error, places[index], held[index], allowed[index], steps[-1].sharing[index])
+                raise
+            decided[home] = _Decided(tuple(places), tuple(steps), shared.plans, shared.worst)
+            for index, place in enumerate(places):
+                step = steps[shared.worst[index]]
+                limits[place], helds[place] = (allowed[index], step.sharing[index]), held[index]
+                self._passing[place] = static.passing(place)
+                said[place] = _origin(step.profiles[index], source, len(steps))
+        self._decided, self._limits = decided, limits
+        self._list_plans()
+        for place, remark in said.items():
+            limit, sharing = self._limits[place]
+            rank_zero_info(_announcement(place, self.plans[place], helds[place], limit, sharing, remark))
+
+    def _list_plans(self) -> None:
+        self.plans, self.profiles = {}, {}
+        for decided in self._decided.values():
+            for index, (place, plan) in enumerate(zip(decided.places, decided.plans, strict=True)):
                 if place in self.plans and (self.plans[place].peak or 0) >= (plan.peak or 0):
                     continue  # several replicas are shifted there
-                self.plans[place], self.profiles[place] = plan, profile
-                rank_zero_info(_announcement(place, plan, held, limit, len(by_device[place]), profile))
-        self._put_on(replicas)
+                self.plans[place] = plan
+                self.profiles[place] = decided.seen[decided.worst[index]].profiles[index]
 
-    def _room(self, device: torch.device, sharing: int, static: int, limit: int) -> int:
-        room = (limit - static) // sharing
-        if room <= 0:
+    def _explain(self, error: BudgetError, place: torch.device, held: int, limit: int, sharing: int) -> None:
+        least = _mib(held + sharing * (error.smallest or 0))
+        error.add_note(
+            f"On {place}, {self.budgets.told(place)} allows {_mib(limit)} in all, of which parameters, gradients, "
+            f"their reduction and optimizer state take {_mib(held)}; it must allow at least {least}."
+        )
+
+    def _room(self, device: torch.device, static: StaticMemory, limit: int) -> int:
+        """Bytes for activations on ``device``, of all the replicas that share it."""
+        held = static.beside_activations(device)
+        most = max(held, static.after_backward(device))
+        if most >= limit:
+            moving = _mib(static.moving.get(device, 0))
             raise BudgetError(
-                f"memory_budget={self.budget!r} allows {_mib(limit)} on {device}, and parameters, "
-                f"gradients and optimizer state alone take {_mib(static)}. Allow more, or use "
-                "reducer='colocate' or shifts."
+                f"{self.budgets.told(device)} allows {_mib(limit)} on {device}, and parameters, gradients and "
+                f"optimizer state alone take {_mib(most)}, with {moving} that the reduction of gradients needs beside "
+                "them. Allow more, or use more gradient_packs, reducer='colocate' or shifts."
             )
-        return room
+        return limit - held
 
     def _put_on(self, replicas: ReplicaSet) -> None:
-        for replica in replicas.replicas:  # also those without a share today
+        for replica in replicas.replicas if self.plans else ():  # also those without a share today
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
             apply_plan(replica.module, known_plan)
         self._steps = 0
 
-    def tighten(
-        self, replicas: ReplicaSet, shares: Sequence[Share], run: Step, owned: Mapping[torch.device, int]
-    ) -> str:
+    def tighten(self, replicas: ReplicaSet, batch: Any, shares: Sequence[Share], run: Step, static: StaticOf) -> str:
         """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
 
         Raises:
             BudgetError: nothing takes less.
         """
-        if not self.profiles:
-            if self.budget is None:
-                self.budget = "auto"
-            self.decide(replicas, shares, run, owned)
+        if not self._decided:
+            if self.budgets.given is None:
+                self.budgets = Budgets("auto")
+            self.decide(replicas, batch, shares, run, static)
         else:
-            tighter: dict[torch.device, CheckpointPlan] = {}
-            for places in self._places.values():
-                tighter |= zip(places, self._tighter(replicas.root.module, places), strict=True)
-            profiles, all_places = dict(self.profiles), dict(self._places)
-            self.remove(replicas)
-            self.plans, self.profiles, self._places = tighter, profiles, all_places
+            tighter = {home: self._tighter(replicas.root.module, one) for home, one in self._decided.items()}
+            self._take_off(replicas)
+            self._decided = tighter
+            self._list_plans()
             self._put_on(replicas)
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
 
-    def _tighter(self, module: nn.Module, places: Sequence[torch.device]) -> list[CheckpointPlan]:
-        profiles = [self.profiles[place] for place in places]
-        now = [self.plans[place].peak or self.profiles[place].peak for place in places]
+    def _tighter(self, module: nn.Module, decided: _Decided) -> _Decided:
+        steps = [step.profiles for step in decided.seen]
+        now = [plan.peak or plan.unplanned_peak for plan in decided.plans]
         rooms = [int(peak * _TIGHTER) for peak in now]
         try:
-            return plan_places(module, profiles, rooms, self.planner)
+            shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
         except BudgetError as error:
-            if len(places) == 1:
+            if len(rooms) == 1:
                 raise
             rooms[error.place] = now[error.place]  # nobody knows which of the devices ran out; the other one gives more
-        return plan_places(module, profiles, rooms, self.planner)
+            shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
+        return replace(decided, plans=shared.plans, worst=shared.worst)
 
     def advice(self) -> str:
         """What would help where memory ran out."""
@@ -238,10 +339,11 @@ class MemoryPlanning:
         for device, plan in self.plans.items():
             budget = f" for a budget of {_mib(self._limits[device][0])}" if device in self._limits else ""
             said.append(f"The plan of {device}{budget} predicted {_mib(plan.peak or 0)} of activations.")
-            if device not in self.profiles:
+            decided = next((one for one in self._decided.values() if device in one.places), None)
+            if decided is None:
                 continue
             try:
-                less = self._tighter(nn.Module(), [device])[0]
+                less = self._tighter(nn.Module(), decided).plans[decided.places.index(device)]
             except BudgetError:
                 said.append("No plan takes much less: use a smaller batch.")
                 continue
@@ -259,51 +361,22 @@ class MemoryPlanning:
         limit, sharing = self._limits.get(device, (0, 1))
         return (plan.peak or 0) * sharing, limit
 
-    def _limit(self, device: torch.device, homes: Sequence[torch.device]) -> int:
-        """Bytes for all on ``device``. Where parts are shifted to, the budget is the same number, or what there is."""
-        target = device not in homes
-        if isinstance(self.budget, int | float) and not (target and is_host(device)):
-            total = capacity_of(device).total
-            if isinstance(self.budget, float) and not total:
-                raise ConfigurationError(
-                    f"memory_budget={self.budget!r} is a fraction of {device}, which has no limit; give bytes."
-                )
-            if isinstance(self.budget, int) and 0 < total < self.budget:
-                if target:
-                    return total
-                raise ConfigurationError(
-                    f"memory_budget={self.budget!r} is more than {device} has, {_mib(total)}; give less, or 'auto'."
-                )
-            return int(self.budget * total) if isinstance(self.budget, float) else self.budget
-        present = 0 if is_host(device) else allocated_and_peak(device)[0]
-        return present + int(free_bytes(device) * (1 - _MARGIN))
-
-    def _static(self, device: torch.device, shares: Sequence[Share], owned: int) -> int:
-        """Bytes on ``device`` that are there all the time: allocated now, or about to be."""
-        here = [share.replica for share in shares]
-        parameters = [p for replica in here for p in replica.parameters if canonical_device(p.device) == device]
-        buffers = [b for replica in here for b in replica.buffers if canonical_device(b.device) == device]
-        tensors: list[torch.Tensor] = [*parameters, *buffers]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-        present = sum(storages.values()) if is_host(device) else allocated_and_peak(device)[0]
-        gradients = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-        return present + gradients + owned
-
-    def remove(self, replicas: ReplicaSet) -> None:
-        """Takes all plans off."""
+    def _take_off(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas:
             if applied_plan(replica.module) is not None:
                 remove_plan(replica.module)
-        self.plans.clear()
-        self.profiles.clear()
-        self._places.clear()
+
+    def remove(self, replicas: ReplicaSet) -> None:
+        """Takes all plans off."""
+        self._take_off(replicas)
+        self.forget()
 
     def forget(self) -> None:
         """The run is over; the next one plans anew."""
-        self._largest, self._before, self._steps = LargestBatch(), {}, 0
+        self._shapes, self._before, self._steps, self._provisional = KnownShapes(), {}, 0, False
         self.plans.clear()
         self.profiles.clear()
-        self._places.clear()
+        self._decided.clear()
 
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""
@@ -317,12 +390,33 @@ class MemoryPlanning:
         """Compares what the step took with what was predicted."""
         for device, before in self._before.items():
             predicted, taken = self.forecast(device)[0], allocated_and_peak(device)[1] - before
-            if predicted and taken > predicted * (1 + _TOLERANCE) + _UNNOTICED:
+            unnoticed = _UNNOTICED + self._passing.get(device, 0)
+            if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "
                     "operators that need much memory inside, or other work on the device."
                 )
         self._before = {}
+
+
+def _by_place(shares: Sequence[Share]) -> dict[torch.device, list[Share]]:
+    """The shares that every device has a part in; the largest first."""
+    by_place: dict[torch.device, list[Share]] = {}
+    for share in sorted(shares, key=lambda share: -share.num_rows):
+        for place in places_of(share.replica):
+            by_place.setdefault(place, []).append(share)
+    return by_place
+
+
+def _profiled(replicas: ReplicaSet, shares: Sequence[Share], run: Step) -> dict[torch.device, _Seen]:
+    """By a replica's device, a step on the largest of its shares, seen from each of its devices."""
+    by_place, seen = _by_place(shares), dict[torch.device, _Seen]()
+    known: dict[tuple[str, ...], dict[int, list[Profile]]] = {}  # by what is shifted, and by rows
+    for home, here in by_place.items():
+        if home in replicas.devices:
+            sharing = tuple(len(by_place[place]) for place in places_of(here[0].replica))
+            seen[home] = _Seen(tuple(_profiles(replicas, here[0], run, known)), sharing)
+    return seen
 
 
 def _profiles(
@@ -341,28 +435,25 @@ def _profiles(
     return alike[share.num_rows]
 
 
-def owned_bytes(
-    parameters: Sequence[nn.Parameter], optimizers: Sequence[Any], several: bool
-) -> dict[torch.device, int]:
-    """What the owners of ``parameters`` will hold beside them: optimizer state, and gradients that arrive."""
-    copies = max((states_of(optimizer) for optimizer in optimizers), default=2) + (1 if several else 0)
-    there = sum(len(optimizer.state) for optimizer in optimizers) > 0
-    owned: dict[torch.device, int] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            share = (1 if several else 0) if there and not is_host(parameter.device) else copies
-            owned[parameter.device] = owned.get(parameter.device, 0) + share * parameter.nbytes
-    return owned
+def _demand(step: _Seen, free: Sequence[int]) -> float:
+    """Bytes of activations without a plan over those that are free, on the device where that is most."""
+    needed = zip(step.profiles, step.sharing, free, strict=True)
+    return max(profile.peak * sharing / room for profile, sharing, room in needed)
+
+
+def _origin(profile: Profile, source: str, num_shapes: int) -> str:
+    guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
+    shapes = f"; the worst of {num_shapes} shapes of batches" if num_shapes > 1 else ""
+    return (f"; made from {source}, before any batch" if source else "") + shapes + guess
 
 
 def _announcement(
-    device: torch.device, plan: CheckpointPlan, static: int, limit: int, sharing: int, profile: Profile
+    device: torch.device, plan: CheckpointPlan, static: int, limit: int, sharing: int, remark: str
 ) -> str:
     how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
-    guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
     peak = static + sharing * (plan.peak or 0)
     head = (
-        f"dpx: memory of {device}{how}: {_mib(peak)} predicted of {_mib(limit)} allowed, {_mib(static)} static{guess}"
+        f"dpx: memory of {device}{how}: {_mib(peak)} predicted of {_mib(limit)} allowed, {_mib(static)} static{remark}"
     )
     return f"{head}\n{format_plan(plan) if plan.dropped else 'everything fits; nothing is computed again'}"
 

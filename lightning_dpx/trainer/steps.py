@@ -4,7 +4,8 @@
     backward        called by the precision plugin after its own: every replica's, then the reduction
     evaluation      likewise, without a backward
 
-What the first batch decides (shifts, memory plans, threads) is decided here, before its step.
+What the first batch decides (shifts, memory plans, threads) is decided here, before its step; memory plans at setup,
+where an example of a batch is known.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn import Module
 
@@ -34,13 +37,15 @@ from lightning_dpx.replicas import (
 from lightning_dpx.shifting import applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
+from lightning_dpx.trainer.example_input import profile_example
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
-from lightning_dpx.trainer.memory_planning import MemoryPlanning, owned_bytes
+from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.ranks import RanksOfReplicas
+from lightning_dpx.trainer.static_memory import StaticMemory, bytes_of_states
 from lightning_dpx.trainer.stopping import StopTogether
 
 _DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
@@ -60,6 +65,7 @@ class StepsOfReplicas(RanksOfReplicas):
     _auto_shifts: bool
     _shifts_open: bool  # the first batch decides
     _shifted_parts: list[str]
+    _example_batch: Any
 
     def __init__(self, planning: MemoryPlanning, out_of_memory: OutOfMemory, *args: Any) -> None:
         self._planning, self._out_of_memory = planning, out_of_memory
@@ -92,8 +98,9 @@ class StepsOfReplicas(RanksOfReplicas):
         assert replicas is not None, "the step came with them"
         if self._shifts_open:
             self._shift_what_does_not_fit(shares, args, kwargs)
-        if self._planning.is_open(args[0]):
+        if self._needs_plan(args[0]):
             self._plan_memory(shares, args, kwargs)
+        self._planning.confirm(replicas, shares, self._static_memory)
         self._planning.begin_step()
         # By hand, or with owners elsewhere, a step of one active replica still concerns the gradients of the others.
         by_hand = not replicas.root.module.automatic_optimization and not replicas.always_merged
@@ -347,21 +354,71 @@ class StepsOfReplicas(RanksOfReplicas):
         self._step.close()  # its hooks hold on to where the parameters were
         shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs), self.optimizers)
 
-    def _plan_memory(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _needs_plan(self, batch: Any) -> bool:
+        """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
+        mine = self._planning.is_open(batch)
+        return self.reduce_boolean_decision(mine, all=False) if self._planning.asked else mine
+
+    def _plan_memory(
+        self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any], source: str = ""
+    ) -> None:
         """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
         assert self._replicas is not None, "only called with replicas"
-        self._planning.decide(self._replicas, shares, self._rehearsal(args, kwargs), self._owned_bytes())
+        run = self._rehearsal(args, kwargs)
+        self._planning.decide(self._replicas, args[0], shares, run, self._static_memory, source=source)
+
+    def _plan_ahead(self) -> None:
+        """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
+
+        Raises:
+            PlanError: the budget cannot be met.
+            UnsupportedError: manual optimization.
+        """
+        if self._step is None or not self._planning.asked or self._shifts_open:
+            return
+        assert self._replicas is not None, "the step came with them"
+        replicas, module = self._replicas, self.lightning_module
+        assert module is not None, "connect() sets the module first"
+        known = self._example_batch is not None
+        self._planning.refuse_hopeless(
+            replicas,
+            self._static_memory,
+            lambda replica: [] if known else profile_example(replicas, replica, self.precision_plugin),
+        )
+        if not known:
+            return
+        batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(self._example_batch))
+        index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+        try:
+            self._plan_memory(self._shares("training_step", (batch,)), (batch, *index), {}, "example_batch")
+        except BaseException as error:
+            error.add_note(
+                "It happened at setup, where memory is planned from example_batch, before on_fit_start and "
+                "on_train_start; without it the first batch is planned."
+            )
+            raise
+        finally:
+            replicas.forget_usual_rows()
 
     def _tighten(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """After a step that ran out of memory; says what the plans are now."""
         assert self._replicas is not None, "only called with replicas"
-        return self._planning.tighten(self._replicas, shares, self._rehearsal(args, kwargs), self._owned_bytes())
+        run = self._rehearsal(args, kwargs)
+        return self._planning.tighten(self._replicas, args[0], shares, run, self._static_memory)
 
-    def _owned_bytes(self) -> dict[torch.device, int]:
-        assert self._replicas is not None, "only called with replicas"
+    def _static_memory(self, shares: Sequence[Share]) -> StaticMemory:
+        """What a step of ``shares`` needs on every device beside its activations."""
         assert self._step is not None, "only called with replicas"
-        several = len(set(self._replicas.devices)) > 1
-        return owned_bytes(self._step.owner_parameters, self.optimizers, several)
+        assert self.lightning_module is not None, "connect() sets the module first"
+        trainer = self.lightning_module.trainer
+        scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        return StaticMemory(
+            shares,
+            states=bytes_of_states(self._step.owner_parameters, self.optimizers),
+            moving=self._step.reduction_bytes([share.replica.index for share in shares]),
+            moves_in_backward=self._step.reduces_in_backward,
+            accumulates=scheduled or trainer.accumulate_grad_batches > 1,
+        )
 
     def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs nobody reads."""

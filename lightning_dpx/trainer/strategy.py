@@ -11,6 +11,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._dynamo.eval_frame import OptimizedModule
@@ -18,6 +19,7 @@ from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
+from lightning_dpx.devices import spare_devices
 from lightning_dpx.errors import BudgetError, ConfigurationError, ReplicationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile
 from lightning_dpx.reducers import (
@@ -74,10 +76,13 @@ class DPXStrategy(StepsOfReplicas):
             several replicas may share a target. "auto" traces the first batch and shifts what does not fit.
         shift_activations: Which parts: submodules by name or pattern ("encoder.layers.[0-3]").
         memory_budget: What training may take on each device, also on one that parts are shifted to: bytes, "8GiB", a
-            fraction of the device (0 to 1), or "auto" for what is free. The first batch is profiled, and what must be
-            is computed again in backward.
+            fraction of the device (0 to 1), or "auto" for what is free; or {device: one of these}. The first batch is
+            profiled, and what must be is computed again in backward.
         planner: Who decides that: "auto", "optimal", "search", "threshold", or a Planner.
         plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
+        example_batch: With a budget, a batch as the training loader would give it, of the largest shape if they differ.
+            The plan is made from it at setup, before data are loaded, and kept until a batch is larger. With
+            shifts="auto" the first batch decides.
         on_oom: When a step runs out of memory, "raise" the error, with notes that say what would help, or "replan":
             recompute more and repeat the step with the same random numbers, at most three times.
         process_group_backend: Of torch.distributed, where several processes were started (torchrun, SLURM); gloo, and
@@ -109,9 +114,10 @@ class DPXStrategy(StepsOfReplicas):
         gradient_packs: int = 8,
         shifts: dict[str, str] | Literal["auto"] | None = None,
         shift_activations: list[str] | None = None,
-        memory_budget: int | float | str | None = None,
+        memory_budget: dict[str, int | float | str] | int | float | str | None = None,
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
+        example_batch: Any = None,
         on_oom: OnOOM = "raise",
         process_group_backend: str | None = None,
         timeout: float = 300.0,
@@ -140,6 +146,9 @@ class DPXStrategy(StepsOfReplicas):
         self._shifts_open = self._auto_shifts = asked is None
         self._shifts, self._shifted_parts = asked or ({}, [])
         planning = MemoryPlanning(memory_budget, planner, plan)
+        if example_batch is not None and memory_budget is None:
+            raise ConfigurationError("example_batch is what a plan is made from; give memory_budget with it.")
+        self._example_batch = example_batch
         self._check_every = check_replicas_every_n_steps
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
         self.num_nodes = 1  # Lightning sets it
@@ -170,9 +179,10 @@ class DPXStrategy(StepsOfReplicas):
         return self._batch_dim
 
     @property
-    def memory_budget(self) -> int | float | str | None:
+    def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
         """As given, a text as bytes."""
-        return self._planning.budget
+        budget: dict[str, int | float | str] | int | float | str | None = self._planning.budgets.given
+        return budget
 
     @property
     def planner(self) -> Planner:
@@ -262,10 +272,12 @@ class DPXStrategy(StepsOfReplicas):
         make_step_aware(self.process_rank)
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Lightning's, with its handlers of signals exchanged where there are several processes."""
+        """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
         if self.num_processes > 1:
             self._stopping = trainer._signal_connector = StopTogether(trainer)
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._plan_ahead()
 
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
@@ -299,6 +311,8 @@ class DPXStrategy(StepsOfReplicas):
             copied: Any = replica.module
             copied._trainer = module._trainer  # LightningModule drops it from its copies
         self._shift(replicas)
+        elsewhere = [*spare_devices(devices), torch.device("cpu")] if self._auto_shifts else self._shifts.values()
+        self._planning.budgets.place(replicas.devices, list(elsewhere))
         self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if self.num_processes > 1:
             self._meet_processes(module, replicas.num_active)
@@ -348,6 +362,8 @@ class DPXStrategy(StepsOfReplicas):
             reducer=reducer,
             precision=str(self.precision_plugin.precision),
             accumulate_grad_batches=module.trainer.accumulate_grad_batches,
+            **{"whether memory_budget was given": self._planning.asked},
+            **{"whether example_batch was given": self._example_batch is not None},
         )
         agree(mine)
         counts = gather_objects("counting the replicas", num_replicas)

@@ -178,3 +178,12 @@ def test_devices_as_lightning_takes_them() -> None:
     assert [str(device) for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
     assert [str(device) for device in parse_devices("2")] == ["cuda:0", "cuda:1"]
     assert [str(device) for device in parse_devices("cuda:1, 3")] == ["cuda:1", "cuda:3"]
+
+
+def test_budgets_by_device(tmp_path: Path, capsys: Any) -> None:
+    given = "{memory_budget: {cuda:0: 3MiB, cuda:1: 2MiB, cuda:2: 2MiB, cuda:3: 1MiB}}"
+    status, devices = planned(capsys, "--config", config(tmp_path, given))
+    assert [device["budget"] for device in devices] == [size * 2**20 for size in (3, 2, 2, 1)]
+    assert status == (0 if all(device["fits"] for device in devices) else 2)
+    assert main(["plan", "--config", config(tmp_path, "{memory_budget: {cuda:0: 3MiB}}")]) == 1
+    assert "says nothing of cuda:1, cuda:2, cuda:3; give it a budget" in capsys.readouterr().err

@@ -324,7 +324,7 @@ def test_case_57_a_fraction_of_a_device_without_a_limit_says_so() -> None:
         fit(strategy=dpx.DPXStrategy(memory_budget=0.5), accelerator="sim", devices=2)
 
 
-@pytest.mark.parametrize("budget", ["80%", {"cpu": "1GiB"}, "-1GiB", "0GiB", "1.2.3GiB", float("nan"), float("inf")])
+@pytest.mark.parametrize("budget", ["80%", {}, "-1GiB", "0GiB", "1.2.3GiB", float("nan"), float("inf")])
 def test_case_57_a_budget_in_other_words_is_refused_with_the_allowed_ones(budget: Any) -> None:
     with pytest.raises(dpx.ConfigurationError, match=r"memory_budget=.* is not allowed; give .*'8GiB'"):
         dpx.DPXStrategy(memory_budget=budget)

@@ -47,6 +47,14 @@ class Summed(Classifier):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 16
 
 
+class Gathers(Classifier):
+    """Meets the other process in its step, which a rehearsal does as well."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        means = self.all_gather(batch[0].mean(), sync_grads=False)
+        return super().training_step(batch, batch_idx)["loss"] + 0 * means.sum()
+
+
 class Meets(Checked):
     """Every collective once inside a step, among the replicas of both processes."""
 
@@ -174,6 +182,9 @@ def main() -> None:
         arguments["loss_reduction"] = "sum" if case == "sparse-sum" else "mean"
         torch.manual_seed(0)
         model = Embedded(case)  # type: ignore[assignment]
+    elif case == "shapes":
+        torch.manual_seed(0)
+        model, arguments["memory_budget"] = Gathers(), "auto"  # type: ignore[assignment]
     elif case == "checkpoint":
         del options["num_nodes"]
     elif case == "endless":
@@ -183,6 +194,8 @@ def main() -> None:
     rank = trainer.global_rank
     if not dealt:
         loader = own_loader(rank, first=10 if case.endswith("uneven") else 8)
+    if case == "shapes":  # rank 1 has a larger batch in the second step, and rank 0 has not
+        loader = DataLoader([loader.dataset[:rows] for rows in ((8, 8, 4) if rank == 0 else (4, 8, 8))], None)
     if case == "different":
         model = Classifier()
         if rank == 1:

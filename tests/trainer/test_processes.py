@@ -99,6 +99,13 @@ def test_collectives_inside_a_step_reach_the_replicas_of_all_processes(case: str
     assert_equal(weights, alone.state_dict())
 
 
+def test_processes_plan_together_where_only_one_of_them_must(tmp_path: Path) -> None:
+    """The profiled step meets the other process, which would wait for it in vain, or take it for its own step."""
+    for rank, printed in enumerate(finish(start("shapes", tmp_path))):
+        assert "ended well" in printed, printed
+        assert printed.count("dpx: profiles a step") == (2 if rank == 0 else 0), "only rank 0 talks"
+
+
 def test_the_activation_planner_under_ddp_ends_at_the_same_bits(tmp_path: Path) -> None:
     for case in ("planned", "unplanned"):
         for printed in finish(start(case, tmp_path)):

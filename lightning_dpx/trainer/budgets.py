@@ -1,0 +1,133 @@
+"""``memory_budget``: what it may be, and how many bytes it allows on each device."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, free_bytes, is_host, parse_bytes
+from lightning_dpx.errors import ConfigurationError
+
+Budget = int | float | str  # bytes, a fraction of the device, or "auto" and texts such as "8GiB"
+_MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation
+
+
+def parse_budget(budget: Any, name: str = "memory_budget") -> Any:
+    """``None``, ``"auto"``, bytes, or a fraction of the device; or ``{device: one of these}``, but ``None``.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if isinstance(budget, Mapping) and name == "memory_budget":
+        return _parse_each(budget)
+    if budget is None or budget == "auto":
+        return budget
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return budget
+    if isinstance(budget, float):
+        raise ConfigurationError(
+            f"{name}={budget!r} is not allowed; give a fraction up to 1.0, bytes, '8GiB', or 'auto'."
+        )
+    return parse_bytes(name, budget)
+
+
+def _parse_each(budgets: Mapping[Any, Any]) -> dict[str, Budget]:
+    if not budgets:
+        raise ConfigurationError("memory_budget={} is not allowed; give {device: budget}, as in {'cuda:0': '8GiB'}.")
+    parsed: dict[str, Budget] = {}
+    for device, budget in budgets.items():
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigurationError(
+                f"memory_budget names {device!r}, which is no device; give {{device: budget}}, as in "
+                "{'cuda:0': '8GiB'}."
+            ) from error
+        if budget is None:
+            raise ConfigurationError(f"memory_budget[{str(device)!r}]=None is not allowed; give 'auto' or bytes.")
+        parsed[str(device)] = parse_budget(budget, f"memory_budget[{str(device)!r}]")
+    return parsed
+
+
+class Budgets:
+    """Bytes for everything on a device.
+
+    Args:
+        given: What :func:`parse_budget` made of the argument.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self._each: dict[torch.device, Budget] | None = None
+
+    def place(self, homes: Sequence[torch.device], others: Collection[torch.device]) -> None:
+        """Which devices the run has: budgets by device must name all of them, and no other.
+
+        Args:
+            homes: Of the replicas.
+            others: Where parts are, or may be, shifted to.
+
+        Raises:
+            ConfigurationError: a device of a replica has no budget, or there is one for another device.
+        """
+        if not isinstance(self.given, dict):
+            return
+        named: dict[torch.device, Budget] = {}
+        for name, budget in self.given.items():
+            device = canonical_device(name)
+            if device not in homes and device not in others:
+                there = ", ".join(map(str, dict.fromkeys((*homes, *others))))
+                raise ConfigurationError(f"memory_budget names {name}, but the run is on {there}.")
+            if device in named:
+                raise ConfigurationError(f"memory_budget names {device} twice; give it one budget.")
+            named[device] = budget
+        missing = [str(device) for device in dict.fromkeys(homes) if device not in named]
+        if missing:
+            raise ConfigurationError(
+                f"memory_budget={self.given!r} says nothing of {', '.join(missing)}, where replicas live; give each "
+                "device a budget, or 'auto'."
+            )
+        self._each = named
+
+    def told(self, device: torch.device) -> str:
+        """What was given for ``device``, as a user would write it."""
+        return f"memory_budget={self.given!r}" if self._each is None else (
+            f"memory_budget[{str(device)!r}]={self._each.get(device)!r}"
+        )  # fmt: skip
+
+    def limit(self, device: torch.device, homes: Sequence[torch.device]) -> int:
+        """Bytes for all on ``device``. Where parts are shifted to, one budget is the same number, or what there is.
+
+        Args:
+            device: Of a replica, or where parts of one are shifted to.
+            homes: Of the replicas.
+
+        Raises:
+            ConfigurationError: more than the device has, a fraction of one without a limit, or no budget.
+        """
+        budget = self.given if self._each is None else self._budget_of(device)
+        named, target = self._each is not None, device not in homes
+        if isinstance(budget, int | float) and (named or not (target and is_host(device))):
+            total = capacity_of(device).total
+            if isinstance(budget, float) and not total:
+                raise ConfigurationError(
+                    f"{self.told(device)} is a fraction of {device}, which has no limit; give bytes."
+                )
+            if isinstance(budget, int) and 0 < total < budget:
+                if target and not named:
+                    return total
+                raise ConfigurationError(
+                    f"{self.told(device)} is more than {device} has, {total / 2**20:.1f} MiB; give less, or 'auto'."
+                )
+            return int(budget * total) if isinstance(budget, float) else budget
+        present = 0 if is_host(device) else allocated_and_peak(device)[0]
+        return present + int(free_bytes(device) * (1 - _MARGIN))
+
+    def _budget_of(self, device: torch.device) -> Budget:
+        assert self._each is not None, "asked of budgets by device"
+        if device not in self._each and not is_host(device):
+            raise ConfigurationError(
+                f"memory_budget={self.given!r} says nothing of {device}, where parts of the module are shifted to; "
+                "give it a budget, or 'auto'."
+            )
+        return self._each.get(device, "auto")
