@@ -23,33 +23,19 @@ from lightning_dpx.recompute import (
     plan_places,
     plan_shapes,
     remove_plan,
-    scaled,
     summary,
 )
 from lightning_dpx.replicas import Replica, ReplicaSet, Share
-from lightning_dpx.shifting import applied_shift
 from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.trainer.budgets import Budgets, parse_budget
-from lightning_dpx.trainer.profiling import Step, places_of, profile_share
+from lightning_dpx.trainer.profiling import Step, places_of
+from lightning_dpx.trainer.seen_steps import SeenStep, by_place, demand, profiled_steps
 from lightning_dpx.trainer.static_memory import StaticMemory
 
 StaticOf = Callable[[Sequence[Share]], StaticMemory]  # what a step of these shares needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
 _UNNOTICED = 2**18  # bytes: gradients on their way, and other small things that come while activations go
 _TIGHTER = 0.8  # of the activations of a plan that did not fit
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A profiled step of one replica.
-
-    Attributes:
-        profiles: One for each of the devices that it runs on.
-        sharing: How many replicas' steps share each of them.
-    """
-
-    profiles: tuple[Profile, ...]
-    sharing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +50,7 @@ class _Decided:
     """
 
     places: tuple[torch.device, ...]
-    seen: tuple[_Seen, ...]
+    seen: tuple[SeenStep, ...]
     plans: tuple[CheckpointPlan, ...]
     worst: tuple[int, ...]
 
@@ -142,7 +128,7 @@ class MemoryPlanning:
             )
         gc.collect()  # what is there in circles only is no reason
         firsts = {replica.device: Share(replica, 0, None) for replica in reversed(replicas.replicas)}
-        held, places_of_all = static(list(firsts.values())), _by_place(list(firsts.values()))
+        held, places_of_all = static(list(firsts.values())), by_place(list(firsts.values()))
         limits = {place: self.budgets.limit(place, replicas.devices) for place in places_of_all}
         rooms = {place: self._room(place, held, limit) for place, limit in limits.items()}
         for home, share in firsts.items():
@@ -193,7 +179,7 @@ class MemoryPlanning:
         """
         self._take_off(replicas)
         try:
-            seen = _profiled(replicas, shares, run)
+            seen = profiled_steps(replicas, shares, run)
             if not self._shapes.hold(batch):
                 self._plan(replicas, shares, static(shares), seen, source)
                 self._shapes.add(batch)
@@ -211,7 +197,7 @@ class MemoryPlanning:
             return
         self._provisional = False
         held = static(shares)
-        for place in _by_place(shares):
+        for place in by_place(shares):
             needed = held.beside_activations(place) + self.forecast(place)[0]
             if place in self.plans and needed > self.budgets.limit(place, replicas.devices):
                 self._take_off(replicas)
@@ -226,21 +212,21 @@ class MemoryPlanning:
         replicas: ReplicaSet,
         shares: Sequence[Share],
         static: StaticMemory,
-        seen: Mapping[torch.device, _Seen],
+        seen: Mapping[torch.device, SeenStep],
         source: str,
     ) -> None:
-        by_place, decided, said = _by_place(shares), dict(self._decided), dict[torch.device, str]()
+        shares_of, decided, said = by_place(shares), dict(self._decided), dict[torch.device, str]()
         limits, helds = dict(self._limits), dict[torch.device, int]()
-        for home in by_place:
+        for home in shares_of:
             known = self._decided[home].seen if home in self._decided else ()
             steps = [*known, seen[home]] if home in seen else list(known)
             if home not in replicas.devices or not steps:
                 continue  # parts are shifted there; it is planned with the replicas that they belong to
-            places = places_of(by_place[home][0].replica)
+            places = places_of(shares_of[home][0].replica)
             allowed = [self.budgets.limit(place, replicas.devices) for place in places]
             free = [self._room(place, static, limit) for place, limit in zip(places, allowed, strict=True)]
             held = [limit - room for limit, room in zip(allowed, free, strict=True)]
-            steps = most_demanding(steps, partial(_demand, free=free))
+            steps = most_demanding(steps, partial(demand, free=free))
             rooms = [[room // sharing for room, sharing in zip(free, step.sharing, strict=True)] for step in steps]
             now = self._decided[home].plans[0] if home in self._decided else None
             try:
@@ -397,48 +383,6 @@ class MemoryPlanning:
                     "operators that need much memory inside, or other work on the device."
                 )
         self._before = {}
-
-
-def _by_place(shares: Sequence[Share]) -> dict[torch.device, list[Share]]:
-    """The shares that every device has a part in; the largest first."""
-    by_place: dict[torch.device, list[Share]] = {}
-    for share in sorted(shares, key=lambda share: -share.num_rows):
-        for place in places_of(share.replica):
-            by_place.setdefault(place, []).append(share)
-    return by_place
-
-
-def _profiled(replicas: ReplicaSet, shares: Sequence[Share], run: Step) -> dict[torch.device, _Seen]:
-    """By a replica's device, a step on the largest of its shares, seen from each of its devices."""
-    by_place, seen = _by_place(shares), dict[torch.device, _Seen]()
-    known: dict[tuple[str, ...], dict[int, list[Profile]]] = {}  # by what is shifted, and by rows
-    for home, here in by_place.items():
-        if home in replicas.devices:
-            sharing = tuple(len(by_place[place]) for place in places_of(here[0].replica))
-            seen[home] = _Seen(tuple(_profiles(replicas, here[0], run, known)), sharing)
-    return seen
-
-
-def _profiles(
-    replicas: ReplicaSet, share: Share, run: Step, known: dict[tuple[str, ...], dict[int, list[Profile]]]
-) -> list[Profile]:
-    """A step on ``share``, seen from each of its devices; in proportion to one that is known, if there is one."""
-    shift, places = applied_shift(share.replica.module), places_of(share.replica)
-    alike = known.setdefault(() if shift is None else tuple(shift.chosen), {})
-    if share.num_rows not in alike:
-        if alike:
-            rows, profiles = next(iter(alike.items()))
-            return [scaled(profile, share.num_rows / rows) for profile in profiles]
-        for place in places:
-            rank_zero_info(f"dpx: profiles a step on {share.num_rows} rows to plan the memory of {place} ...")
-            alike.setdefault(share.num_rows, []).append(profile_share(replicas, share, run, place))
-    return alike[share.num_rows]
-
-
-def _demand(step: _Seen, free: Sequence[int]) -> float:
-    """Bytes of activations without a plan over those that are free, on the device where that is most."""
-    needed = zip(step.profiles, step.sharing, free, strict=True)
-    return max(profile.peak * sharing / room for profile, sharing, room in needed)
 
 
 def _origin(profile: Profile, source: str, num_shapes: int) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.trainer.batch_shapes import MOST_STEPS, KnownShapes, most_demanding
@@ -168,3 +169,26 @@ def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
         trained(twins(), [*shapes, *shapes], strategy=dpx.DPXStrategy(memory_budget="12MiB"), accelerator="sim")
     assert len(plans_told(caplog)) == len(shapes)
     assert f"the worst of {MOST_STEPS} shapes" in plans_told(caplog)[-1]
+
+
+def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) -> None:
+    """As the batch size finder does: it goes on, in the same run, with fewer rows than were refused."""
+    found: list[int] = []
+    strategy = dpx.DPXStrategy(memory_budget="9MiB")
+
+    class Grows(Twins):
+        batch_size = 8
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            left, right = torch.randn(512, 128, 128), torch.randn(512, 4, 128)
+            return DataLoader(TensorDataset(left[:, :32], right), self.batch_size)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.append(sum(len(plan.dropped) for plan, _ in strategy.memory_plans.values()))
+
+    torch.manual_seed(0)
+    finder = BatchSizeFinder(mode="binsearch", init_val=8, steps_per_trial=1, max_trials=6)
+    options: dict[str, Any] = {"callbacks": [finder], "limit_train_batches": 2, "accelerator": "sim", "max_epochs": 1}
+    with pytest.warns(UserWarning, match="."):
+        make_trainer(strategy=strategy, **options).fit(Grows())
+    assert found[-1] > 0, "the last batches follow a plan"
