@@ -88,6 +88,12 @@ def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+@cache
+def _rest_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a CUDA device sends away what rests, beside what it computes and fetches."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class _Arriving(NamedTuple):
     tensor: torch.Tensor
     there: torch.cuda.Event  # when it has arrived
@@ -97,24 +103,36 @@ class _Arriving(NamedTuple):
 class Resting:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
+    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`leave`.
+
     Args:
-        tensor: Where it is now is where it comes back to.
+        tensor: Where it is now is where it comes back to. Nobody may write into it before :meth:`leave`.
         place: Where it rests.
     """
 
     def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
         self._device = tensor.device
         self._arriving: _Arriving | torch.Tensor | None = None
+        self._leaving: torch.Tensor | None = tensor
         self._rested: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
             self._values = moved(tensor, place)
             return
-        if is_host(place):
-            pinned = torch.empty_like(tensor, device=place, pin_memory=True)
-            self._values = pinned.copy_(tensor, non_blocking=True)
-        else:
-            self._values = moved(tensor, place)
-        self._rested = torch.cuda.current_stream(tensor.device).record_event()
+        self._sender, side = torch.cuda.current_stream(tensor.device), _rest_stream(tensor.device)
+        side.wait_stream(self._sender)
+        with torch.cuda.stream(side):
+            if is_host(place):
+                pinned = torch.empty_like(tensor, device=place, pin_memory=True)
+                self._values = pinned.copy_(tensor, non_blocking=True)
+            else:
+                self._values = moved(tensor, place)
+            self._rested = side.record_event()
+
+    def leave(self) -> None:
+        """Gives the tensor's memory free: what the device computes from now on waits until the values are gone."""
+        if self._leaving is not None and self._rested is not None:
+            self._sender.wait_event(self._rested)
+        self._leaving = None
 
     def start(self) -> None:
         """Begins to fetch; on CUDA the device goes on computing meanwhile."""
@@ -151,6 +169,7 @@ class Resting:
         self._arriving = None
 
     def __del__(self) -> None:
+        self.leave()
         self.drop()
 
 

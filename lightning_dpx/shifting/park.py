@@ -1,9 +1,8 @@
 """The second meaning of a shift: the computation stays, only what it keeps for backward rests on another device."""
 
-import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_dpx.devices import Resting, canonical_device
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.look_ahead import FetchAhead, Slot
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.shifting.shift import choose_modules
 
 _PARKED: "weakref.WeakKeyDictionary[nn.Module, _Parking]" = weakref.WeakKeyDictionary()
-_REACH = 8  # backward asks nearly in the reverse order of forward: so far away from the last one is the next one sought
 
 
 def park_activations(
@@ -67,30 +66,20 @@ class _Parked(Resting):
 
     def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
         super().__init__(tensor, place)
+        self.leave()
         # as long as this is held, no other storage gets the address
         self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class _Slot:
-    """What the graph holds in place of a tensor that an operator saved. Nothing else holds it, nor what is parked."""
-
-    def __init__(self, number: int, parked: _Parked) -> None:
-        self.number, self.parked = number, parked
-        self.used_by = -1  # the last backward that asked
-
-
 class _Parking:
-    """What a module has parked, in the order of forward, and what of it is on its way back."""
+    """What a module has parked."""
 
     def __init__(self, module: nn.Module, place: torch.device, look_ahead: int) -> None:
         self._module, self._place, self._look_ahead = weakref.ref(module), place, look_ahead
         self._entered: dict[int, list[Any]] = {}  # hooks, by thread
-        self._lock = threading.Lock()  # backward has a thread per device
-        self._numbers = itertools.count()
-        self._slots: weakref.WeakValueDictionary[int, _Slot] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._fetches: FetchAhead[_Parked] = FetchAhead(look_ahead)
         self._parked: weakref.WeakValueDictionary[Any, _Parked] = weakref.WeakValueDictionary()
-        self._ahead: list[tuple[int, weakref.ref[_Parked]]] = []  # on its way back, for which slot
-        self._backward = -1
 
     def enter(self, _module: nn.Module, _inputs: Any) -> None:
         """A chosen submodule begins."""
@@ -134,67 +123,14 @@ class _Parking:
             " first, or save its state_dict(). copy.deepcopy(module) works; the copy is parked, too."
         )
 
-    def _pack(self, tensor: torch.Tensor) -> _Slot:
+    def _pack(self, tensor: torch.Tensor) -> Slot[_Parked]:
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
         key = tensor.untyped_storage()._cdata, tensor._version, tensor.dtype, geometry
         with self._lock:
             parked = self._parked.get(key)
             if parked is None or parked.storage.expired():  # type: ignore[no-untyped-call]
                 parked = self._parked[key] = _Parked(tensor, self._place)
-            slot = _Slot(next(self._numbers), parked)
-            self._slots[slot.number] = slot
-        return slot
+        return self._fetches.slot_for(parked)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        backward = torch._C._current_graph_task_id()
-        with self._lock:
-            saved.used_by = backward
-            arrived: torch.Tensor = saved.parked.take()
-            self._fetch_ahead(saved, backward)
-        return arrived
-
-    def _fetch_ahead(self, asked: _Slot, backward: int) -> None:
-        """Keeps as many tensors on their way as allowed, those that backward will ask for next."""
-        ahead = []
-        for number, reference in self._ahead:
-            parked = reference()
-            if parked is None or parked is asked.parked:
-                continue
-            if number > asked.number + _REACH:  # backward went by
-                parked.drop()
-            else:
-                ahead.append((number, parked))
-        if backward >= 0 and self._look_ahead:
-            self._forget_after(backward)
-            for slot in self._next(asked.number, backward):
-                if len(ahead) >= self._look_ahead:
-                    break
-                if all(slot.parked is not parked for _, parked in ahead):
-                    slot.parked.start()
-                    ahead.append((slot.number, slot.parked))
-        if all(asked.parked is not parked for _, parked in ahead):
-            asked.parked.drop()
-        self._ahead = [(number, weakref.ref(parked)) for number, parked in ahead]
-
-    def _next(self, number: int, backward: int) -> Iterator[_Slot]:
-        """Slots that ``backward`` has yet to ask for, the likeliest first."""
-        rest = range(number + 1, number + 1 + _REACH)  # of an operator that keeps several, in the order of forward
-        for other in (*rest, *range(number - 1, number - 1 - _REACH, -1)):
-            slot = self._slots.get(other)
-            if slot is not None and slot.used_by != backward:
-                yield slot
-
-    def _forget_after(self, backward: int) -> None:
-        """What this backward never asked for does not stay on the device after it."""
-        if self._backward != backward:
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._forget)  # type: ignore[attr-defined]
-
-    def _forget(self) -> None:
-        with self._lock:
-            for _, reference in self._ahead:
-                if (parked := reference()) is not None:
-                    parked.drop()
-            self._ahead.clear()
+        return saved if isinstance(saved, torch.Tensor) else self._fetches.take(saved)
