@@ -20,6 +20,7 @@ from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, Run, profile_step
 from lightning_dpx.recompute.search import SearchPlanner
 from lightning_dpx.recompute.values import Rematerialisation
+from lightning_dpx.recompute.ways_to_park import as_planned
 
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 
@@ -138,12 +139,16 @@ def estimate_cost(module: nn.Module, plan: CheckpointPlan, *batch: Any) -> dict[
 
 def forecast_plan(profile: Profile, plan: CheckpointPlan) -> Forecast:
     """The step of ``profile`` with a plan that may have been made for another one."""
-    return forecast(profile, *_choice_of(profile, plan))
+    planned = as_planned(profile, plan)
+    return forecast(planned, *_choice_of(planned, plan))
 
 
 def timeline_of(profile: Profile, plan: CheckpointPlan | None = None) -> list[int]:
     """Bytes of activations at every event of the step of ``profile``, with a plan or with everything kept."""
-    return list(profile.curve) if plan is None else timeline(profile, *_choice_of(profile, plan))
+    if plan is None:
+        return list(profile.curve)
+    planned = as_planned(profile, plan)
+    return timeline(planned, *_choice_of(planned, plan))
 
 
 def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[int]]:
@@ -152,6 +157,8 @@ def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[in
     named = {value.name: index for index, value in enumerate(profile.values) if value.name}
     can = problem.values_of(problem.droppable)
     can |= {index for index, value in enumerate(profile.values) if value.storage < 0}  # the plan of another device's
+    parked = plan.names("park")  # who parks what cannot be parked, or computes what cannot be computed, keeps it
+    can -= {index for name, index in named.items() if profile.values[index].parked != (name in parked)}
     dropped = {named[name] for name in plan.dropped if name in named} & can
     return dropped, {named[name] for name in plan.names("recompute each time") if name in named} & can
 
@@ -172,6 +179,7 @@ class AppliedPlan:
             [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
             plan.names("compress"),
             plan.names("park"),
+            plan.overlap,
         )
         self._local = threading.local()
         root = _RootHooks(self)

@@ -1,13 +1,25 @@
 """From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.optimal import OptimalPlanner
 from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
-from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, least_seconds, register_planner
+from lightning_dpx.recompute.planner import (
+    PLANNERS,
+    Choice,
+    Planner,
+    Problem,
+    best,
+    least_seconds,
+    rank,
+    register_planner,
+)
 from lightning_dpx.recompute.profile import Profile, SavedValue
 from lightning_dpx.recompute.search import SearchPlanner
+from lightning_dpx.recompute.ways_to_park import OVERLAP, ways_to_park
 
 
 @register_planner("auto")
@@ -37,11 +49,12 @@ def plan_profile(
     Raises:
         BudgetError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
     """
-    problem, chosen = Problem(profile), make_planner(planner)
-    choice = Choice() if budget is not None and profile.peak <= budget else chosen.choose(problem, budget)
+    chosen = make_planner(planner)
+    problem, choice = _chosen(profile, budget, chosen)
     result = problem.forecast(choice)
     if budget is not None and result.peak > budget:
-        smallest = problem.forecast(AutoPlanner().choose(problem, None)).peak
+        least, smallest_choice = _chosen(profile, None, AutoPlanner())
+        smallest = least.forecast(smallest_choice).peak
         raise BudgetError(
             f"A budget of {_mib(budget)} for activations cannot be met"
             + (f" by planner={chosen.name!r}, which reaches {_mib(result.peak)}" if smallest <= budget else "")
@@ -50,15 +63,18 @@ def plan_profile(
             smallest,
         )
     dropped, fleeting = problem.values_of(choice.dropped), problem.values_of(choice.fleeting)
+    if any(problem.profile.values[index].parked for index in dropped):
+        problem = _with_most_overlap(problem, choice, result.peak if budget is None else budget)
+        result = problem.forecast(choice)
     decisions = [
         Decision(
             value.name,
             value.operator,
             value.num_bytes,
-            value.seconds,
-            _action(value, index in dropped, index in fleeting),
+            planned.seconds if index in dropped else value.seconds,
+            _action(planned, index in dropped, index in fleeting),
         )
-        for index, value in enumerate(profile.values)
+        for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
     ]
     return CheckpointPlan(
@@ -70,9 +86,31 @@ def plan_profile(
         peak=result.peak,
         saved_bytes=result.kept,
         recompute_share=result.seconds / profile.step_seconds,
-        least_share=None if budget is None else least_seconds(problem, budget) / profile.step_seconds,
+        least_share=None if budget is None else least_seconds(Problem(profile), budget) / profile.step_seconds,
         decisions=tuple(decisions),
+        overlap=problem.profile.overlap if any(decision.action == "park" for decision in decisions) else 0,
     )
+
+
+def _chosen(profile: Profile, budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
+    """What to drop, and the way to park that it was found with."""
+    if budget is not None and profile.peak <= budget:
+        return Problem(profile), Choice()
+    found: list[tuple[Problem, Choice]] = []
+    for problem in map(Problem, ways_to_park(profile)):
+        found.append((problem, planner.choose(problem, budget)))
+        if budget is not None and len(found) == 1 and problem.forecast(found[0][1]).peak <= budget:
+            break  # the others are for less room
+    return min(found, key=lambda each: rank(each[0], each[1], budget))
+
+
+def _with_most_overlap(problem: Problem, choice: Choice, limit: int) -> Problem:
+    """With as many copies beside the computation as there is room for."""
+    for overlap in range(OVERLAP, problem.profile.overlap, -1):
+        wider = Problem(replace(problem.profile, overlap=overlap))
+        if wider.forecast(choice).peak <= limit:
+            return wider
+    return problem
 
 
 def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:

@@ -32,6 +32,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
                 num_bytes=round(line(a.num_bytes, b.num_bytes)),
                 seconds=line(a.seconds, b.seconds),
                 compact=round(line(a.compact, b.compact)),
+                copying=line(a.copying, b.copying),
             )
             for a, b in zip(few.values, more.values, strict=True)
         ),
@@ -42,6 +43,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
         step_seconds=max(line(few.step_seconds, more.step_seconds), more.step_seconds),  # measured times jitter
         scale=target / rows[1],
+        forward_seconds=max(line(few.forward_seconds, more.forward_seconds), more.forward_seconds),
     )
 
 
@@ -57,6 +59,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
                 num_bytes=round(v.num_bytes * factor),
                 seconds=v.seconds * factor,
                 compact=round(v.compact * factor),
+                copying=v.copying * factor,
             )
             for v in profile.values
         ),
@@ -64,4 +67,5 @@ def scaled(profile: Profile, factor: float) -> Profile:
         curve=tuple(round(size * factor) for size in profile.curve),
         step_seconds=profile.step_seconds * factor,
         scale=profile.scale * factor,
+        forward_seconds=profile.forward_seconds * factor,
     )

@@ -1,7 +1,14 @@
 """What a choice of values to drop would do to a profiled step: its peak, and the time to compute them again.
 
 The forecast plays the step through: forward without what is dropped, then every request of backward, with the same
-rules of sharing and forgetting as :mod:`lightning_dpx.recompute.values`.
+rules of sharing and forgetting as :mod:`lightning_dpx.recompute.values`, and the same look-ahead for what is parked.
+
+The time of parked values. Copies run beside the computation, in a queue for each direction, so of all copies out only
+what is longer than forward counts, and of those back what is longer than backward with its recomputations; but nothing
+hides the last copy out and the first one back, for each of which the longest counts. A copy that hides is not free: it
+takes some of the memory's bandwidth and of the host's time, for which :data:`HIDDEN_SHARE` of it counts. That a queue
+may run dry at one time and be too long at another is left out, and so is that other devices may copy from and to the
+same host at that time. Where no copy may be on its way beside the computation, all of them count.
 """
 
 import heapq
@@ -9,7 +16,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
+from lightning_dpx.look_ahead import LookAhead
 from lightning_dpx.recompute.profile import Profile
+
+HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,30 @@ def timeline(profile: Profile, dropped: Collection[int], fleeting: Collection[in
     return replay.curve
 
 
+class _Coming:
+    """Bytes that are on their way back before they were asked for."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+
+class _Parked:
+    """A parked value: what the look-ahead does to it, in bytes."""
+
+    def __init__(self, num_bytes: int, coming: _Coming) -> None:
+        self._num_bytes, self._coming, self._started = num_bytes, coming, False
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._coming.num_bytes += self._num_bytes
+
+    def drop(self) -> None:
+        if self._started:
+            self._started = False
+            self._coming.num_bytes -= self._num_bytes
+
+
 class _Replay:
     def __init__(self, profile: Profile, dropped: frozenset[int], fleeting: frozenset[int]) -> None:
         self._profile, self._dropped = profile, dropped
@@ -57,6 +91,12 @@ class _Replay:
                 self._pending[source] += 1
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
+        parked = [index for index in dropped if values[index].parked and values[index].storage >= 0]
+        self._parked = sorted(parked, key=lambda index: (values[index].saved, index))
+        self._coming, self._ahead, self._fetches = _Coming(), LookAhead[_Parked](profile.overlap), list[float]()
+        self._slots = {
+            index: self._ahead.slot_for(_Parked(values[index].num_bytes, self._coming)) for index in self._parked
+        }
         self._views = [0] * len(values)  # that are there, of each value: they hold its memory
         self._outlived = [False] * len(values)  # forgotten, but for a view
         self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that autograd still uses
@@ -93,7 +133,7 @@ class _Replay:
         for value in profile.values:
             if value.compact:
                 compact[value.storage] += value.compact
-        kept, needed = 0, self._needed_until()
+        kept, needed, left = 0, self._needed_until(), self._left()
         for number, storage in enumerate(profile.storages):
             if number in kept_in:
                 kept += storage.num_bytes
@@ -102,7 +142,7 @@ class _Replay:
                     change[needed[number]] -= storage.num_bytes
             elif storage.unused < storage.freed:
                 gone = storage.num_bytes - compact[number]
-                change[storage.unused + 1] -= gone
+                change[min(max(storage.unused + 1, left.get(number, 0)), storage.freed)] -= gone
                 change[storage.freed] += gone
                 kept += compact[number]
         self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
@@ -113,7 +153,26 @@ class _Replay:
             position = request.event
             self._serve(request.value, request.event, request.released)
         self._advance(position, end)
-        return Forecast(self._peak, kept, self._seconds)
+        return Forecast(self._peak, kept, self._seconds + self._exposed())
+
+    def _left(self) -> dict[int, int]:
+        """The event at which the last value of every parked storage has left for the host."""
+        values, left = self._profile.values, dict[int, int]()
+        for place, index in enumerate(self._parked):
+            later = place + self._profile.overlap
+            event = values[self._parked[later]].saved if later < len(self._parked) else self._profile.forward_events
+            left[values[index].storage] = max(left.get(values[index].storage, 0), event)
+        return left
+
+    def _exposed(self) -> float:
+        """Seconds of the copies that no computation hides."""
+        out, back = [self._profile.values[index].copying for index in self._parked], self._fetches
+        if not self._profile.overlap:
+            return sum(out) + sum(back)
+        forward = self._profile.forward_seconds
+        backward = self._profile.step_seconds - forward + self._seconds
+        beyond = max(sum(out) - forward, max(out, default=0.0)) + max(sum(back) - backward, max(back, default=0.0))
+        return beyond + HIDDEN_SHARE * (sum(out) + sum(back))
 
     def _needed_until(self) -> list[int]:
         """The event at which every kept storage goes, if what is computed from it were all that holds it."""
@@ -132,7 +191,7 @@ class _Replay:
 
     def _see(self, event: int) -> None:
         event = min(event, len(self._base) - 1)
-        there = self._base[event] + self._held
+        there = self._base[event] + self._held + self._coming.num_bytes
         self._peak = max(self._peak, there)
         if self.curve is not None:
             self.curve[event] = max(self.curve[event], there)
@@ -144,10 +203,11 @@ class _Replay:
             while self._ends and self._ends[0][0] <= event:
                 self._held -= heapq.heappop(self._ends)[1]
             until = min(stop, self._ends[0][0]) if self._ends else stop
-            self._peak = max(self._peak, max(self._base[event:until], default=0) + self._held)
+            held = self._held + self._coming.num_bytes
+            self._peak = max(self._peak, max(self._base[event:until], default=0) + held)
             if self.curve is not None:
                 for seen in range(event, until):
-                    self.curve[seen] = max(self.curve[seen], self._base[seen] + self._held)
+                    self.curve[seen] = max(self.curve[seen], self._base[seen] + held)
             event = max(until, event + 1)
 
     def _serve(self, wanted: int, event: int, released: int) -> None:
@@ -176,7 +236,11 @@ class _Replay:
                 continue
             stack.pop()
             self._there[index] = True
-            self._seconds += values[index].seconds
+            if (slot := self._slots.get(index)) is not None:
+                self._fetches.append(values[index].copying)
+                self._ahead.asked(slot, 0)
+            else:
+                self._seconds += values[index].seconds
             self._held += values[index].num_bytes
             for source in self._viewed(index):
                 self._views[source] += 1

@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_dpx.devices import synchronize
+
 _QUIET = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # what pack hooks do themselves
 
 
@@ -67,6 +69,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
         out = func(*args, **(kwargs or {}))
+        synchronize(self._device)
         seconds = time.perf_counter() - start
         with self._lock:
             self.seconds += seconds

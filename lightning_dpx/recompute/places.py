@@ -16,6 +16,7 @@ from lightning_dpx.recompute.forecast import Forecast, forecast
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner
 from lightning_dpx.recompute.profile import Profile
+from lightning_dpx.recompute.ways_to_park import as_planned
 
 _ATTEMPTS = 4  # to make room on each device for what the other one drops
 
@@ -73,6 +74,7 @@ def plan_places(
 
 def forecast_named(profile: Profile, plan: CheckpointPlan) -> Forecast:
     """The step of ``profile`` with all that ``plan`` drops, also on devices that the profile does not count."""
+    profile = as_planned(profile, plan)
     each_time = plan.names("recompute each time")
     dropped = [index for index, value in enumerate(profile.values) if value.name in plan.dropped]
     return forecast(profile, dropped, [index for index in dropped if profile.values[index].name in each_time])
@@ -82,4 +84,6 @@ def _together(profiles: Sequence[Profile], plans: Sequence[CheckpointPlan]) -> C
     """Every device decides about its own values."""
     order = {value.name: index for index, value in enumerate(profiles[0].values) if value.name}
     decisions = {decision.name: decision for plan in plans for decision in plan.decisions}
-    return replace(plans[0], decisions=tuple(sorted(decisions.values(), key=lambda d: order.get(d.name, len(order)))))
+    overlap = min((plan.overlap for plan in plans if plan.names("park")), default=0)
+    in_order = tuple(sorted(decisions.values(), key=lambda d: order.get(d.name, len(order))))
+    return replace(plans[0], decisions=in_order, overlap=overlap)

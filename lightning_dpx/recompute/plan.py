@@ -41,7 +41,7 @@ class Decision:
             and its number there.
         operator: The autograd node that produced it; empty for what does not come from the graph.
         num_bytes: Its size.
-        seconds: To compute it again from its inputs.
+        seconds: To compute it again from its inputs; where it is parked, what of its copies nothing hides.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
             of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
             the host's memory.
@@ -74,6 +74,8 @@ class CheckpointPlan:
         recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
         least_share: What every plan for this budget costs at least; see ``least_seconds`` in planner.py.
         decisions: One for every value.
+        overlap: How many parked values are on their way beside the computation, in each direction; with 0 the device
+            waits for every copy.
     """
 
     model: str
@@ -86,6 +88,7 @@ class CheckpointPlan:
     recompute_share: float | None
     least_share: float | None
     decisions: tuple[Decision, ...]
+    overlap: int = 0
 
     def names(self, *actions: Action) -> frozenset[str]:
         """The values with one of these actions."""
@@ -102,7 +105,7 @@ class CheckpointPlan:
         lines = [
             "# Which activations are kept from forward to backward, and which are computed again.",
             f"# action: {', '.join(get_args(Action))}",
-            yaml.safe_dump({"version": _VERSION, **head, "checksum": _checksum(self.decisions)}, sort_keys=False),
+            yaml.safe_dump({"version": _VERSION, **head, "checksum": _checksum(self)}, sort_keys=False),
             "decisions:",
         ]
         for decision in self.decisions:
@@ -171,11 +174,11 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
             raise PlanError(f"{path} decides twice about {name!r}.")
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
-        head[field] = content.get(field)
+        head[field] = content.get(field, 0 if field == "overlap" else None)
         if not isinstance(head[field], kinds) or not _is_sound(head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = CheckpointPlan(**head, decisions=decisions)
-    if content.get("checksum") != _checksum(decisions):
+    if content.get("checksum") != _checksum(plan):
         plan = replace(plan, **_VOID)
     return plan
 
@@ -185,7 +188,7 @@ _NUMBER = (int, float)
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
-    "least_share": (*_NUMBER, type(None)),
+    "least_share": (*_NUMBER, type(None)), "overlap": int,
 }  # fmt: skip
 
 
@@ -206,8 +209,10 @@ def _is_sound(value: Any) -> bool:
     return not isinstance(value, int | float) or (not isinstance(value, bool) and 0 <= value < float("inf"))
 
 
-def _checksum(decisions: tuple[Decision, ...]) -> str:
-    text = "\n".join(f"{decision.name} {decision.action}" for decision in decisions)
+def _checksum(plan: CheckpointPlan) -> str:
+    text = "\n".join(f"{decision.name} {decision.action}" for decision in plan.decisions)
+    if plan.overlap:
+        text += f"\noverlap {plan.overlap}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -243,9 +248,11 @@ def summary(plan: CheckpointPlan) -> str:
     if plan.peak is None or plan.recompute_share is None:
         return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB"
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
+    sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "park"]
+    parked = f", {sum(sizes) / 2**20:.1f} MiB parked on the host" if sizes else ""
     return (
         f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
-        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step ({plan.planner}{least})"
+        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{parked} ({plan.planner}{least})"
     )
 
 

@@ -141,16 +141,22 @@ def least_seconds(problem: Problem, budget: int) -> float:
     """What any choice within ``budget`` costs at least.
 
     At the moment of the unplanned peak some units must be missing; the cheapest, in parts if need be, and each without
-    what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments.
+    what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments. What
+    leaves for the host while forward runs costs nothing, and the rest of what is parked one copy.
     """
     profile = problem.profile
     moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
-    lacking, seconds, rates = profile.peak - budget, 0.0, []
+    lacking, seconds, rates, copies = float(profile.peak - budget), 0.0, [], [float("inf")]
     for unit in problem.units:
         storage = profile.storages[profile.values[unit.values[0]].storage]
         if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
-            own = sum(profile.values[index].seconds for index in unit.values)
+            values = [profile.values[index] for index in unit.values]
+            own, copying = sum(value.seconds for value in values), [value.copying for value in values]
+            if all(copying):
+                own = min(own, sum(copying))
+                copies.append(sum(copying) / unit.num_bytes)
             rates.append((own / unit.num_bytes, unit.num_bytes))
+    lacking -= profile.forward_seconds / min(copies)
     for rate, size in sorted(rates):
         if lacking <= 0:
             break
@@ -190,13 +196,14 @@ def register_planner(name: str) -> Callable[[P], P]:
     return add
 
 
+def rank(problem: Problem, choice: Choice, budget: int | None) -> tuple[bool, float, float]:
+    """Lower is better: the fastest within the budget, then the smallest."""
+    result = problem.forecast(choice)
+    if budget is None or result.peak > budget:
+        return True, result.peak, result.seconds
+    return False, result.seconds, result.peak
+
+
 def best(problem: Problem, choices: Sequence[Choice], budget: int | None) -> Choice:
     """The fastest choice within the budget, else the smallest."""
-
-    def rank(choice: Choice) -> tuple[bool, float, float]:
-        result = problem.forecast(choice)
-        if budget is None or result.peak > budget:
-            return True, result.peak, result.seconds
-        return False, result.seconds, result.peak
-
-    return min(choices, key=rank)
+    return min(choices, key=lambda choice: rank(problem, choice, budget))

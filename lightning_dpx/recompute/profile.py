@@ -7,7 +7,7 @@ proves on the spot that the result is the same.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +16,23 @@ import torch
 from torch import nn
 
 from lightning_dpx.activations import nothing_changed
-from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
+from lightning_dpx.recompute.parking import copy_seconds
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.values import (
     Rematerialisation,
     Value,
     View,
     compress,
-    park,
     run_recipe,
     used,
 )
 
 Run = Callable[[], torch.Tensor]
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class SavedValue:
         refused: Why it cannot be computed again; empty if it can.
         compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
         parked: Whether it is not computed again but comes back from the host's memory.
+        copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be parked.
+        saved: The event of forward before which it was saved first.
     """
 
     name: str
@@ -59,6 +62,8 @@ class SavedValue:
     refused: str
     compact: int = 0
     parked: bool = False
+    copying: float = 0.0
+    saved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,9 @@ class Profile:
         forward_events: How many of the events belong to forward.
         step_seconds: Time in the operators of forward and backward.
         scale: Rows of the real batch for each row that was profiled.
+        forward_seconds: The part of forward in the time of the step.
+        parking_room: Bytes that may be parked where they could be computed again as well.
+        overlap: How many parked values are on their way at once, in each direction; see parking.py.
     """
 
     values: tuple[SavedValue, ...]
@@ -112,6 +120,9 @@ class Profile:
     forward_events: int
     step_seconds: float
     scale: float = 1.0
+    forward_seconds: float = 0.0
+    parking_room: int = 0
+    overlap: int = 0
 
     @property
     def peak(self) -> int:
@@ -138,6 +149,7 @@ class _Profiler(Rematerialisation):
         super().__init__(names)
         self._trace, self._keep = trace, keep
         self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
+        self.saved: dict[str, int] = {}  # the events, by name
         self._saved: list[Value] = []  # by what autograd holds
         self.numbers: list[int] = []  # likewise, of the values
         self.asks: list[tuple[int, int]] = []  # (event, what autograd holds)
@@ -154,6 +166,7 @@ class _Profiler(Rematerialisation):
             self.spans[value.name] = allocation
             if self._keep:
                 self.found[value] = allocation
+                self.saved[value.name] = self._trace.now
         if not self._keep:
             value.let_go(tensor)
             return packed
@@ -253,7 +266,7 @@ def _full_step(
         with context(), profiler.active():
             result = run()
         synchronize(device)
-        forward_events, same = trace.now, len(trace.operators) == operators
+        forward_events, same, forward_seconds = trace.now, len(trace.operators) == operators, trace.seconds
         if not result.requires_grad:
             raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
         with torch.utils._python_dispatch._disable_current_modes():
@@ -280,6 +293,8 @@ def _full_step(
         curve=tuple(passing(trace.curve, trace.allocations)[:end]),
         forward_events=forward_events,
         step_seconds=trace.seconds,
+        forward_seconds=forward_seconds,
+        parking_room=0 if is_host(device) else free_bytes(_HOST) // (2 * max(1, len(accelerators()))),
     )
 
 
@@ -307,13 +322,12 @@ def _measure(
             raise  # fewer rows may do, and the caller knows how to get them
         except (NotRecomputable, RuntimeError) as error:
             refused[value] = f"{value.operator} failed when repeated: {error}"
-    parked = set[Value]()
+    copying = {}
     if not is_host(device):
-        for value in [
-            value for value, span in profiler.found.items() if value.name and refused[value] and span is not None
-        ]:
-            parked.add(value)
-            seconds[value], refused[value] = _parking_seconds(value, device), ""
+        copying = _copying(value for value, span in profiler.found.items() if value.name and span is not None)
+    parked = {value for value in copying if refused[value]}
+    for value in parked:
+        seconds[value], refused[value] = 2 * copying[value], ""
     seconds = _typical(seconds, sizes)
     storages: dict[int, int] = {}
     spans: list[tuple[str, Allocation]] = []
@@ -338,6 +352,8 @@ def _measure(
             refused[value] if value in profiler.found else "",
             compact.get(value, 0),
             value in parked,
+            copying.get(value, 0.0),
+            profiler.saved.get(value.name, 0),
         )
         for value in order
     ]
@@ -413,16 +429,16 @@ def _compressed(value: Value) -> tuple[int, float] | None:
     return trial.inputs[0].nbytes, time.perf_counter() - start
 
 
-def _parking_seconds(value: Value, device: torch.device) -> float:
-    """To the host's memory and back."""
-    trial = Value(value.name, "")
-    trial.tensor = value.tensor
-    synchronize(device)
-    start = time.perf_counter()
-    park(trial)
-    run_recipe(trial)
-    synchronize(device)
-    return time.perf_counter() - start
+def _copying(values: Iterable[Value]) -> dict[Value, float]:
+    """What a copy of each takes; equal sizes are measured once."""
+    by_size: dict[int, float] = {}
+    found: dict[Value, float] = {}
+    for value in values:
+        if (tensor := value.tensor) is not None:
+            if tensor.nbytes not in by_size:
+                by_size[tensor.nbytes] = copy_seconds(tensor)
+            found[value] = by_size[tensor.nbytes]
+    return found
 
 
 def _same(again: torch.Tensor, original: torch.Tensor, tolerance: float) -> bool:

@@ -28,6 +28,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.garbage import COLLECTOR
 from lightning_dpx.recompute.operands import Operands, Reference, operand_of
+from lightning_dpx.recompute.parking import Parking
 from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
 
 Make = Callable[..., torch.Tensor]
@@ -238,17 +239,13 @@ def compress(value: Value) -> bool:
     return True
 
 
-def park(value: Value) -> None:
+def park(value: Value, parking: Parking) -> None:
     """Keeps a tensor of a device in the host's memory until backward asks for it."""
     tensor = value.tensor
     assert tensor is not None, "asked when it is saved"
-    there = torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
-    value.learn(_fetch, (there, tensor.device))
+    fetch, slot = parking.park(tensor, value.version, value.name)
+    value.learn(fetch, (slot,))
     value.drop(tensor)
-
-
-def _fetch(there: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return there.to(device)
 
 
 def _expand_mask(small: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -304,6 +301,7 @@ class Rematerialisation:
         fleeting: Those among them to forget after every use, inputs first.
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
         parked: Names of values to keep in the host's memory.
+        overlap: How many of them may be on their way at once, in each direction.
     """
 
     def __init__(
@@ -313,11 +311,12 @@ class Rematerialisation:
         fleeting: Sequence[str] = (),
         compressed: Collection[str] = (),
         parked: Collection[str] = (),
+        overlap: int = 0,
     ) -> None:
         self._names, self._dropped = names, dropped
         self._fleeting = {name: place for place, name in enumerate(fleeting)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
-        self._compressed, self._parked = compressed, parked
+        self._compressed, self._parked, self._parking = compressed, parked, Parking(overlap)
         self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
         self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
@@ -335,6 +334,7 @@ class Rematerialisation:
                 yield
         finally:
             self._names.end()
+            self._parking.settle()
             self._decide_fleeting()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -398,7 +398,7 @@ class Rematerialisation:
             if name in self._compressed and not compress(value):
                 self.refused[name] = "it is not a mask this time"
             elif name in self._parked and not is_host(tensor.device):
-                park(value)
+                park(value, self._parking)
 
     def consider(self, value: Value, node: Any, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""

@@ -59,17 +59,17 @@ def test_a_recipe_does_not_bring_parked_tensors_back() -> None:
     model, x = Blocks(regions=False).to("sim:0"), torch.randn(512, 256, device="sim:0")
     expected = [gradient.clone() for gradient in gradients(model, x)]
     dpx.park_activations(model, ["blocks.1", "blocks.3"], "cpu")
-    plan = dpx.search_plan(model, x, budget=0.5)
+    everything = dpx.search_plan(model, x, budget=1.0)
+    plan = everything.with_actions({decision.name: "recompute" for decision in everything.decisions})
+    predicted = dpx.estimate_cost(model, plan, x)["peak"]
     dpx.apply_plan(model, plan)
     assert all(map(torch.equal, gradients(model, x), expected))
-    model.zero_grad(set_to_none=True)
     gc.collect()
     sim.reset_peak_memory_stats(0)
     before = sim.memory_allocated(0)
     model(x).sum().backward()
-    kept = sum(p.nbytes for p in model.parameters())
-    assert plan.peak is not None
-    assert sim.max_memory_allocated(0) - before <= plan.peak + 0.4 * kept, "half of it would be one parked tensor more"
+    gradient = max(p.nbytes for p in model.parameters())  # until it is added to that of before; half a parked tensor
+    assert sim.max_memory_allocated(0) - before <= 1.02 * predicted + gradient
 
 
 def test_an_input_of_zeros_and_ones_is_no_mask_to_compress() -> None:

@@ -1,0 +1,114 @@
+"""Values that rest in the host's memory from forward to backward: sent away, and fetched, beside the computation.
+
+A plan says how many may be on their way at once. On the way out a value keeps its memory until so many others were
+parked after it; on the way back it takes its memory so many values early. The forecast counts both by the same rule.
+"""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from lightning_dpx.devices import Resting, synchronize
+from lightning_dpx.look_ahead import FetchAhead, Slot
+
+_HOST = torch.device("cpu")
+Take = Callable[[Slot["_Parked"]], torch.Tensor]
+
+
+class _Parked(Resting):
+    """A value's tensor on the host; notices if somebody writes into it while it is on its way there."""
+
+    def __init__(self, tensor: torch.Tensor, version: int, name: str) -> None:
+        self._version, self._name, self._changed = version, name, ""
+        super().__init__(tensor, _HOST)
+
+    def leave(self) -> None:
+        """Gives the tensor's memory free."""
+        if self._leaving is not None and self._leaving._version != self._version:
+            self._changed = f"has version {self._leaving._version} instead of {self._version}"
+        super().leave()
+
+    def take(self) -> torch.Tensor:
+        """The tensor where it was.
+
+        Raises:
+            RuntimeError: it was changed in place before it had left, which autograd refuses as well.
+        """
+        if self._changed:
+            raise RuntimeError(
+                f"A tensor that backward needs was changed in place: {self._name}, parked on the host, {self._changed}."
+            )
+        return super().take()
+
+
+class _Device:
+    """What of one device is on its way to the host, and what is on its way back."""
+
+    def __init__(self, overlap: int) -> None:
+        self.leaving: deque[weakref.ref[_Parked]] = deque()
+        self.fetches: FetchAhead[_Parked] = FetchAhead(overlap)
+
+    def let_go(self, overlap: int) -> None:
+        """All but so many have left from here on."""
+        while len(self.leaving) > overlap:
+            if (parked := self.leaving.popleft()()) is not None:
+                parked.leave()
+
+
+class Parking:
+    """Parks the values of one plan.
+
+    Args:
+        overlap: How many values of a device may be on their way at once, in each direction; with 0 the device waits for
+            every copy.
+    """
+
+    def __init__(self, overlap: int) -> None:
+        self._overlap = overlap
+        self._devices: dict[torch.device, _Device] = {}
+        self._lock = threading.Lock()
+
+    def park(self, tensor: torch.Tensor, version: int, name: str) -> tuple[Take, Slot[_Parked]]:
+        """Sends ``tensor`` to the host's memory.
+
+        Args:
+            tensor: A value of a device.
+            version: Of what was saved; in place operators count it up.
+            name: Of the value.
+
+        Returns:
+            A function that brings it back, and what to give to it; nothing else holds what is parked.
+        """
+        parked = _Parked(tensor, version, name)
+        with self._lock:
+            device = self._devices.setdefault(tensor.device, _Device(self._overlap))
+            device.leaving.append(weakref.ref(parked))
+            device.let_go(self._overlap)
+        return device.fetches.take, device.fetches.slot_for(parked)
+
+    def settle(self) -> None:
+        """Forward is over: what is on its way gives its memory free."""
+        with self._lock:
+            for device in self._devices.values():
+                device.let_go(0)
+
+
+def copy_seconds(tensor: torch.Tensor) -> float:
+    """Of a copy of ``tensor`` to the host's memory or back: the slower of the two, each the better of two."""
+    slower = 0.0
+    parked = Resting(tensor, _HOST)
+    for way in (lambda: Resting(tensor, _HOST).leave(), parked.take):
+        best = float("inf")
+        for _ in range(2):
+            parked.drop()
+            synchronize(tensor.device)
+            start = time.perf_counter()
+            way()
+            synchronize(tensor.device)
+            best = min(best, time.perf_counter() - start)
+        slower = max(slower, best)
+    return slower
