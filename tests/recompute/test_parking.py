@@ -144,6 +144,28 @@ def test_the_peak_is_the_predicted_one(overlap: int, home: torch.device) -> None
     assert predicted.peak <= (4 + 2 * overlap) * x.nbytes, "without a plan it is 25 times that"
 
 
+class Bulky(Tower):
+    """In the middle of forward it needs as much as twenty outputs for a moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale
+        for index, part in enumerate(self.parts):
+            x = part(x)
+            if index == LAYERS // 2:
+                torch.empty(20, *x.shape, device=x.device).fill_(0.0)
+        return x
+
+
+@on_sim
+@pytest.mark.parametrize("overlap", [0, 3, 5])
+def test_a_peak_in_forward_includes_what_has_not_left_yet(overlap: int) -> None:
+    model, rows = Bulky().to(SIM), torch.randn(ROWS, WIDTH).to(SIM)
+    plan = all_parked(model, rows, overlap)
+    peak = forecast_plan(profile_module(model, rows), plan).peak
+    dpx.apply_plan(model, plan)
+    assert traced_peak(model, rows) == peak == (20 + max(1, overlap)) * KEPT
+
+
 ACTIONS = ("keep", "recompute", "recompute each time", "park")
 
 

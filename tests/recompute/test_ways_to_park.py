@@ -117,6 +117,18 @@ def test_the_smallest_budget_is_that_of_parking() -> None:
     assert roomier.overlap == OVERLAP
 
 
+def test_copies_run_beside_the_computation_where_there_is_room_even_if_they_do_not_hide() -> None:
+    module, x = blocks()
+    profile = timed(copying=1.0)
+    least = plan_profile(module, profile, None, _Everything()).peak
+    assert least is not None
+    plans = [plan_profile(module, profile, least + count * x.nbytes, _Everything()) for count in range(4)]
+    overlaps = [plan.overlap for plan in plans]
+    assert overlaps == sorted(overlaps)
+    assert overlaps[-1] == OVERLAP
+    assert all(plan.peak <= least + count * x.nbytes for count, plan in enumerate(plans))  # type: ignore[operator]
+
+
 def test_a_way_of_its_own_marks_every_value_of_a_storage() -> None:
     profile = timed(copying=0.1 * MS)
     ways = [*ways_to_park(profile)]
