@@ -27,7 +27,7 @@ class _Parked(Resting):
         super().__init__(tensor, _HOST)
 
     def leave(self) -> None:
-        """Gives the tensor's memory free."""
+        """Gives the tensor's memory free: from here on anybody may write into it."""
         if self._leaving is not None and self._leaving._version != self._version:
             self._changed = f"has version {self._leaving._version} instead of {self._version}"
         super().leave()
@@ -38,6 +38,7 @@ class _Parked(Resting):
         Raises:
             RuntimeError: it was changed in place before it had left, which autograd refuses as well.
         """
+        self.leave()  # a backward inside of the forward's context
         if self._changed:
             raise RuntimeError(
                 f"A tensor that backward needs was changed in place: {self._name}, parked on the host, {self._changed}."

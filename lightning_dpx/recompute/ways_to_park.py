@@ -23,6 +23,7 @@ from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.profile import Profile
 
 OVERLAP = 2  # parked values on their way at once, in each direction
+_HIDES = 0.5  # of the computation is taken for copies: they come in bursts, and other devices use the same host
 
 
 def ways_to_park(profile: Profile) -> Iterator[Profile]:
@@ -30,7 +31,7 @@ def ways_to_park(profile: Profile) -> Iterator[Profile]:
     costs = _copying(profile)
     if costs:
         beside = min(profile.forward_seconds, profile.step_seconds - profile.forward_seconds)
-        hidden = _parked(profile, _dearest(profile, costs, beside), share=HIDDEN_SHARE)
+        hidden = _parked(profile, _dearest(profile, costs, _HIDES * beside), share=HIDDEN_SHARE)
         yield replace(hidden, overlap=OVERLAP)
     yield profile
     if costs:

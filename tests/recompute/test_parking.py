@@ -300,6 +300,20 @@ def test_parked_values_hold_while_the_device_lags_far_behind_the_host(home: torc
 
 
 @on_sim
+def test_a_backward_inside_of_the_forward_s_context() -> None:
+    model, rows = Tower().to(SIM), torch.randn(ROWS, WIDTH).to(SIM)
+    plan, expected = all_parked(model, rows, 3), gradients(model, rows)
+    applied, before = dpx.apply_plan(model, plan), allocated()
+    model.zero_grad(set_to_none=False)
+    with applied.active():
+        loss = model(rows).pow(2).mean()
+        loss.backward()
+        del loss
+        assert comes_to(before)
+    assert torch.equal(model.scale.grad.cpu(), expected[0])
+
+
+@on_sim
 def test_graphs_may_go_backward_in_any_order() -> None:
     model, rows = tower(SIM, 2)
     plain = Tower().to(SIM)

@@ -57,9 +57,9 @@ def test_what_is_dear_to_compute_is_parked_while_copies_are_short() -> None:
 
 
 def test_what_does_not_hide_is_computed_again_the_cheapest_first() -> None:
-    plan = planned(timed(copying=20 * MS), 0.5)  # four of them take nearly as long as forward
+    plan = planned(timed(copying=10 * MS), 0.5)  # four of them take nearly half as long as forward
     assert plan.overlap == OVERLAP
-    assert 0 < len(plan.names("park")) <= 4
+    assert len(plan.names("park")) == 4
     assert plan.names("recompute", "recompute each time")
     assert "park" in actions(plan, "AddmmBackward0")
     assert "park" not in actions(plan, "TanhBackward0") | actions(plan, "GeluBackward0")
