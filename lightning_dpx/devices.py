@@ -283,7 +283,7 @@ def spare_devices(devices: Sequence[torch.device]) -> list[torch.device]:
 def free_bytes(device: torch.device) -> int:
     """What can still be allocated on ``device``, cached blocks included."""
     if is_host(device):
-        return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
+        return _available_bytes()
     module = torch.get_device_module(device)
     free, _ = module.mem_get_info(device)
     cached = module.memory_reserved(device) - module.memory_allocated(device)
@@ -355,6 +355,15 @@ def _listed_for_others(device: torch.device) -> int | None:
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def _available_bytes() -> int:
+    """Of the host: free pages, and those of files that Linux gives up for whoever asks."""
+    if not os.path.exists("/proc/meminfo"):
+        return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return int(sizes["MemAvailable"].split()[0]) * 1024
 
 
 def _resident_bytes() -> int:
