@@ -1,13 +1,14 @@
 """Memory planning: which activations are kept, and which are computed again in backward.
 
-profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor
+profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor, and of its copy;
+          some values would come back from the host instead of being computed again (ways_to_park)
 planner   profile x budget -> what to drop         threshold | search | optimal | auto
 forecast  profile x choice -> peak and extra time, exactly as the run will have them
 plan      the choice as a file
 places    one plan for a step that runs on several devices
 shapes    one plan for steps of several shapes
 apply     the plan on a module: saved-tensor hooks (values), how operators are repeated (recipes), and on what, where
-          autograd does not know it (operands)
+          autograd does not know it (operands), and copies (parking)
 """
 
 from lightning_dpx.recompute.apply import (
