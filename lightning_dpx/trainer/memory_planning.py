@@ -34,7 +34,7 @@ from lightning_dpx.trainer.static_memory import StaticMemory
 
 StaticOf = Callable[[Sequence[Share]], StaticMemory]  # what a step of these shares needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
-_UNNOTICED = 2**18  # bytes: gradients on their way, and other small things that come while activations go
+_UNNOTICED = 2**18  # bytes: small things that come while activations go
 _TIGHTER = 0.8  # of the activations of a plan that did not fit
 
 
@@ -375,8 +375,10 @@ class MemoryPlanning:
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
         for device, before in self._before.items():
-            predicted, taken = self.forecast(device)[0], allocated_and_peak(device)[1] - before
-            unnoticed = _UNNOTICED + self._passing.get(device, 0)
+            present, peak = allocated_and_peak(device)
+            predicted, taken = self.forecast(device)[0], peak - before
+            gradients = max(0, present - before)  # they may have been there at the peak, and are planned for apart
+            unnoticed = max(gradients, _UNNOTICED + self._passing.get(device, 0))
             if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "

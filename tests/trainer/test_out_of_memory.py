@@ -154,7 +154,7 @@ def test_half_a_backward_cannot_be_taken_back_once_gradients_accumulate() -> Non
 
 def test_no_plan_helps_where_the_rest_is_too_large() -> None:
     with pytest.raises(dpx.BudgetError, match=r"parameters, gradients and optimizer state alone take|cannot be met"):
-        fit("1000KiB", 1, "forward", "inline", on_oom="replan")
+        fit("820KiB", 1, "forward", "inline", on_oom="replan")
 
 
 def test_an_unknown_choice() -> None:
