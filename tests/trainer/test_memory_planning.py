@@ -264,25 +264,19 @@ def test_a_model_that_does_not_fit_is_profiled_on_few_rows_and_trains(small_devi
 @on_devices
 @pytest.mark.parametrize("execution", ["inline", "threads"])
 def test_replicas_that_park_end_at_the_same_bits(execution: Any) -> None:
-    strategy, plans = dpx.DPXStrategy(execution=execution, memory_budget="14MiB"), []
-
-    class Peek(Tower):
-        def on_train_batch_end(self, *_: Any) -> None:
-            plans.extend(strategy._planning.plans.values())
-
-    sim = torch.get_device_module("sim")
-    gc.collect()
-    for device in range(2):
-        sim.reset_peak_memory_stats(device)
-    torch.manual_seed(0)
-    ours = fit(Peek(dropout=0.0), loader(1024), strategy=strategy, accelerator="sim", devices=2)
-    assert all(plan.names("park") and plan.overlap for plan in plans)
-    assert all(sim.max_memory_allocated(device) <= 14 * MIB for device in range(2))
-    unplanned = dpx.DPXStrategy(execution=execution)
-    torch.manual_seed(0)
-    reference = fit(Peek(dropout=0.0), loader(1024), strategy=unplanned, accelerator="sim", devices=2)
-    assert_equal(ours, reference, bitwise=True)
-    assert any(sim.max_memory_allocated(device) > 14 * MIB for device in range(2)), "the budget was no budget"
+    everything = dpx.search_plan(tower(dropout=0.0), next(iter(loader())), budget=1.0)
+    actions = {decision.name: "park" for decision in everything.decisions}
+    plan = dataclasses.replace(everything.with_actions(actions), overlap=2)  # type: ignore[arg-type]
+    sim, found, peaks = torch.get_device_module("sim"), [], []
+    for given in (plan, None):
+        gc.collect()
+        for device in range(2):
+            sim.reset_peak_memory_stats(device)
+        strategy = dpx.DPXStrategy(execution=execution, plan=given)
+        found.append(fit(tower(dropout=0.0), loader(1024), strategy=strategy, accelerator="sim", devices=2))
+        peaks.append([sim.max_memory_allocated(device) for device in range(2)])
+    assert_equal(*found, bitwise=True)
+    assert all(ours < theirs - 4 * MIB for ours, theirs in zip(*peaks, strict=True))
 
 
 @on_devices
