@@ -2,12 +2,17 @@
 
 Works on every device, also where the allocator counts nothing (the host), because it watches operators, not the
 allocator. It does not see what an operator allocates and frees inside.
+
+[Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out of
+place, and otherwise in place: into the term that came last. So if that one goes right after the sum, it was the sum.
 """
 
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +49,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
         self.allocations: list[Allocation] = []
         self.live, self.seconds = 0, 0.0
         self.curve: list[int] = []
@@ -74,11 +80,17 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             self.seconds += seconds
             if func not in _QUIET:
-                self._see(out, args, kwargs)
+                self._see(func, out, args, kwargs)
         return out
 
-    def _see(self, out: Any, args: Any, kwargs: Any) -> None:
+    def _see(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
+        self._settle()
         given: set[int] | None = None
+        if func is torch.ops.aten.add.Tensor and _called_by_engine():
+            self._sum = self._term_of_sum(out, args)
+            if self._sum is not None:
+                self.operators.append(self.mark())
+                return
         for leaf in tree_leaves(out):
             if not isinstance(leaf, torch.Tensor) or leaf.device != self._device or leaf.layout is not torch.strided:
                 continue
@@ -91,21 +103,42 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(storage)
         self.operators.append(self.mark())
 
+    def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
+        found = [
+            known for x in terms if _identity(x) and (known := self.allocation_of(x.untyped_storage())) is not None
+        ]
+        last = max(found, key=lambda term: term.born, default=None)
+        fits = last is not None and _identity(out) and last.num_bytes == out.untyped_storage().nbytes()
+        return (out.untyped_storage(), last) if last is not None and fits else None
+
+    def _settle(self) -> None:
+        """The last term of the last sum is still there: others hold it, so it was no sum in place."""
+        if self._sum is not None:
+            storage, self._sum = self._sum[0], None
+            self._add(storage)
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         allocation = Allocation(storage.nbytes(), self.now, len(self.operators))
         self.allocations.append(allocation)
         self.live += allocation.num_bytes
+        self._follow(storage, allocation)
+
+    def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
         reference = weakref.ref(storage, self._gone(storage._cdata, allocation))
         self._present[storage._cdata] = reference, allocation
 
     def _gone(self, address: int, allocation: Allocation) -> Callable[[Any], None]:
         def forget(_reference: Any) -> None:
             with self._lock:
-                self.live -= allocation.num_bytes
-                allocation.died, allocation.died_operator = self.mark(), len(self.operators)
                 entry = self._present.get(address)
                 if entry is not None and entry[1] is allocation:
                     del self._present[address]
+                if self._sum is not None and allocation is self._sum[1]:
+                    storage, self._sum = self._sum[0], None
+                    self._follow(storage, allocation)
+                    return
+                self.live -= allocation.num_bytes
+                allocation.died, allocation.died_operator = self.mark(), len(self.operators)
 
         return forget
 
@@ -115,6 +148,21 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Gradients of parameters, the loss and other results are still there and do not count.
         """
         return max(passing(self.curve, self.allocations), default=0)
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def _called_by_engine() -> bool:
+    """Whether autograd's engine itself calls the mode, and no Python code that runs in backward."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(3)  # whoever called the mode, or torch's own wrapping of it
+    for _ in range(3):
+        if frame is None or frame.f_code is _ENGINE:  # a thread of the engine has no other frames
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _identity(tensor: torch.Tensor) -> int:
