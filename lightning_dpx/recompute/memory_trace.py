@@ -3,8 +3,8 @@
 Works on every device, also where the allocator counts nothing (the host), because it watches operators, not the
 allocator. It does not see what an operator allocates and frees inside.
 
-[Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out of
-place, and otherwise in place: into the term that came last. So if that one goes right after the sum, it was the sum.
+[Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out
+of place, and otherwise in place: into the term that came last. So if that one goes right after the sum, it was the sum.
 """
 
 import sys

@@ -150,8 +150,8 @@ class LoRA(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
-        mask = torch.full((1, 1, length, length), -1e9).triu(1)
-        x = self.tokens(ids) + self.positions(torch.arange(length))
+        mask = torch.full((1, 1, length, length), -1e9, device=ids.device).triu(1)
+        x = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
         for block in self.blocks:
             x = block(x, mask)
         out: Tensor = self.head(x)
