@@ -391,11 +391,12 @@ def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes:
     with torch.no_grad(), torch._C._DisableAutocast():
         while stack:
             top = stack[-1]
+            if top.tensor is not None:
+                stack.pop()
+                continue
             missing = [source for source in top.sources if source.tensor is None]
-            if top.tensor is not None or missing:
+            if missing:
                 stack += missing
-                if top.tensor is not None:
-                    stack.pop()
                 continue
             top.tensor, seconds[top] = _timed(top, device)
             sizes[top] = 0 if _is_view_of(top) else _bytes_on(device, top)
