@@ -2,7 +2,7 @@
 
 profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor, and of its copy;
           some values would come back from the host instead of being computed again (ways_to_park)
-planner   profile x budget -> what to drop         threshold | search | optimal | auto
+planner   profile x budget -> what to drop         threshold | search | optimal | milp | auto
 forecast  profile x choice -> peak and extra time, exactly as the run will have them
 plan      the choice as a file
 places    one plan for a step that runs on several devices

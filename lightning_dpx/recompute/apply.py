@@ -43,7 +43,8 @@ def search_plan(
         batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
         budget: Bytes of activations at the most; a fraction (0 to 1) of what they need without a plan; or as few as
             possible. Activations are what the step allocates and frees again: not parameters and their gradients.
-        planner: ``"auto"``, ``"optimal"``, ``"search"``, ``"threshold"``, another registered name or a planner.
+        planner: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, another registered name, or a
+            planner.
         num_trials: Steps of the grid of ``"search"``.
 
     Raises:

@@ -5,21 +5,16 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.recompute.bounds import Relaxation, least_seconds
 from lightning_dpx.recompute.optimal import OptimalPlanner
 from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
-from lightning_dpx.recompute.planner import (
-    PLANNERS,
-    Choice,
-    Planner,
-    Problem,
-    best,
-    least_seconds,
-    rank,
-    register_planner,
-)
+from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, rank, register_planner
 from lightning_dpx.recompute.profile import Profile, SavedValue
+from lightning_dpx.recompute.programme import programmed
+from lightning_dpx.recompute.repair import fill
 from lightning_dpx.recompute.search import SearchPlanner
-from lightning_dpx.recompute.ways_to_park import OVERLAP, ways_to_park
+from lightning_dpx.recompute.solver import require_solver
+from lightning_dpx.recompute.ways_to_park import OVERLAP, least_seconds_with_parking, ways_to_park
 
 
 @register_planner("auto")
@@ -30,6 +25,24 @@ class AutoPlanner(Planner):
         """The fastest within the budget; without one, the smallest."""
         planners: list[Planner] = [SearchPlanner(), OptimalPlanner()]
         return best(problem, [planner.choose(problem, budget) for planner in planners], budget)
+
+
+@register_planner("milp")
+class MilpPlanner(Planner):
+    """Mixed-integer programming alone; see :mod:`lightning_dpx.recompute.programme`."""
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """Where the programme finds nothing within the budget, and without one, what ``"optimal"`` finds.
+
+        Raises:
+            UnsupportedError: HiGHS is not installed.
+        """
+        require_solver()
+        if budget is not None:
+            found = [fill(problem, choice, budget) for choice in programmed(problem, budget)]
+            if found and problem.forecast(choice := best(problem, found, budget)).peak <= budget:
+                return choice
+        return OptimalPlanner().choose(problem, budget)
 
 
 def make_planner(planner: str | Planner) -> Planner:
@@ -86,7 +99,7 @@ def plan_profile(
         peak=result.peak,
         saved_bytes=result.kept,
         recompute_share=result.seconds / profile.step_seconds,
-        least_share=None if budget is None else least_seconds(Problem(profile), budget) / profile.step_seconds,
+        least_share=None if budget is None else _least(profile, problem, budget) / profile.step_seconds,
         decisions=tuple(decisions),
         overlap=problem.profile.overlap if any(decision.action == "park" for decision in decisions) else 0,
     )
@@ -111,6 +124,13 @@ def _with_most_overlap(problem: Problem, choice: Choice, limit: int) -> Problem:
         if wider.forecast(choice).peak <= limit:
             return wider
     return problem
+
+
+def _least(profile: Profile, problem: Problem, budget: int) -> float:
+    """Seconds that no choice within ``budget`` goes below, by the best proof there is."""
+    if any(value.copying for value in profile.values):
+        return least_seconds_with_parking(Problem(profile), budget)
+    return max(least_seconds(Relaxation(problem), budget), problem.proved.get(budget, 0.0))
 
 
 def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:

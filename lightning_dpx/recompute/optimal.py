@@ -13,6 +13,10 @@ Three variants compete: units that are computed from far away may be dropped or 
 after every use, so that a stretch comes back without them. The exact forecast decides, and also moves the target of
 the programme until the budget is met; then whatever still fits is kept, the dearest bytes first.
 
+Two more solutions stand beside these. The knapsack that gives the lower bound of the extra time is often within the
+budget as it is, or after a few steps, and then hardly above that bound; and where HiGHS is installed, so is the integer
+programme of :mod:`lightning_dpx.recompute.programme`.
+
 Related: rotor (Beaumont et al., 2019) for chains; Checkmate (Jain et al., 2020), which solves such a choice as an
 integer programme.
 """
@@ -23,10 +27,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_dpx.recompute.bounds import Relaxation, knapsack
 from lightning_dpx.recompute.planner import Choice, Planner, Problem, best, register_planner
+from lightning_dpx.recompute.programme import programmed
+from lightning_dpx.recompute.repair import fill, reach
+from lightning_dpx.recompute.solver import solver_installed
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
-_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _MOST_MISSES = 100, 24, 6, 9, 12
+_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS = 100, 24, 6, 9
+_CLOSE = 1e-3  # to the lower bound: nothing better is worth looking for
 
 
 @register_planner("optimal")
@@ -36,7 +45,12 @@ class OptimalPlanner(Planner):
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """Without a budget, the lowest peak, found by bisection."""
         if budget is not None:
-            choice = self._within(problem, budget)
+            relaxation = Relaxation(problem)
+            least, dropped = knapsack(relaxation, budget)
+            choices = [self._within(problem, budget), reach(relaxation, Choice(dropped), budget)]
+            choice = best(problem, [fill(problem, each, budget) for each in choices], budget)
+            if solver_installed() and problem.forecast(choice).seconds > (1 + _CLOSE) * least:
+                choice = fill(problem, best(problem, [choice, *programmed(problem, budget)], budget), budget)
             if problem.forecast(choice).peak > budget:
                 choice = fill(problem, self.choose(problem, None), budget)
             return choice
@@ -47,7 +61,8 @@ class OptimalPlanner(Planner):
             found.append(self._within(problem, middle))
             reached = problem.forecast(found[-1]).peak
             low, high = (low, min(middle, reached)) if reached <= middle else (middle, high)
-        return min(found, key=lambda choice: problem.forecast(choice).peak)
+        smallest = best(problem, found, None)
+        return reach(Relaxation(problem), smallest, round(0.7 * problem.forecast(smallest).peak))
 
     def _within(self, problem: Problem, budget: int) -> Choice:
         if problem.profile.peak <= budget:
@@ -260,24 +275,3 @@ def _overheads(problem: Problem) -> np.ndarray:
         if position[event] >= 0:
             result[position[event]] = max(result[position[event]], beside[event])
     return result
-
-
-def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
-    """Keeps what still fits, the dearest bytes first; in handfuls, halved when one does not fit."""
-    result = problem.forecast(choice)
-    if result.peak > budget:
-        return choice
-    units = problem.units
-    waiting = sorted(choice.dropped, key=lambda i: units[i].seconds / max(1, units[i].num_bytes), reverse=True)
-    size, misses = max(1, len(waiting) // 4), 0
-    while waiting and misses < _MOST_MISSES:
-        handful = frozenset(waiting[:size])
-        attempt = Choice(choice.dropped - handful, choice.fleeting - handful)
-        after = problem.forecast(attempt)
-        if after.peak <= budget and after.seconds <= result.seconds:
-            choice, result, waiting = attempt, after, waiting[len(handful) :]
-        elif size > 1:
-            size = max(1, size // 2)
-        else:
-            waiting, misses = waiting[1:], misses + 1
-    return choice

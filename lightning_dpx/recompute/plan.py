@@ -72,7 +72,7 @@ class CheckpointPlan:
         peak: With it, predicted; ``None`` after an edit, which makes the prediction void.
         saved_bytes: Of activations that are kept from forward to backward; ``None`` likewise.
         recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
-        least_share: What every plan for this budget costs at least; see ``least_seconds`` in planner.py.
+        least_share: What every plan for this budget costs at least; see bounds.py and programme.py.
         decisions: One for every value.
         overlap: How many parked values are on their way beside the computation, in each direction; with 0 the device
             waits for every copy.
@@ -248,6 +248,8 @@ def summary(plan: CheckpointPlan) -> str:
     if plan.peak is None or plan.recompute_share is None:
         return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB"
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
+    if plan.least_share:
+        least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
     sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "park"]
     parked = f", {sum(sizes) / 2**20:.1f} MiB parked on the host" if sizes else ""
     return (

@@ -55,10 +55,12 @@ class Problem:
     Attributes:
         profile: Where it comes from.
         units: In the order of forward.
+        proved: For each budget, seconds that no choice within it goes below, where a planner has found that out.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self.proved: dict[int, float] = {}
         self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
         members: dict[int, list[int]] = {}
         for index, value in enumerate(profile.values):
@@ -135,34 +137,6 @@ class Problem:
     def crossing(self, cut: int) -> list[int]:
         """The units up to ``cut`` that later ones are computed from."""
         return [index for index in range(cut + 1) if self.units[index].droppable and self.last_use[index] > cut]
-
-
-def least_seconds(problem: Problem, budget: int) -> float:
-    """What any choice within ``budget`` costs at least.
-
-    At the moment of the unplanned peak some units must be missing; the cheapest, in parts if need be, and each without
-    what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments. What
-    leaves for the host while forward runs costs nothing, and the rest of what is parked one copy.
-    """
-    profile = problem.profile
-    moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
-    lacking, seconds, rates, copies = float(profile.peak - budget), 0.0, [], [float("inf")]
-    for unit in problem.units:
-        storage = profile.storages[profile.values[unit.values[0]].storage]
-        if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
-            values = [profile.values[index] for index in unit.values]
-            own, copying = sum(value.seconds for value in values), [value.copying for value in values]
-            if all(copying):
-                own = min(own, sum(copying))
-                copies.append(sum(copying) / unit.num_bytes)
-            rates.append((own / unit.num_bytes, unit.num_bytes))
-    lacking -= profile.forward_seconds / min(copies)
-    for rate, size in sorted(rates):
-        if lacking <= 0:
-            break
-        seconds += rate * min(size, lacking)
-        lacking -= size
-    return seconds
 
 
 class Planner(ABC):

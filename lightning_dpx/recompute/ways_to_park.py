@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from lightning_dpx.recompute.forecast import HIDDEN_SHARE
 from lightning_dpx.recompute.plan import CheckpointPlan
+from lightning_dpx.recompute.planner import Problem
 from lightning_dpx.recompute.profile import Profile
 
 OVERLAP = 2  # parked values on their way at once, in each direction
@@ -88,3 +89,31 @@ def _dearest(profile: Profile, costs: dict[int, float], seconds: float) -> set[i
             room -= size
             chosen.add(storage)
     return {index for index, value in enumerate(profile.values) if value.storage in chosen}
+
+
+def least_seconds_with_parking(problem: Problem, budget: int) -> float:
+    """What any choice within ``budget`` costs at least.
+
+    At the moment of the unplanned peak some units must be missing; the cheapest, in parts if need be, and each without
+    what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments. What
+    leaves for the host while forward runs costs nothing, and the rest of what is parked one copy.
+    """
+    profile = problem.profile
+    moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
+    lacking, seconds, rates, copies = float(profile.peak - budget), 0.0, [], [float("inf")]
+    for unit in problem.units:
+        storage = profile.storages[profile.values[unit.values[0]].storage]
+        if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
+            values = [profile.values[index] for index in unit.values]
+            own, copying = sum(value.seconds for value in values), [value.copying for value in values]
+            if all(copying):
+                own = min(own, sum(copying))
+                copies.append(sum(copying) / unit.num_bytes)
+            rates.append((own / unit.num_bytes, unit.num_bytes))
+    lacking -= profile.forward_seconds / min(copies)
+    for rate, size in sorted(rates):
+        if lacking <= 0:
+            break
+        seconds += rate * min(size, lacking)
+        lacking -= size
+    return seconds

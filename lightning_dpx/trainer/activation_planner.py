@@ -42,7 +42,7 @@ class ActivationPlanner(Callback):
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
             ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
-        planner: Who decides: ``"auto"``, ``"optimal"``, ``"search"``, ``"threshold"``, or a Planner.
+        planner: Who decides: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, or a Planner.
         plan: Instead of a budget, a plan to follow, or the path of a saved one.
 
     Attributes:

@@ -78,7 +78,7 @@ class DPXStrategy(StepsOfReplicas):
         memory_budget: What training may take on each device, also on one that parts are shifted to: bytes, "8GiB", a
             fraction of the device (0 to 1), or "auto" for what is free; or {device: one of these}. The first batch is
             profiled, and what must be is computed again in backward.
-        planner: Who decides that: "auto", "optimal", "search", "threshold", or a Planner.
+        planner: Who decides that: "auto", "optimal", "milp", "search", "threshold", or a Planner.
         plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
         example_batch: With a budget, a batch as the training loader would give it, of the largest shape if they differ.
             The plan is made from it at setup, before data are loaded, and kept until a batch is larger. With

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_dpx as dpx
 from lightning_dpx.recompute import PLANNERS, MemoryTrace, Planner, ThresholdPlanner, profile_module
 from lightning_dpx.recompute.apply import applied_plan, forecast_plan, loss_of
-from lightning_dpx.recompute.optimal import fill
 from lightning_dpx.recompute.planner import Choice, Problem
+from lightning_dpx.recompute.repair import fill
 from tests.conftest import SIMULATED
 from tests.recompute.models import AWKWARD, ORDINARY, Case, CustomFunction, Residual, UnrolledLSTM
 
@@ -118,7 +118,7 @@ class _Everything(Planner):
 
 
 def test_the_planners_are_all_in_the_registry() -> None:
-    assert list(PLANNERS) == ["auto", "optimal", "search", "threshold"]
+    assert list(PLANNERS) == ["auto", "milp", "optimal", "search", "threshold"]
     with pytest.raises(dpx.ConfigurationError, match="Did you mean 'optimal'"):
         dpx.search_plan(nn.Linear(2, 2), torch.ones(1, 2), planner="optimum")
 

@@ -1,0 +1,122 @@
+"""HiGHS (Huangfu and Hall, 2018), where it is installed: minimises a cost over columns between 0 and 1.
+
+Columns and rows are gathered and handed over together, because one call for each takes longer than solving.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from lightning_dpx.errors import UnsupportedError
+
+_GAP, _NODES = 2e-3, 200
+
+
+def solver_installed() -> bool:
+    """Whether HiGHS is there."""
+    return find_spec("highspy") is not None
+
+
+def require_solver() -> None:
+    """Does nothing where HiGHS is there.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if not solver_installed():
+        raise UnsupportedError(
+            "planner='milp' needs HiGHS, which is not installed; pip install 'lightning-dpx[milp]', or use "
+            "planner='optimal', which plans without it."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a solver found.
+
+    Attributes:
+        least: No solution costs less; infinite if there is none.
+        values: Of the columns; empty if no solution was found in time.
+        activity: What each row comes to.
+    """
+
+    least: float
+    values: np.ndarray
+    activity: np.ndarray
+
+
+class Solver:
+    """A programme that can grow between runs.
+
+    Raises:
+        UnsupportedError: HiGHS is not installed.
+    """
+
+    def __init__(self) -> None:
+        require_solver()
+        import highspy
+
+        self._api, self._highs = highspy, highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("parallel", "off")
+        self._highs.setOptionValue("mip_rel_gap", _GAP)
+        self._highs.setOptionValue("mip_max_nodes", _NODES)
+        self._costs: list[float] = []
+        self._integers: list[int] = []
+        self._rows: list[tuple[Mapping[int, float], float]] = []
+        self._known = [0, 0]  # columns and rows that were handed over
+
+    @property
+    def seconds(self) -> float:
+        """Spent in solving so far."""
+        return float(self._highs.getRunTime())
+
+    def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
+        """The number of a new column."""
+        self._costs.append(cost)
+        if integer:
+            self._integers.append(len(self._costs) - 1)
+        return len(self._costs) - 1
+
+    def add_cost(self, column: int, cost: float) -> None:
+        """Makes a column dearer; before the first run that knows it."""
+        self._costs[column] += cost
+
+    def row(self, terms: Mapping[int, float], most: float) -> int:
+        """The number of a new row: the sum of columns times factors is at most ``most``."""
+        self._rows.append((terms, most))
+        return len(self._rows) - 1
+
+    def run(self, *, integer: bool, limit: float = 1e9) -> Answer:
+        """The cheapest solution, or nearly so, after at most ``limit`` seconds in all runs together."""
+        self._hand_over(integer)
+        self._highs.setOptionValue("time_limit", limit)
+        self._highs.run()
+        info, status = self._highs.getInfo(), self._highs.getModelStatus()
+        if status in (self._api.HighsModelStatus.kInfeasible, self._api.HighsModelStatus.kUnboundedOrInfeasible):
+            return Answer(float("inf"), np.zeros(0), np.zeros(0))
+        if info.primal_solution_status != self._api.SolutionStatus.kSolutionStatusFeasible:
+            return Answer(info.mip_dual_bound if integer else 0.0, np.zeros(0), np.zeros(0))
+        optimal = status == self._api.HighsModelStatus.kOptimal
+        least = info.mip_dual_bound if integer else info.objective_function_value if optimal else 0.0
+        solution = self._highs.getSolution()
+        return Answer(least, np.array(solution.col_value), np.array(solution.row_value))
+
+    def _hand_over(self, integer: bool) -> None:
+        columns, rows = self._known
+        costs, nothing = np.array(self._costs[columns:]), np.zeros(0, dtype=np.int32)
+        zeros, ones = np.zeros(len(costs)), np.ones(len(costs))
+        self._highs.addCols(len(costs), costs, zeros, ones, 0, nothing, nothing, np.zeros(0))
+        terms = [pair[0] for pair in self._rows[rows:]]
+        most = np.array([pair[1] for pair in self._rows[rows:]])
+        starts = np.cumsum([0, *map(len, terms)], dtype=np.int32)
+        indices = np.array([column for row in terms for column in row], dtype=np.int32)
+        factors = np.array([factor for row in terms for factor in row.values()], dtype=np.float64)
+        least = np.full(len(most), -self._api.kHighsInf)
+        self._highs.addRows(len(most), least, most, len(indices), starts[:-1], indices, factors)
+        self._known = [len(self._costs), len(self._rows)]
+        if integer:
+            kinds = np.array([self._api.HighsVarType.kInteger] * len(self._integers))
+            self._highs.changeColsIntegrality(len(self._integers), np.array(self._integers, dtype=np.int32), kinds)

@@ -1,0 +1,89 @@
+"""The integer programme: its bound is below every choice, and its solution near it."""
+
+import pytest
+
+import lightning_dpx as dpx
+from lightning_dpx.recompute import PLANNERS
+from lightning_dpx.recompute.bounds import Relaxation, least_seconds
+from lightning_dpx.recompute.planner import Choice, Problem
+from lightning_dpx.recompute.programme import Programme, programmed
+from tests.recompute.chains import KINDS, chain_profile
+from tests.recompute.models import ORDINARY
+from tests.recompute.random_steps import MOST_UNITS, budgets_and_least, random_profile
+from tests.recompute.test_solver import without_highs
+
+__all__ = ["without_highs"]
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found must not depend on how busy the machine is."""
+    monkeypatch.setattr("lightning_dpx.recompute.programme._SECONDS", 60.0)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
+    pytest.importorskip("highspy")
+    tight = found = possible = 0
+    for seed in range(25 * block, 25 * block + 25):
+        problem = Problem(random_profile(seed, 5))
+        if len(problem.droppable) > MOST_UNITS:
+            continue
+        for budget, least in budgets_and_least(problem, seed):
+            programme = Programme(problem, budget)
+            results = [problem.forecast(choice) for choice in programme.solve()]
+            assert programme.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
+            assert programme.least >= least_seconds(Relaxation(problem), budget)
+            if least < float("inf"):
+                possible += 1
+                tight += programme.least >= 0.99 * least
+                found += any(r.peak <= budget and r.seconds <= least * 1.01 + 1e-9 for r in results)
+    assert tight >= 0.6 * possible > 0
+    assert found >= 0.6 * possible
+
+
+@pytest.mark.parametrize(("length", "share"), [(10, 0.7), (10, 0.5), (20, 0.5), (40, 0.5), (60, 0.3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_chains_the_extra_time_is_within_five_percent_of_the_bound(kind: str, length: int, share: float) -> None:
+    pytest.importorskip("highspy")
+    problem = Problem(chain_profile(kind, length))
+    budget = round(share * problem.profile.peak)
+    result = problem.forecast(PLANNERS["auto"]().choose(problem, budget))
+    assert result.peak <= budget
+    assert problem.proved[budget] <= result.seconds <= 1.05 * problem.proved[budget]
+
+
+def test_a_stretch_that_comes_back_at_once_is_counted() -> None:
+    """The knapsack alone would drop nearly all of a chain and need all of it at the end of forward."""
+    pytest.importorskip("highspy")
+    problem = Problem(chain_profile("equal", 40))
+    budget = round(0.3 * problem.profile.peak)
+    first, *_, last = programmed(problem, budget)
+    assert problem.forecast(first).peak > budget
+    assert problem.forecast(last).peak <= budget
+    assert problem.forecast(last).seconds == pytest.approx(problem.proved[budget], rel=0.01)
+    assert problem.proved[budget] > least_seconds(Relaxation(problem), budget)
+
+
+def test_the_planner_by_name() -> None:
+    pytest.importorskip("highspy")
+    problem = Problem(chain_profile("residual", 12))
+    planner, budget = PLANNERS["milp"](), round(0.6 * problem.profile.peak)
+    choice = planner.choose(problem, budget)
+    assert problem.forecast(choice).peak <= budget
+    assert problem.proved[budget] > 0
+    assert problem.forecast(choice).seconds <= 1.01 * problem.proved[budget]
+    assert problem.forecast(planner.choose(problem, None)).peak < budget
+    assert planner.choose(problem, 1) != Choice()  # nothing fits: the smallest
+
+
+@pytest.mark.usefixtures("without_highs")
+def test_without_highs_everything_else_plans_and_the_planner_says_what_is_missing() -> None:
+    module, x = ORDINARY["gpt"]()
+    plan = dpx.search_plan(module, x, budget=0.5)
+    assert plan.least_share is not None
+    assert plan.recompute_share is not None
+    assert 0 < plan.least_share <= plan.recompute_share <= 1.25 * plan.least_share
+    for budget in (0.5, None):
+        with pytest.raises(dpx.UnsupportedError, match="needs HiGHS, which is not installed"):
+            dpx.search_plan(module, x, budget=budget, planner="milp")
