@@ -1,4 +1,4 @@
-"""The least extra time within a budget: dynamic programming over stretches between cuts.
+"""The least extra time within a budget: dynamic programming over stretches between cuts, and its rivals.
 
     units      0  1  2  3 | 4  5  6  7 | 8  9 10 11 | ...           cut: what later units are computed from is kept
     stretch    keep or drop each unit by its price; what is dropped comes back together when backward gets here
@@ -40,7 +40,7 @@ _CLOSE = 1e-3  # to the lower bound: nothing better is worth looking for
 
 @register_planner("optimal")
 class OptimalPlanner(Planner):
-    """Dynamic programming, then a repair against the exact forecast."""
+    """Dynamic programming, a knapsack and, where HiGHS is installed, an integer programme, by the exact forecast."""
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """Without a budget, the lowest peak, found by bisection."""
@@ -49,7 +49,9 @@ class OptimalPlanner(Planner):
             least, dropped = knapsack(relaxation, budget)
             choices = [self._within(problem, budget), reach(relaxation, Choice(dropped), budget)]
             choice = best(problem, [fill(problem, each, budget) for each in choices], budget)
-            if solver_installed() and problem.forecast(choice).seconds > (1 + _CLOSE) * least:
+            result = problem.forecast(choice)
+            enough = result.peak <= budget and result.seconds <= (1 + _CLOSE) * least
+            if solver_installed() and not enough and least < float("inf"):
                 choice = fill(problem, best(problem, [choice, *programmed(problem, budget)], budget), budget)
             if problem.forecast(choice).peak > budget:
                 choice = fill(problem, self.choose(problem, None), budget)
@@ -61,8 +63,7 @@ class OptimalPlanner(Planner):
             found.append(self._within(problem, middle))
             reached = problem.forecast(found[-1]).peak
             low, high = (low, min(middle, reached)) if reached <= middle else (middle, high)
-        smallest = best(problem, found, None)
-        return reach(Relaxation(problem), smallest, round(0.7 * problem.forecast(smallest).peak))
+        return min(found, key=lambda choice: problem.forecast(choice).peak)
 
     def _within(self, problem: Problem, budget: int) -> Choice:
         if problem.profile.peak <= budget:

@@ -285,7 +285,9 @@ def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
         dpx.search_plan(module, x, budget=1000)
     smallest = error.value.smallest
     assert smallest is not None
-    assert dpx.search_plan(module, x, budget=smallest).peak == smallest
+    within = dpx.search_plan(module, x, budget=smallest).peak
+    assert within is not None
+    assert within <= smallest
 
 
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Linear(64, 64).requires_grad_(False)])
