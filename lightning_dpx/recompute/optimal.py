@@ -35,7 +35,7 @@ from lightning_dpx.recompute.solver import solver_installed
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
 _MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS = 100, 24, 6, 9
-_CLOSE = 1e-3  # to the lower bound: nothing better is worth looking for
+_CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
 
 
 @register_planner("optimal")

@@ -125,7 +125,7 @@ class Programme:
             shares = answer.values[self._dropped]
 
     def _run(self, *, integer: bool) -> Answer:
-        answer = self._solver.run(integer=integer, limit=max(self._most_seconds, self._solver.seconds + 0.1))
+        answer = self._solver.run(integer=integer, limit=max(0.1, self._most_seconds - self._solver.seconds))
         if self._proves:
             self.least = max(self.least, answer.least / self._scale * (1 - _TOLERANCE))
         return answer

@@ -90,9 +90,10 @@ class Solver:
         return len(self._rows) - 1
 
     def run(self, *, integer: bool, limit: float = 1e9) -> Answer:
-        """The cheapest solution, or nearly so, after at most ``limit`` seconds in all runs together."""
+        """The cheapest solution, or nearly so; in integers, the best of the first ``limit`` seconds."""
         self._hand_over(integer)
-        self._highs.setOptionValue("time_limit", limit)
+        # For integers it counts from the start of each run, else from the start of the first.
+        self._highs.setOptionValue("time_limit", limit if integer else self._api.kHighsInf)
         self._highs.run()
         info, status = self._highs.getInfo(), self._highs.getModelStatus()
         if status in (self._api.HighsModelStatus.kInfeasible, self._api.HighsModelStatus.kUnboundedOrInfeasible):
