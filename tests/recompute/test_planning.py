@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dpx as dpx
-from lightning_dpx.recompute import PLANNERS, MemoryTrace, Planner, ThresholdPlanner, profile_module
+from lightning_dpx.recompute import PLANNERS, MemoryTrace, Planner, ThresholdPlanner, profile_module, summary
 from lightning_dpx.recompute.apply import applied_plan, forecast_plan, loss_of
 from lightning_dpx.recompute.planner import Choice, Problem
 from lightning_dpx.recompute.repair import fill
@@ -158,6 +158,7 @@ def test_no_plan_beats_the_bound() -> None:
         assert plan.least_share is not None
         assert plan.recompute_share is not None
         assert 0 < plan.least_share <= plan.recompute_share
+        assert f"a gap of {plan.recompute_share / plan.least_share - 1:.1%}" in summary(plan)
     assert dpx.search_plan(module, x, budget=1.0).least_share == 0
 
 
