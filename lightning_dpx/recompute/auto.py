@@ -90,6 +90,7 @@ def plan_profile(
         for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
     ]
+    bound = None if budget is None else lower_bound(profile, budget, problem.proved.get(budget, 0.0))
     return CheckpointPlan(
         model=type(module).__name__,
         fingerprint=fingerprint_of(module),
@@ -99,7 +100,7 @@ def plan_profile(
         peak=result.peak,
         saved_bytes=result.kept,
         recompute_share=result.seconds / profile.step_seconds,
-        least_share=None if budget is None else _least(profile, problem, budget) / profile.step_seconds,
+        least_share=None if bound is None else bound / profile.step_seconds,
         decisions=tuple(decisions),
         overlap=problem.profile.overlap if any(decision.action == "park" for decision in decisions) else 0,
     )
@@ -126,11 +127,11 @@ def _with_most_overlap(problem: Problem, choice: Choice, limit: int) -> Problem:
     return problem
 
 
-def _least(profile: Profile, problem: Problem, budget: int) -> float:
-    """Seconds that no choice within ``budget`` goes below, by the best proof there is."""
+def lower_bound(profile: Profile, budget: int, proved: float = 0.0) -> float:
+    """Seconds that no choice within ``budget`` goes below: the best proof there is, or one ``proved`` already."""
     if any(value.copying for value in profile.values):
         return least_seconds_with_parking(Problem(profile), budget)
-    return max(least_seconds(Relaxation(problem), budget), problem.proved.get(budget, 0.0))
+    return max(least_seconds(Relaxation(Problem(profile)), budget), proved)
 
 
 def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:

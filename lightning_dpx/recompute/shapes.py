@@ -14,10 +14,11 @@ from torch import nn
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.apply import forecast_plan
+from lightning_dpx.recompute.auto import lower_bound
 from lightning_dpx.recompute.forecast import Forecast
 from lightning_dpx.recompute.places import plan_places
 from lightning_dpx.recompute.plan import CheckpointPlan, Decision
-from lightning_dpx.recompute.planner import Planner, Problem, least_seconds
+from lightning_dpx.recompute.planner import Planner
 from lightning_dpx.recompute.profile import Profile
 
 _ATTEMPTS = 5  # to find plans that do for all once each shape has its own
@@ -172,7 +173,7 @@ def _with_figures(
                 peak=result.peak,
                 saved_bytes=result.kept,
                 recompute_share=result.seconds / profile.step_seconds,
-                least_share=least_seconds(Problem(profile), budget) / profile.step_seconds,
+                least_share=lower_bound(profile, budget) / profile.step_seconds,
             )
         )
         worst.append(step)
