@@ -42,7 +42,8 @@ def add_to(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict the memory of a run on devices that need not be there, and plan what to recompute",
-        description="Profiles one step of a config on this machine's CPU and predicts every device's peak. Exit status "
+        description="Profiles one step of a config on this machine's CPU, with tensors that take no memory where the "
+        "step allows that, and predicts every device's peak. Exit status "
         "0: it fits; 2: it does not. Everything that `dpx fit` takes can follow (--model ..., --data ...).",
     )
     plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
     done()
     if args.json:
-        print(json.dumps({"fits": found.fits, "devices": [_as_dict(forecast) for forecast in found.forecasts]}))
+        devices = [_as_dict(forecast) for forecast in found.forecasts]
+        print(json.dumps({"fits": found.fits, "basis": found.basis, "devices": devices}))
     else:
         print(format_dry_run(found))
     if args.save is not None:
@@ -176,7 +178,8 @@ def _cells(found: DryRun) -> list[list[str]]:
 
 def format_dry_run(found: DryRun) -> str:
     """A table in MiB, and the plan of the tightest device."""
-    table, tightest = format_rows("a training step, in MiB, predicted:", HEADS, _cells(found)), found.tightest
+    how = f" {found.basis}" if found.basis else ""
+    table, tightest = format_rows(f"a training step, in MiB, predicted{how}:", HEADS, _cells(found)), found.tightest
     if tightest is None or tightest.plan is None or not tightest.plan.dropped:
         return table
     return f"{table}\n\nplan of {tightest.device}:\n{format_plan(tightest.plan)}"

@@ -3,6 +3,8 @@
 profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor, and of its copy;
           some values would come back from the host instead of being computed again (ways_to_park)
 planner   profile x budget -> what to drop         threshold | search | optimal | milp | auto
+absent    the same for a device, or of a size, that is not there: on fake tensors, or else on few rows
+meter     how a profile watches and tries: by running; or on fakes (fake), with times from FLOPs and bytes (rates)
 forecast  profile x choice -> peak and extra time, exactly as the run will have them
 plan      the choice as a file
 places    one plan for a step that runs on several devices
@@ -11,6 +13,7 @@ apply     the plan on a module: saved-tensor hooks (values), how operators are r
           autograd does not know it (operands), and copies (parking)
 """
 
+from lightning_dpx.recompute.absent import profile_absent
 from lightning_dpx.recompute.apply import (
     AppliedPlan,
     applied_plan,
@@ -57,6 +60,7 @@ __all__ = [
     "plan_profile",
     "plan_shapes",
     "planned",
+    "profile_absent",
     "profile_module",
     "profile_step",
     "register_planner",

@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.recompute.absent import first_rows, profile_absent, target_of
 from lightning_dpx.recompute.auto import make_planner, plan_profile
 from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.fake import place_for
 from lightning_dpx.recompute.forecast import Forecast, forecast, timeline
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
@@ -31,11 +33,15 @@ def search_plan(
     budget: int | float | None = None,
     planner: str | Planner = "auto",
     num_trials: int = 6,
+    device: torch.device | str | None = None,
 ) -> CheckpointPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
     Runs a forward without and one with its backward; parameters, gradients, buffers and random generators stay as they
     were. The time grows with the size of the step, not with that of the search.
+
+    With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
+    device, which need not be there. The module and the batch may be on the meta device.
 
     Args:
         module: Any module. One with a ``training_step`` runs that, with the batch and index 0; from the outputs of any
@@ -46,14 +52,19 @@ def search_plan(
         planner: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, another registered name, or a
             planner.
         num_trials: Steps of the grid of ``"search"``.
+        device: What to plan for, such as ``"cuda"``; unless given, where the module is, with times measured there.
+            For another one times come from FLOPs and bytes moved, and nobody proves that what is computed again is the
+            same; :attr:`CheckpointPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
+            rows (of dim 0) instead, with a warning.
 
     Raises:
-        PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan.
+        PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
+            tensors nor real ones can run the step.
         ConfigurationError: an argument has a value that is not allowed.
     """
     chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
-    profile = profile_module(module, *batch)
+    profile = profile_module(module, *batch, device=device)
     return plan_profile(module, profile, bytes_of_budget(budget, profile.peak), chosen)
 
 
@@ -72,8 +83,20 @@ def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
     return int(budget * peak) if budget <= 1 else int(budget)
 
 
-def profile_module(module: nn.Module, *batch: Any) -> Profile:
+def profile_module(module: nn.Module, *batch: Any, device: torch.device | str | None = None) -> Profile:
     """What a step of ``module`` on ``batch`` saves; see :func:`search_plan`."""
+    if device is not None:
+        target = target_of(device)
+        return profile_absent(
+            module,
+            batch,
+            target,
+            lambda inputs: loss_of(module, *inputs),
+            here=place_for(target),
+            few=lambda: first_rows(batch),
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
     return profile_step(module, loss_of(module, *batch), device_of(module, batch))
 
 
@@ -122,8 +145,16 @@ def device_of(module: nn.Module, batch: Any) -> torch.device:
     return next((device for device in given if device in homes), next(iter([*homes, *given]), torch.device("cpu")))
 
 
-def estimate_cost(module: nn.Module, plan: CheckpointPlan, *batch: Any) -> dict[str, float]:
+def estimate_cost(
+    module: nn.Module, plan: CheckpointPlan, *batch: Any, device: torch.device | str | None = None
+) -> dict[str, float]:
     """What ``plan`` would do to a step on ``batch``, for example after an edit or for another batch size.
+
+    Args:
+        module: What the plan was made for.
+        plan: Any.
+        batch: As in :func:`search_plan`.
+        device: As in :func:`search_plan`.
 
     Returns:
         ``"peak"``: bytes of activations at the most; ``"saved"``: bytes kept from forward to backward;
@@ -133,7 +164,7 @@ def estimate_cost(module: nn.Module, plan: CheckpointPlan, *batch: Any) -> dict[
         PlanError: the plan does not belong to the module.
     """
     plan.check(module)
-    profile = profile_module(module, *batch)
+    profile = profile_module(module, *batch, device=device)
     result = forecast_plan(profile, plan)
     return {"peak": result.peak, "saved": result.kept, "recompute_share": result.seconds / profile.step_seconds}
 

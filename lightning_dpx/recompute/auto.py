@@ -103,6 +103,7 @@ def plan_profile(
         least_share=None if bound is None else bound / profile.step_seconds,
         decisions=tuple(decisions),
         overlap=problem.profile.overlap if any(decision.action == "park" for decision in decisions) else 0,
+        basis=profile.basis,
     )
 
 

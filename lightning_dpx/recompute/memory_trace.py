@@ -64,8 +64,12 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self) -> int:
         """An event of the caller's."""
         with self._lock:
-            self.curve.append(self.live)
-            return len(self.curve) - 1
+            self._settle()
+            return self._event()
+
+    def _event(self) -> int:
+        self.curve.append(self.live)
+        return len(self.curve) - 1
 
     def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
         """What is known of ``storage``; nothing if it was there before."""
@@ -73,15 +77,19 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entry[1] if entry is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        synchronize(self._device)
-        seconds = time.perf_counter() - start
+        out, seconds = self.timed(func, args, kwargs or {})
         with self._lock:
             self.seconds += seconds
             if func not in _QUIET:
                 self._see(func, out, args, kwargs)
         return out
+
+    def timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """The results of an operator, and the seconds that it took."""
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        synchronize(self._device)
+        return out, time.perf_counter() - start
 
     def _see(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
         self._settle()
@@ -89,7 +97,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.add.Tensor and _called_by_engine():
             self._sum = self._term_of_sum(out, args)
             if self._sum is not None:
-                self.operators.append(self.mark())
+                self.operators.append(self._event())
                 return
         for leaf in tree_leaves(out):
             if not isinstance(leaf, torch.Tensor) or leaf.device != self._device or leaf.layout is not torch.strided:
@@ -101,7 +109,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 given = {_identity(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)}
             if storage._cdata not in given:
                 self._add(storage)
-        self.operators.append(self.mark())
+        self.operators.append(self._event())
 
     def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
         found = [
@@ -138,7 +146,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._follow(storage, allocation)
                     return
                 self.live -= allocation.num_bytes
-                allocation.died, allocation.died_operator = self.mark(), len(self.operators)
+                allocation.died, allocation.died_operator = self._event(), len(self.operators)
 
         return forget
 

@@ -76,6 +76,7 @@ class CheckpointPlan:
         decisions: One for every value.
         overlap: How many parked values are on their way beside the computation, in each direction; with 0 the device
             waits for every copy.
+        basis: What the figures rest on, if not on a step that was run and measured.
     """
 
     model: str
@@ -89,6 +90,7 @@ class CheckpointPlan:
     least_share: float | None
     decisions: tuple[Decision, ...]
     overlap: int = 0
+    basis: str = ""
 
     def names(self, *actions: Action) -> frozenset[str]:
         """The values with one of these actions."""
@@ -105,7 +107,7 @@ class CheckpointPlan:
         lines = [
             "# Which activations are kept from forward to backward, and which are computed again.",
             f"# action: {', '.join(get_args(Action))}",
-            yaml.safe_dump({"version": _VERSION, **head, "checksum": _checksum(self)}, sort_keys=False),
+        head[field] = content.get(field, _OF_BEFORE.get(field))
             "decisions:",
         ]
         for decision in self.decisions:
@@ -174,7 +176,7 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
             raise PlanError(f"{path} decides twice about {name!r}.")
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
-        head[field] = content.get(field, 0 if field == "overlap" else None)
+    "least_share": (*_NUMBER, type(None)), "overlap": int, "basis": str,
         if not isinstance(head[field], kinds) or not _is_sound(head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = CheckpointPlan(**head, decisions=decisions)
@@ -185,6 +187,7 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
 
 _VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
 _NUMBER = (int, float)
+_OF_BEFORE: dict[str, Any] = {"overlap": 0, "basis": ""}  # what older files lack
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
@@ -245,8 +248,9 @@ def format_plan(plan: CheckpointPlan, most_rows: int = 24) -> str:
 def summary(plan: CheckpointPlan) -> str:
     """The peaks and the price, in one line."""
     budget = "as few as possible" if plan.budget is None else f"{plan.budget / 2**20:.1f} MiB"
+    basis = f"; {plan.basis}" if plan.basis else ""
     if plan.peak is None or plan.recompute_share is None:
-        return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB"
+        return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB{basis}"
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
     if plan.least_share:
         least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
@@ -254,7 +258,6 @@ def summary(plan: CheckpointPlan) -> str:
     parked = f", {sum(sizes) / 2**20:.1f} MiB parked on the host" if sizes else ""
     return (
         f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
-        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{parked} ({plan.planner}{least})"
     )
 
 

@@ -2,11 +2,10 @@
 
 One forward in which nothing is kept tells how long each tensor lives anyway. One forward and backward in which
 everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
-proves on the spot that the result is the same.
+proves on the spot that the result is the same. A :class:`Meter` watches and tries, on a device or without one.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,24 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.activations import nothing_changed
-from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
+from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
-from lightning_dpx.recompute.parking import copy_seconds
+from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
-from lightning_dpx.recompute.values import (
-    Rematerialisation,
-    Value,
-    View,
-    compress,
-    run_recipe,
-    used,
-)
+from lightning_dpx.recompute.values import Rematerialisation, Value, View, used
 
 Run = Callable[[], torch.Tensor]
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +101,7 @@ class Profile:
         forward_seconds: The part of forward in the time of the step.
         parking_room: Bytes that may be parked where they could be computed again as well.
         overlap: How many parked values are on their way at once, in each direction; see parking.py.
+        basis: What all this rests on, in words; empty for a step that was run and measured.
     """
 
     values: tuple[SavedValue, ...]
@@ -123,6 +114,7 @@ class Profile:
     forward_seconds: float = 0.0
     parking_room: int = 0
     overlap: int = 0
+    basis: str = ""
 
     @property
     def peak(self) -> int:
@@ -145,8 +137,9 @@ class _Traced:
 class _Profiler(Rematerialisation):
     """Keeps everything and notes who asks for it; or, for the first forward, keeps nothing at all."""
 
-    def __init__(self, names: CallNames, trace: MemoryTrace, *, keep: bool) -> None:
+    def __init__(self, names: CallNames, trace: MemoryTrace, meter: Meter, *, keep: bool) -> None:
         super().__init__(names)
+        self.kinds = meter.kinds
         self._trace, self._keep = trace, keep
         self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
         self.saved: dict[str, int] = {}  # the events, by name
@@ -212,6 +205,7 @@ def profile_step(
     *,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    meter: Meter | None = None,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
 
@@ -221,28 +215,29 @@ def profile_step(
         device: Where to look at the memory.
         backward: What to do with the result of ``run``.
         context: Entered for every forward, for example autocast.
+        meter: What watches the step; one that measures on ``device`` unless given.
 
     Raises:
         PlanError: the step leads to no backward.
     """
-    names = CallNames(module)
+    names, meter = CallNames(module), meter or Meter(device)
     try:
-        with nothing_changed(module), torch.enable_grad():
-            lifetimes, operators = _natural_lifetimes(names, run, device, context)
-        with nothing_changed(module), torch.enable_grad():
+        with meter.nothing_changed(module), torch.enable_grad():
+            lifetimes, operators = _natural_lifetimes(names, run, meter, context)
+        with meter.nothing_changed(module), torch.enable_grad():
             for parameter in module.parameters():
                 parameter.grad = None  # so that backward allocates the gradients as in a first step
-            return _full_step(names, run, device, backward, context, lifetimes, operators)
+            return _full_step(names, run, meter, backward, context, lifetimes, operators)
     finally:
         names.remove()
 
 
 def _natural_lifetimes(
-    names: CallNames, run: Run, device: torch.device, context: Callable[[], AbstractContextManager[Any]]
+    names: CallNames, run: Run, meter: Meter, context: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[dict[str, int | None], int]:
     """The operator after which each value is no longer used by the forward itself, and the number of operators."""
-    trace = MemoryTrace(device)
-    profiler = _Profiler(names, trace, keep=False)
+    trace = meter.trace()
+    profiler = _Profiler(names, trace, meter, keep=False)
     with trace, context(), profiler.active():
         result = run()
         count = len(trace.operators)
@@ -254,27 +249,27 @@ def _natural_lifetimes(
 def _full_step(
     names: CallNames,
     run: Run,
-    device: torch.device,
+    meter: Meter,
     backward: Callable[[torch.Tensor], None],
     context: Callable[[], AbstractContextManager[Any]],
     lifetimes: dict[str, int | None],
     operators: int,
 ) -> Profile:
-    trace = MemoryTrace(device)
-    profiler = _Profiler(names, trace, keep=True)
+    trace = meter.trace()
+    profiler = _Profiler(names, trace, meter, keep=True)
     with trace:
         with context(), profiler.active():
             result = run()
-        synchronize(device)
+        synchronize(meter.device)
         forward_events, same, forward_seconds = trace.now, len(trace.operators) == operators, trace.seconds
         if not result.requires_grad:
             raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
-        with torch.utils._python_dispatch._disable_current_modes():
-            numbers, values, spans = _measure(profiler, device)
+        with torch.utils._python_dispatch._disable_current_modes(), meter.trying():
+            numbers, values, spans = _measure(profiler, meter)
         profiler.let_go(numbers)
         del numbers
         backward(result)
-        synchronize(device)
+        synchronize(meter.device)
     end = trace.now
     del result
     requests = [
@@ -294,37 +289,40 @@ def _full_step(
         forward_events=forward_events,
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
-        parking_room=0 if is_host(device) else free_bytes(_HOST) // (2 * max(1, len(accelerators()))),
+        parking_room=meter.parking_room(),
+        basis=meter.basis,
     )
 
 
 def _measure(
-    profiler: _Profiler, device: torch.device
+    profiler: _Profiler, meter: Meter
 ) -> tuple[dict[Value, int], list[SavedValue], list[tuple[str, Allocation]]]:
     """Makes every value again that can be; in the order of backward, because that is when it will happen."""
     order: dict[Value, int] = {}
     for value in profiler.found:
         _number(value, order)
     seconds = dict.fromkeys(order, 0.0)
-    sizes = {value: _bytes_on(device, value) for value in order}
+    sizes = {value: _bytes_on(meter.device, value) for value in order}
     refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
     compact: dict[Value, int] = {}
     for value in reversed(list(profiler.found)):
         if value.make is None:
             refused[value] = refused[value] or "it does not come from the graph"
-            if not value.operator and profiler.found[value] is not None and (found := _compressed(value)) is not None:
+            span = profiler.found[value]
+            if not value.operator and span is not None and (found := meter.compressed(value, span)) is not None:
                 compact[value], seconds[value] = found
                 refused[value] = ""
             continue
         try:
-            refused[value] = _try(value, device, seconds, sizes)  # also elsewhere: other values may be made from it
+            refused[value] = _try(value, meter, seconds, sizes)  # also elsewhere: other values may be made from it
         except torch.OutOfMemoryError:
             raise  # fewer rows may do, and the caller knows how to get them
         except (NotRecomputable, RuntimeError) as error:
             refused[value] = f"{value.operator} failed when repeated: {error}"
     copying = {}
-    if not is_host(device):
-        copying = _copying(value for value, span in profiler.found.items() if value.name and span is not None)
+    if meter.parks:
+        found = [value for value, span in profiler.found.items() if value.name and span is not None]
+        copying = _copying(found, meter)
     parked = {value for value in copying if refused[value]}
     for value in parked:
         seconds[value], refused[value] = 2 * copying[value], ""
@@ -334,7 +332,7 @@ def _measure(
     numbers: dict[Value, int] = {}
     for value, span in profiler.found.items():
         if span is None:
-            here = value.tensor is None or value.tensor.device == device
+            here = value.tensor is None or value.tensor.device == meter.device
             refused[value] = refused[value] or ("it was there before the step" if here else "it is on another device")
             continue
         if id(span) not in storages:
@@ -385,7 +383,7 @@ def _number(value: Value, order: dict[Value, int]) -> None:
         order.setdefault(top, len(order))
 
 
-def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes: dict[Value, int]) -> str:
+def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int]) -> str:
     """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
     stack = [source for source in value.sources if source.tensor is None]
     with torch.no_grad(), torch._C._DisableAutocast():
@@ -398,20 +396,17 @@ def _try(value: Value, device: torch.device, seconds: dict[Value, float], sizes:
             if missing:
                 stack += missing
                 continue
-            top.tensor, seconds[top] = _timed(top, device)
-            sizes[top] = 0 if _is_view_of(top) else _bytes_on(device, top)
+            top.tensor, seconds[top] = meter.timed(top)
+            sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
             stack.pop()
             used(top)
-        again, seconds[value] = _timed(value, device)
+        again, seconds[value] = meter.timed(value)
         used(value)
         original = value.tensor
         assert original is not None, "the profile keeps everything"
         if again.shape != original.shape or again.dtype != original.dtype:
             return f"{value.operator} gave another shape or dtype when repeated"
-        if is_host(device):
-            return "" if _same(again, original, 0.0) else f"{value.operator} gave other numbers when repeated"
-        tolerance = 4 * torch.finfo(again.dtype).eps if again.dtype.is_floating_point else 0.0
-        return "" if _same(again, original, tolerance) else f"{value.operator} gave other numbers when repeated"
+        return "" if meter.is_same(again, original) else f"{value.operator} gave other numbers when repeated"
 
 
 def _bytes_on(device: torch.device, value: Value) -> int:
@@ -419,32 +414,16 @@ def _bytes_on(device: torch.device, value: Value) -> int:
     return value.tensor.nbytes if value.tensor is not None and value.tensor.device == device else 0
 
 
-def _compressed(value: Value) -> tuple[int, float] | None:
-    """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
-    start = time.perf_counter()
-    trial = Value(value.name, "")
-    trial.tensor = value.tensor
-    if not compress(trial):
-        return None
-    run_recipe(trial)
-    return trial.inputs[0].nbytes, time.perf_counter() - start
-
-
-def _copying(values: Iterable[Value]) -> dict[Value, float]:
+def _copying(values: Iterable[Value], meter: Meter) -> dict[Value, float]:
     """What a copy of each takes; equal sizes are measured once."""
     by_size: dict[int, float] = {}
     found: dict[Value, float] = {}
     for value in values:
         if (tensor := value.tensor) is not None:
             if tensor.nbytes not in by_size:
-                by_size[tensor.nbytes] = copy_seconds(tensor)
+                by_size[tensor.nbytes] = meter.copy_seconds(tensor)
             found[value] = by_size[tensor.nbytes]
     return found
-
-
-def _same(again: torch.Tensor, original: torch.Tensor, tolerance: float) -> bool:
-    scale = float(original.abs().max()) if tolerance and original.numel() else 1.0
-    return torch.allclose(again, original, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _is_view_of(value: Value) -> bool:
@@ -452,15 +431,3 @@ def _is_view_of(value: Value) -> bool:
     address = value.tensor.untyped_storage()._cdata
     given = [*(source.tensor for source in value.sources), *value.inputs]
     return any(one.untyped_storage()._cdata == address for one in given if isinstance(one, torch.Tensor))
-
-
-def _timed(value: Value, device: torch.device) -> tuple[torch.Tensor, float]:
-    """The tensor, and the better time of two."""
-    best = float("inf")
-    for _ in range(2):
-        synchronize(device)
-        start = time.perf_counter()
-        tensor = run_recipe(value)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return tensor, best

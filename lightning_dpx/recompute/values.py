@@ -302,7 +302,12 @@ class Rematerialisation:
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
         parked: Names of values to keep in the host's memory.
         overlap: How many of them may be on their way at once, in each direction.
+
+    Attributes:
+        kinds: Types of tensors that it handles; others are kept.
     """
+
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
 
     def __init__(
         self,
@@ -352,7 +357,7 @@ class Rematerialisation:
             base = tensor
         elif base.is_leaf and base.requires_grad:
             return tensor
-        if tensor.nbytes < SMALL or type(base) is not torch.Tensor or base.layout is not torch.strided:
+        if tensor.nbytes < SMALL or type(base) not in self.kinds or base.layout is not torch.strided:
             return tensor.detach()
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return tensor.detach()

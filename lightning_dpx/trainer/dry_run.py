@@ -1,9 +1,9 @@
 """What a training step would take on devices that need not be there: profiled on the CPU, planned for each device.
 
-A step of one replica is watched on the CPU, on as many rows as each device would get. Bytes of tensors are the same on
-every device, but for operators that keep other things there: attention with dropout keeps its scores on the CPU, which
-fused kernels of a GPU do not. Workspaces of a device's libraries are not seen, and the extra time of a plan is the
-CPU's. Gradients count all through the step, as they do when they accumulate.
+A step of one replica is watched on the CPU, on as many rows as each device would get: on fake tensors, which take no
+memory, or on a part of the rows where fakes cannot run it; only a step for the host itself is run and measured. Bytes
+of tensors are the same on every device, and operators that keep other things on a GPU are replaced; workspaces of a
+device's libraries are not seen. Gradients count all through the step, as they do when they accumulate.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -32,7 +32,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.profiling import profile_share
+from lightning_dpx.trainer.profiling import profile_absent_share, profile_share
 
 Progress = Callable[[str], None]
 
@@ -117,6 +117,11 @@ class DryRun:
         return all(forecast.fits for forecast in self.forecasts)
 
     @property
+    def basis(self) -> str:
+        """What the figures rest on, if not on a step that was run and measured."""
+        return next((profile.basis for profile in self.profiles.values()), "")
+
+    @property
     def tightest(self) -> DeviceForecast | None:
         """The device whose plan drops most; its plan serves all."""
         planned = [forecast for forecast in self.forecasts if forecast.plan is not None]
@@ -194,7 +199,11 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             continue
         progress(f"profiling a step on {size} rows")
         part = batch if size == num_rows else slice_batch(batch, [size, num_rows - size], settings.batch_dim)[0]
-        profiles[size] = profile_share(replicas, Share(replicas.root, size, part), _runner(trainer))
+        share, accelerators = Share(replicas.root, size, part), [d for d in settings.devices if not is_host(d)]
+        if accelerators:
+            profiles[size] = profile_absent_share(replicas, share, _runner(trainer), accelerators[0])
+        else:
+            profiles[size] = profile_share(replicas, share, _runner(trainer))
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     forecasts = []
     for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):
@@ -205,23 +214,11 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     return DryRun(tuple(forecasts), profiles)
 
 
-class _AsOnAccelerators(TorchFunctionMode):
-    """Dropout keeps a byte per element on accelerators, and on the CPU a number."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.nn.functional.dropout, torch.dropout):
-            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
-            p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
-            if training and 0 < p < 1 and not given.get("inplace"):
-                return torch.native_dropout(given["input"], p, True)[0]
-        return func(*args, **(kwargs or {}))
-
-
 def _runner(trainer: Trainer) -> Callable[[Any, Any, int], Any]:
     def run(twin: Any, rows: Any, num_rows: int) -> Any:
         index = {"batch_idx": 0} if is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2) else {}
         with StepLog(Share(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
-            with trainer.precision_plugin.train_step_context(), _AsOnAccelerators():
+            with trainer.precision_plugin.train_step_context():
                 return twin.training_step(rows, **index)
 
     return run

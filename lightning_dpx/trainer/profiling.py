@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import PlanError, UnsupportedError
-from lightning_dpx.recompute import Profile, extrapolate, profile_step
+from lightning_dpx.recompute import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, first_loss, slice_batch
 from lightning_dpx.shifting import applied_shift
 
@@ -50,8 +50,7 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
         raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
 
     def on_rows(batch: Any, rows: int) -> Profile:
-        twin: Any = replicas.stand_in(share.replica)
-        twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+        twin = _twin_of(replicas, share)
         return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), place or share.replica.device)
 
     try:
@@ -63,12 +62,37 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
     if share.num_rows < 4:
         raise PlanError(
             f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "
-            "extrapolate from there are not. Profile it elsewhere (dpx.search_plan) and give plan."
+            "extrapolate from there are not. Plan it without running it (dpx.search_plan with device) and give plan."
         )
     rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
-    few, more = (
-        on_rows(slice_batch(share.batch, [n, share.num_rows - n], replicas.batch_dim)[0] if n < share.num_rows else
-                share.batch, n)
-        for n in rows
-    )  # fmt: skip
+    few, more = (on_rows(_first_rows(replicas, share, n), n) for n in rows)
     return extrapolate(few, more, rows, share.num_rows)
+
+
+def profile_absent_share(replicas: ReplicaSet, share: Share, run: Step, target: torch.device) -> Profile:
+    """A step on ``share`` as it would be on ``target``, run by a stand-in on the host; see :func:`profile_absent`.
+
+    Raises:
+        PlanError: the step cannot be planned for.
+    """
+    twin = _twin_of(replicas, share)
+    return profile_absent(
+        twin,
+        share.batch,
+        target,
+        lambda batch: lambda: loss_to_plan_from(run(twin, batch, share.num_rows)),
+        here=torch.device("cpu"),
+        few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
+    )
+
+
+def _twin_of(replicas: ReplicaSet, share: Share) -> Any:
+    twin: Any = replicas.stand_in(share.replica)
+    twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+    return twin
+
+
+def _first_rows(replicas: ReplicaSet, share: Share, rows: int) -> Any:
+    if rows == share.num_rows:
+        return share.batch
+    return slice_batch(share.batch, [rows, share.num_rows - rows], replicas.batch_dim)[0]

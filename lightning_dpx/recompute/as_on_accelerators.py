@@ -1,0 +1,31 @@
+"""What accelerators keep of an operator that the CPU runs another way."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class AsOnAccelerators(TorchFunctionMode):
+    """For a step that runs on the CPU, but for an accelerator.
+
+    Dropout keeps a byte per element there, and on the CPU a number. Attention with dropout keeps no scores there: its
+    kernels draw them again, so that without dropout as much is kept.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+            p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+            if training and 0 < p < 1 and not given.get("inplace"):
+                return torch.native_dropout(given["input"], p, True)[0]
+        if func in _DROPOUT_OF and not (func is F.multi_head_attention_forward and kwargs.get("need_weights", True)):
+            place = _DROPOUT_OF[func]
+            kwargs = kwargs if len(args) > place else {**kwargs, "dropout_p": 0.0}
+            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
+        return func(*args, **kwargs)
+
+
+_DROPOUT_OF = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}  # where attention takes it

@@ -1,0 +1,85 @@
+"""How a step is watched and its operators are tried: by running them where the step runs."""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from lightning_dpx.activations import nothing_changed
+from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
+from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.recompute.parking import copy_seconds
+from lightning_dpx.recompute.values import Value, compress, run_recipe
+
+
+class Meter:
+    """Measures on a device.
+
+    Args:
+        device: Where the tensors of the step are.
+
+    Attributes:
+        basis: What the figures rest on, if not on a step that was measured.
+        kinds: Types of the tensors of the step.
+        parks: Whether what is planned for is a device that can leave tensors in the host's memory.
+    """
+
+    basis = ""
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.parks = not is_host(device)
+
+    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around a run: the module and random generators are put back."""
+        return nothing_changed(module)
+
+    def trace(self) -> MemoryTrace:
+        """Follows the storages of a run."""
+        return MemoryTrace(self.device)
+
+    def trying(self) -> AbstractContextManager[object]:
+        """Around the repetition of operators."""
+        return nullcontext()
+
+    def timed(self, value: Value) -> tuple[torch.Tensor, float]:
+        """The tensor of ``value``, made again, and the better time of two."""
+        best = float("inf")
+        for _ in range(2):
+            synchronize(self.device)
+            start = time.perf_counter()
+            tensor = run_recipe(value)
+            synchronize(self.device)
+            best = min(best, time.perf_counter() - start)
+        return tensor, best
+
+    def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
+        """Whether a tensor that was made again is right: to the bit on the host."""
+        tolerance = 0.0
+        if not is_host(self.device) and again.dtype.is_floating_point:
+            tolerance = 4 * torch.finfo(again.dtype).eps
+        scale = float(original.abs().max()) if tolerance and original.numel() else 1.0
+        return torch.allclose(again, original, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+    def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
+        """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
+        start = time.perf_counter()
+        trial = Value(value.name, "")
+        trial.tensor = value.tensor
+        if not compress(trial):
+            return None
+        run_recipe(trial)
+        return trial.inputs[0].nbytes, time.perf_counter() - start
+
+    def copy_seconds(self, tensor: torch.Tensor) -> float:
+        """To the host's memory or back, the slower of the two."""
+        return copy_seconds(tensor)
+
+    def parking_room(self) -> int:
+        """Bytes of the host's memory for what could be computed again as well."""
+        return free_bytes(_HOST) // (2 * max(1, len(accelerators()))) if self.parks else 0
+
+
+_HOST = torch.device("cpu")
