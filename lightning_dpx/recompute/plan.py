@@ -107,7 +107,7 @@ class CheckpointPlan:
         lines = [
             "# Which activations are kept from forward to backward, and which are computed again.",
             f"# action: {', '.join(get_args(Action))}",
-        head[field] = content.get(field, _OF_BEFORE.get(field))
+            yaml.safe_dump({"version": _VERSION, **head, "checksum": _checksum(self)}, sort_keys=False, width=10**6),
             "decisions:",
         ]
         for decision in self.decisions:
@@ -176,7 +176,7 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
             raise PlanError(f"{path} decides twice about {name!r}.")
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
-    "least_share": (*_NUMBER, type(None)), "overlap": int, "basis": str,
+        head[field] = content.get(field, _OF_BEFORE.get(field))
         if not isinstance(head[field], kinds) or not _is_sound(head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = CheckpointPlan(**head, decisions=decisions)
@@ -191,7 +191,7 @@ _OF_BEFORE: dict[str, Any] = {"overlap": 0, "basis": ""}  # what older files lac
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
-    "least_share": (*_NUMBER, type(None)), "overlap": int,
+    "least_share": (*_NUMBER, type(None)), "overlap": int, "basis": str,
 }  # fmt: skip
 
 
@@ -258,6 +258,7 @@ def summary(plan: CheckpointPlan) -> str:
     parked = f", {sum(sizes) / 2**20:.1f} MiB parked on the host" if sizes else ""
     return (
         f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
+        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{parked} ({plan.planner}{least}){basis}"
     )
 
 

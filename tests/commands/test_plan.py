@@ -110,7 +110,9 @@ def test_a_plan_is_saved_drawn_and_followed(tmp_path: Path, capsys: Any) -> None
     printed = capsys.readouterr().out
     assert printed.splitlines()[1].split()[:3] == ["device", "rows", "parameters"]
     assert "plan of cuda:0:" in printed
+    assert "predicted from fake tensors for cuda:0: times by FLOPs and bytes" in printed.splitlines()[0]
     assert dpx.CheckpointPlan.load(plan).dropped
+    assert dpx.CheckpointPlan.load(plan).basis.startswith("from fake tensors for cuda:0")
     text = page.read_text()
     assert text.count("<svg") == 3
     assert "<script" not in text
@@ -119,6 +121,27 @@ def test_a_plan_is_saved_drawn_and_followed(tmp_path: Path, capsys: Any) -> None
     ).replace("https://matplotlib.org", "")
     strategy = dpx.DPXStrategy(plan=str(plan), execution="inline")
     make_trainer(strategy=strategy, devices=2, max_epochs=1).fit(Deep(), datamodule=Rows())
+
+
+class Looks(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 1e9 else loss * 0.0
+
+
+def test_a_step_that_looks_at_numbers_runs_on_a_part_of_the_rows(tmp_path: Path, capsys: Any) -> None:
+    _, expected = planned(capsys, "--config", config(tmp_path))
+    with pytest.warns(UserWarning, match=r"step of Looks .*_local_scalar_dense.*test_plan.py:\d+.*to all 256"):
+        assert main(["plan", "--json", "--config", config(tmp_path, model="Looks")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["basis"].startswith("from real steps on 32 and 64 of 256 rows, scaled, for cuda:0")
+    for ours, theirs in zip(found["devices"], expected, strict=True):
+        assert ours["unplanned"] == pytest.approx(theirs["unplanned"], rel=0.02)
+
+
+def test_a_step_for_the_host_is_measured(tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", "--json", "--config", config(tmp_path), "--devices", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["basis"] == ""
 
 
 def test_what_does_not_fit_says_so_and_what_would(tmp_path: Path, capsys: Any) -> None:

@@ -296,3 +296,24 @@ def test_unequal_devices_get_unequal_plans(small_devices: Any) -> None:
     assert_equal(ours, reference)
     first, _, last = (plans[torch.device("sim", index)] for index in range(3))
     assert len(last.dropped) < len(first.dropped)
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_a_plan_made_without_the_device_is_followed_there(tmp_path: Any) -> None:
+    """From a module and a batch that are on no device at all."""
+    with torch.device("meta"):
+        absent, batch = Tower(), (torch.empty(256, 256), torch.empty(256, dtype=torch.long))
+    plan = dpx.search_plan(absent, batch, budget=0.5, device="sim:0")
+    assert plan.peak is not None
+    plan.save(tmp_path / "plan.yaml")
+    sim: Any = torch.get_device_module("sim")
+    peaks, results = [], []
+    for options in ({}, {"plan": str(tmp_path / "plan.yaml")}):
+        gc.collect()
+        before = sim.memory_allocated(0)
+        sim.reset_peak_memory_stats(0)
+        strategy = dpx.DPXStrategy(reducer="collective", execution="inline", **options)
+        results.append(fit(tower(), strategy=strategy, accelerator="sim", devices=2))
+        peaks.append(sim.max_memory_allocated(0) - before)
+    assert_equal(results[1], results[0], bitwise=True)
+    assert peaks[0] - peaks[1] == pytest.approx(plan.unplanned_peak - plan.peak, rel=0.1)
