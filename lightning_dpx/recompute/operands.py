@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
@@ -18,6 +19,7 @@ from torch.utils.weak import TensorWeakRef
 from lightning_dpx.recompute.recipes import NotRecomputable
 
 _TAG = "lightning_dpx.operands"
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward1")
 
 # Where the operands in question stand among the arguments, and their names as keywords.
@@ -52,7 +54,7 @@ class Operands(TorchFunctionMode):
     ) -> Any:
         result = func(*args) if not kwargs else func(*args, **kwargs)
         places = _NOTED.get(func)
-        if places is None or type(result) is not Tensor or not result.requires_grad:
+        if places is None or type(result) not in _PLAIN or not result.requires_grad:
             return result
         if outside := _outside(places, args, kwargs or {}):
             node = result.grad_fn
@@ -80,7 +82,7 @@ def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dic
 def _noted(operand: Any) -> Any:
     if not isinstance(operand, Tensor):
         return operand if isinstance(operand, int | float | complex | None) else _UNKNOWN
-    if type(operand) not in (Tensor, nn.Parameter) or operand.is_inference():
+    if type(operand) not in _PLAIN or operand.is_inference():
         return _UNKNOWN
     return Reference(operand)
 
@@ -103,7 +105,7 @@ class Reference:
 
     def __init__(self, tensor: Tensor) -> None:
         base, self.view = tensor._base, None
-        if base is not None and base.dtype == tensor.dtype and type(base) in (Tensor, nn.Parameter):
+        if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
             self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
             tensor = base
         self._ref, self._version = TensorWeakRef(tensor), tensor._version

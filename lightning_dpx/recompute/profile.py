@@ -321,8 +321,8 @@ def _measure(
             refused[value] = f"{value.operator} failed when repeated: {error}"
     copying = {}
     if meter.parks:
-        found = [value for value, span in profiler.found.items() if value.name and span is not None]
-        copying = _copying(found, meter)
+        named = [value for value, span in profiler.found.items() if value.name and span is not None]
+        copying = _copying(named, meter)
     parked = {value for value in copying if refused[value]}
     for value in parked:
         seconds[value], refused[value] = 2 * copying[value], ""
