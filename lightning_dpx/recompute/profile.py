@@ -150,6 +150,8 @@ class _Profiler(Rematerialisation):
         self.spans: dict[str, Allocation | None] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return tensor.detach()  # a fake one has no type of its own, and a frozen one shall have no name
         packed = super().pack(tensor)
         if isinstance(packed, torch.Tensor):
             return packed

@@ -50,10 +50,6 @@ def test_the_profile_is_that_of_a_real_step_to_the_byte(name: str) -> None:
     module, _, x = make(MODELS[name])
     real, fake = profile_module(module, x), profile_module(module, x, device="cpu")
     assert fake.peak == real.peak
-    named = [[(v.name, v.operator, v.num_bytes, bool(v.refused)) for v in p.values if v.name] for p in (fake, real)]
-    assert sorted(named[0]) == sorted(named[1])
-    if name == "lora":  # a mask that all layers share counts once for each
-        return
     assert described(fake) == described(real)
     if name != "aliases and in-place":  # copies that come and go within an operator come a moment later
         assert fake.curve == real.curve
