@@ -267,6 +267,8 @@ class TrainingStep:
     ) -> list[torch.Tensor | None]:
         """K x n gradients of the parameters at ``indices``, summed, each where its owner's copy lives."""
         owners, replicas = [self._owners[index] for index in indices], self._replicas.replicas
+        if len(replicas) == 1:  # what is shifted elsewhere stays there
+            return [None if grad is None else grad.data for grad in grads[0]]
         totals = self._reducer.reduce(
             [[_on(one, device) for one in row] for row, device in zip(grads, self._replicas.devices, strict=True)],
             owners=owners,
