@@ -9,8 +9,8 @@ forecast  profile x choice -> peak and extra time, exactly as the run will have 
 plan      the choice as a file
 places    one plan for a step that runs on several devices
 shapes    one plan for steps of several shapes
-apply     the plan on a module: saved-tensor hooks (values), how operators are repeated (recipes), and on what, where
-          autograd does not know it (operands), and copies (parking)
+apply     the plan on a module: saved-tensor hooks (rematerialisation) on what the graph knows (values), how operators
+          are repeated (recipes), and on what, where autograd does not know it (operands), and copies (parking)
 """
 
 from lightning_dpx.recompute.absent import profile_absent

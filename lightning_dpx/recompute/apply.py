@@ -20,8 +20,8 @@ from lightning_dpx.recompute.forecast import Forecast, forecast, timeline
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, Run, profile_step
+from lightning_dpx.recompute.rematerialisation import Rematerialisation
 from lightning_dpx.recompute.search import SearchPlanner
-from lightning_dpx.recompute.values import Rematerialisation
 from lightning_dpx.recompute.ways_to_park import as_planned
 
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()

@@ -99,7 +99,8 @@ class _Replay:
         }
         self._views = [0] * len(values)  # that are there, of each value: they hold its memory
         self._outlived = [False] * len(values)  # forgotten, but for a view
-        self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that autograd still uses
+        self._now, self._in_use = 0, [0] * len(values)  # until when autograd uses what it has asked for
+        self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that are forgotten and still in use
         self.curve: list[int] | None = None  # filled if somebody wants to see it
 
     def _make_fleeting(self, index: int) -> None:
@@ -211,17 +212,15 @@ class _Replay:
             event = max(until, event + 1)
 
     def _serve(self, wanted: int, event: int, released: int) -> None:
+        self._now = event
         while self._ends and self._ends[0][0] <= event:
             self._held -= heapq.heappop(self._ends)[1]
         if not self._lazy[wanted]:
             return
-        size = self._profile.values[wanted].num_bytes
         if not self._there[wanted]:
             self._compute(wanted, event)
+        self._in_use[wanted] = max(self._in_use[wanted], released)
         self._asked(wanted)
-        if not self._there[wanted]:  # forgotten by us, and still in use by autograd
-            self._held += size
-            heapq.heappush(self._ends, (released, size))
 
     def _compute(self, wanted: int, event: int) -> None:
         values, stack, made, later = self._profile.values, [wanted], set[int](), list[int]()
@@ -283,7 +282,12 @@ class _Replay:
                 self._free(index)
 
     def _free(self, index: int) -> None:
-        self._held -= self._profile.values[index].num_bytes
+        size = self._profile.values[index].num_bytes
+        if self._in_use[index] > self._now:  # forgotten by us, and still in use by autograd
+            heapq.heappush(self._ends, (self._in_use[index], size))
+            self._in_use[index] = 0
+        else:
+            self._held -= size
         for source in self._viewed(index):
             self._views[source] -= 1
             if self._outlived[source] and not self._views[source]:

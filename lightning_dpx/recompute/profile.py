@@ -20,7 +20,8 @@ from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
-from lightning_dpx.recompute.values import Rematerialisation, Value, View, used
+from lightning_dpx.recompute.rematerialisation import Rematerialisation
+from lightning_dpx.recompute.values import Value, View, used
 
 Run = Callable[[], torch.Tensor]
 

@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
@@ -44,6 +44,10 @@ def measured_peak(module: nn.Module, x: Tensor) -> int:
         loss.backward()
     del loss
     return trace.peak_of_passing()
+
+
+def powerset(names: list[str]) -> list[tuple[str, ...]]:
+    return list(chain.from_iterable(combinations(names, size) for size in range(len(names) + 1)))
 
 
 def make(builder: Callable[[], Case]) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -415,6 +419,29 @@ def test_what_is_saved_after_others_were_computed_from_it_is_one_value(early: st
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
     if "recompute each time" not in (early, late):
         assert measured_peak(module, x) == pytest.approx(dpx.estimate_cost(module, plan, x)["peak"], rel=0.02)
+
+
+class AsksForBoth(nn.Module):
+    """Its product asks for h, and then for y, which is made from h."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).cos()
+        out: Tensor = self.last(torch.relu(h) * h)
+        return out
+
+
+def test_what_autograd_still_uses_is_there_though_nobody_will_ask_for_it() -> None:
+    module, x = AsksForBoth(), torch.randn(128, 128)
+    profile, plan = profile_module(module, x), dpx.search_plan(module, x)
+    for names in powerset([decision.name for decision in plan.decisions if decision.operator]):
+        drawn = plan.with_actions(dict.fromkeys(plan.dropped, "keep") | dict.fromkeys(names, "recompute"))
+        dpx.apply_plan(module, drawn)
+        assert measured_peak(module, x) == forecast_plan(profile, drawn).peak, names
+        dpx.remove_plan(module)
 
 
 SUM_OF_GRADIENTS = 4 * 64 * 4  # bytes of a bias of the cell

@@ -14,7 +14,8 @@ import lightning_dpx as dpx
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.planner import Choice, Planner, Problem
 from lightning_dpx.recompute.recipes import RECIPES, NotRecomputable, recipe_for
-from lightning_dpx.recompute.values import Rematerialisation, _Node, _read
+from lightning_dpx.recompute.rematerialisation import Node, Rematerialisation
+from lightning_dpx.recompute.values import read
 from tests.recompute.test_planning import _Everything, train
 
 Function = Callable[["Probe", Tensor], Tensor]
@@ -353,11 +354,11 @@ def test_fused_attention_finds_what_its_node_saved(kernel: str) -> None:
         assert node.name() == f"ScaledDotProduct{kernel}AttentionBackward0"
         if dropout:
             with pytest.raises(NotRecomputable, match="attention with dropout draws random numbers"):
-                recipe_for(node.name())(_Node(values, node, 0, 0))
+                recipe_for(node.name())(Node(values, node, 0, 0))
             continue
-        make, inputs = recipe_for(node.name())(_Node(values, node, 0, 0))
+        make, inputs = recipe_for(node.name())(Node(values, node, 0, 0))
         assert len(inputs) == (4 if kernel == "Efficient" else 3)
-        assert make(*[_read(entry) for entry in inputs]).shape == q.shape
+        assert make(*[read(entry) for entry in inputs]).shape == q.shape
 
 
 @pytest.mark.gpu

@@ -1,0 +1,363 @@
+"""Saved-tensor hooks that keep some values of the autograd graph and compute the others again.
+
+Every tensor that autograd saves passes a pack hook, with the graph node that produced it. The node keeps what it needs
+for its own backward, and its edges lead to the nodes before it: so the graph is a tape, and most values can be computed
+again from it. :class:`Rematerialisation` keeps some of them and drops the others. Nothing is wrapped, no module runs
+twice, no random number is drawn again (a dropout's mask is a saved tensor like any other), and every operator is
+repeated on the same bits, so the gradients are the same bits.
+
+    forward    pack(tensor) -> Value (or View)  kept: the tensor       dropped: how to make it, and from which Values
+    backward   unpack(Value) -> tensor          computed by need, shared until the last that needs it has had it
+
+A node knows its values by weak references in its metadata.
+
+All this runs for every saved tensor of every step, so it makes few objects and calls few functions.
+"""
+
+import math
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices import is_host
+from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.garbage import COLLECTOR
+from lightning_dpx.recompute.operands import Operands, Reference, operand_of
+from lightning_dpx.recompute.parking import Parking
+from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
+from lightning_dpx.recompute.values import (
+    Both,
+    Identity,
+    Make,
+    Strides,
+    Value,
+    View,
+    asked,
+    compress,
+    compute,
+    forget_recipe,
+    make_fleeting,
+    park,
+    refuse_changed,
+    same_geometry,
+)
+
+_TAG = "lightning_dpx.values"
+_MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
+SMALL = 4096  # bytes that are not worth the bookkeeping
+
+
+class Rematerialisation:
+    """Saved-tensor hooks that drop some values and compute them again in backward.
+
+    Args:
+        names: Tells which module call is running.
+        dropped: Names of the values to drop, if a recipe for them is known.
+        fleeting: Those among them to forget after every use, inputs first.
+        compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
+        parked: Names of values to keep in the host's memory.
+        overlap: How many of them may be on their way at once, in each direction.
+
+    Attributes:
+        kinds: Types of tensors that it handles; others are kept.
+    """
+
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
+
+    def __init__(
+        self,
+        names: CallNames,
+        dropped: Collection[str] = (),
+        fleeting: Sequence[str] = (),
+        compressed: Collection[str] = (),
+        parked: Collection[str] = (),
+        overlap: int = 0,
+    ) -> None:
+        self._names, self._dropped = names, dropped
+        self._fleeting = {name: place for place, name in enumerate(fleeting)}
+        self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
+        self._compressed, self._parked, self._parking = compressed, parked, Parking(overlap)
+        self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
+        self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
+        self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
+        self.refused: dict[str, str] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forward passes in here drop what is wanted; their backward may come later."""
+        self._names.begin()
+        self._values.clear()
+        pack, operands = (self._pack, self._operands) if self._want_operands else (self.pack, nullcontext())
+        self._want_operands = False
+        try:
+            with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(pack, self.unpack), operands:
+                yield
+        finally:
+            self._names.end()
+            self._parking.settle()
+            self._decide_fleeting()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Likewise, unseen by the mode that notes operands, which would see every attribute."""
+        with torch._C.DisableTorchFunction():
+            return self.pack(tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd when it saves a tensor; what it returns is held in its place."""
+        node = tensor.grad_fn
+        if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
+            return tensor  # a parameter, which lives anyway, or not worth the bookkeeping
+        base = tensor._base
+        if base is None or base.dtype != tensor.dtype:  # a complex number is not a strided view of its parts
+            base = tensor
+        elif base.is_leaf and base.requires_grad:
+            return tensor
+        if tensor.nbytes < SMALL or type(base) not in self.kinds or base.layout is not torch.strided:
+            return tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
+            return tensor.detach()
+        value = self.value_of_tensor(base)
+        value.pending += 1
+        value.wanted_by += 1
+        if base is tensor or same_geometry(tensor, base):
+            return value
+        assert value.identity is not None, "it has just been saved"
+        return View(value, Strides(tensor, value.identity))
+
+    def value_of_tensor(self, base: torch.Tensor) -> Value:
+        """The value behind ``base``; the second time the same one."""
+        node, version, storage = base.grad_fn, base._version, base.untyped_storage()._cdata
+        earlier = None if node is None else known_value(node, base.output_nr)
+        if earlier is not None and (before := earlier.identity) is not None:
+            if before.storage == storage and before.version == version and before in self._values:
+                return earlier
+            earlier = None  # of another forward, or written to since
+        identity = Identity(storage, version, base.dtype, base.size(), base.stride(), int(base.storage_offset()))
+        known = self._values.get(identity)
+        value = known() if known is not None else None
+        if value is None:
+            value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
+            value.name, value.identity, value.dropped = self._names.next_name(), identity, False
+            self._values[identity] = weakref.ref(value)
+            self._decide(value, base)
+        elif node is not None and not value.operator:
+            self._decide(value, base)
+        return value
+
+    def _decide(self, value: Value, tensor: torch.Tensor) -> None:
+        """Keeps or drops ``value``, which is ``tensor`` and has its name, and maybe its producer, just now."""
+        node, name = tensor.grad_fn, value.name
+        if node is not None and not value.operator:
+            value.operator = node.name()
+            _register(node, tensor.output_nr, value)
+        if node is not None and self.consider(value, node, tensor.output_nr):
+            value.version = tensor._version
+            value.drop(tensor)
+        elif value.tensor is None and not value.dropped:
+            value.keep(tensor)
+            if name in self._compressed and not compress(value):
+                self.refused[name] = "it is not a mask this time"
+            elif name in self._parked and not is_host(tensor.device):
+                park(value, self._parking)
+
+    def consider(self, value: Value, node: Any, output: int) -> bool:
+        """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
+        if value.name in self._dropped and self.find_recipe(value, node, output):
+            if value.name in self._fleeting:
+                self._undecided.append(weakref.ref(value))
+            return True
+        if value.make is not None and not value.dropped:
+            forget_recipe(value)
+        return False
+
+    def _decide_fleeting(self) -> None:
+        """In the order of the plan: at the time of saving, what is on the way may still be saved itself later."""
+        values = [value for reference in self._undecided if (value := reference()) is not None]
+        self._undecided.clear()
+        for value in sorted(values, key=lambda value: self._fleeting[value.name]):
+            make_fleeting(value)
+
+    def find_recipe(self, value: Value, node: Any, output: int) -> bool:
+        """Whether ``value`` can be made again; if so it knows how."""
+        if value.make is not None:
+            return True
+        try:
+            value.learn(*self._recipe(node, output, 0))
+        except NotRecomputable as error:
+            self.refused[value.name] = str(error)
+            return False
+        for source in value.sources:
+            source.want()
+        return True
+
+    def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Any]]:
+        if depth > _MOST_UNSAVED:
+            raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
+        return recipe_for(node.name())(Node(self, node, output, depth))
+
+    def flowing(self, node: Any, output: int, depth: int) -> Value | View:
+        """What flows along an edge of the graph. A view of a value is no value of its own."""
+        value = known_value(node, output)
+        if value is not None:
+            return value
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            value = Value("", "leaf")
+            value.keep(node.variable)
+        else:
+            make, inputs = self._recipe(node, output, depth + 1)
+            if name in VIEWS:
+                (base,) = inputs
+                return View(base, make) if type(base) is Value else View(base.value, Both(base.look, make))
+            value = Value("", name)
+            value.learn(make, inputs)
+            value.dropped = True
+            for source in value.sources:
+                source.want()
+        _register(node, output, value)
+        return value
+
+    def constant(self, node: Any, index: int, most: int) -> Any:
+        """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
+        self._want_operands = True
+        found = operand_of(node, index)
+        if not isinstance(found, Reference):
+            return found
+        value = self.keep_constant(found.base(most))
+        return value if found.view is None else View(value, found.look)
+
+    def keep_constant(self, tensor: torch.Tensor) -> Value:
+        """The value of such a tensor; nobody may write to it before backward."""
+        value = Value("", "constant")
+        value.keep(tensor)
+        return value
+
+    def read_saved(self, node: Any, name: str) -> Any:
+        """What ``node`` saved under ``name``: a value, a view of one, or anything else as it is; ``None`` without.
+
+        Raises:
+            NotRecomputable: it is in the hands of others, who would bring it back, or run a region again, right now.
+        """
+        saved = getattr(node, f"_raw_saved_{name}", None)
+        if saved is None:
+            return getattr(node, f"_saved_{name}")  # a number
+        return self.packed(node, saved)
+
+    def packed(self, node: Any, saved: Any) -> Any:
+        """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
+        hook = saved.unpack_hook
+        if hook is None or hook == self.unpack:
+            return saved.data
+        raise NotRecomputable(
+            f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
+        )
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Called by autograd when backward needs a saved tensor."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        value = saved if type(saved) is Value else saved.value
+        with self._lock:
+            if self._undecided:  # a backward inside of the forward's context
+                self._decide_fleeting()
+            if value.tensor is None:
+                compute(value)
+            elif not value.dropped and value.tensor._version != value.version:
+                refuse_changed(value)
+            tensor: torch.Tensor = value.tensor if saved is value else saved.read()
+            asked(value)
+        return tensor
+
+
+def known_value(node: Any, output: int) -> Value | None:
+    """The value of that output, if there is one already."""
+    known = node.metadata.get((_TAG, output) if output else _TAG)
+    return known() if known is not None else None
+
+
+def _register(node: Any, output: int, value: Value) -> None:
+    node.metadata[(_TAG, output) if output else _TAG] = weakref.ref(value)
+
+
+class Node:
+    """A node of the graph, as a recipe sees it."""
+
+    def __init__(self, owner: Rematerialisation, node: Any, output: int, depth: int) -> None:
+        self._owner, self._node, self._depth = owner, node, depth
+        self.output = output
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument of the operator that is not a tensor."""
+        return getattr(self._node, f"_saved_{name}")
+
+    def edge(self, index: int) -> Value | View:
+        """The input tensor number ``index``, found along the graph."""
+        source, output = self._node.next_functions[index]
+        if source is None:
+            raise NotRecomputable(f"input {index} of {self._node.name()} is not part of the graph")
+        return self._owner.flowing(source, output, self._depth)
+
+    def operand(self, index: int) -> Any:
+        """The input tensor number ``index`` along the graph; the operand in its place if there is no such edge."""
+        return self.edge(index) if self.has_edge(index) else self.constant()
+
+    def constant(self, index: int = 0) -> Any:
+        """Operand number ``index`` of those that are not part of the graph."""
+        return self._owner.constant(self._node, index, math.prod(self.shape) * self.dtype.itemsize // 2)
+
+    def saved(self, name: str, edge: int | None = None) -> Any:
+        """The input tensor that the operator saved under ``name``; if it did not, the one along ``edge``."""
+        if edge is not None:
+            source, output = self._node.next_functions[edge]
+            known = None if source is None else known_value(source, output)
+            if known is not None and known.identity is not None:
+                return known  # saved, so nobody may have written to it
+        found = self._owner.read_saved(self._node, name)
+        if found is not None:
+            return found
+        if edge is None:
+            raise NotRecomputable(f"{self._node.name()} did not save {name}")
+        return self.edge(edge)
+
+    def optional(self, name: str) -> Any:
+        """Likewise, or ``None``."""
+        return self._owner.read_saved(self._node, name)
+
+    def saved_list(self, name: str) -> list[Any]:
+        """The tensors that the operator saved under ``name``, where it is a list; ``None`` for those that are none."""
+        return [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
+
+    def leaf(self, index: int) -> torch.Tensor | None:
+        """Input ``index`` itself, if it is a parameter."""
+        source = self._node.next_functions[index][0]
+        return getattr(source, "variable", None)
+
+    @property
+    def num_edges(self) -> int:
+        """Input tensors."""
+        return len(self._node.next_functions)
+
+    def has_edge(self, index: int) -> bool:
+        """Whether input ``index`` is part of the graph."""
+        return self._node.next_functions[index][0] is not None
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the output."""
+        return list(self._node._input_metadata[self.output].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the output."""
+        dtype: torch.dtype = self._node._input_metadata[self.output].dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the output."""
+        device: torch.device = self._node._input_metadata[self.output].device
+        return device
