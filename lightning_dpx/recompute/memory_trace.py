@@ -159,18 +159,17 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_BETWEEN = {"__torch_dispatch__", "_fn", "inner"}  # modes, and torch's own wrapping of them
 
 
 def _called_by_engine() -> bool:
     """Whether autograd's engine itself calls the mode, and no Python code that runs in backward."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    frame: FrameType | None = sys._getframe(3)  # whoever called the mode, or torch's own wrapping of it
-    for _ in range(3):
-        if frame is None or frame.f_code is _ENGINE:  # a thread of the engine has no other frames
-            return True
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _BETWEEN:
         frame = frame.f_back
-    return False
+    return frame is None or frame.f_code is _ENGINE  # a thread of the engine has no other frames
 
 
 def _identity(tensor: torch.Tensor) -> int:

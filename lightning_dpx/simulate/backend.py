@@ -1,7 +1,8 @@
 """Loads the sim backend, once per process, and gives PyTorch the module ``torch.sim``."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import atexit
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -59,6 +60,18 @@ def _require_autograd_threads() -> None:
             "simulate() must come before the first backward of the process, because autograd starts its device "
             "threads then; call lightning_dpx.simulate() at the top of the program."
         ) from error
+    atexit.register(_let_autograd_finish, probes)
+
+
+def _let_autograd_finish(probes: Sequence[torch.Tensor]) -> None:
+    """Autograd's thread of a device lets go of a graph a moment after backward has returned.
+
+    If the interpreter ends in that moment, and the graph has hooks in Python, the thread ends the process: "terminate
+    called without an active exception". One more backward there comes back when that is over.
+    """
+    for probe in probes:
+        with suppress(RuntimeError):  # a device that is full, or not simulated any more, is left alone
+            torch.autograd.backward(probe * 1)
 
 
 class SimEvent:
