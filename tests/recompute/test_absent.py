@@ -152,8 +152,10 @@ def test_what_has_no_rows_cannot_be_cut() -> None:
 def test_a_failed_fake_step_leaves_no_tensors_behind() -> None:
     module = Deep(scaled_by_its_mean)
     before = {name: id(value) for name, value in module.named_parameters()}
+    fakes = {id(found) for found in gc.get_objects() if type(found).__name__ == "FakeTensor"}  # of other tests
     with pytest.warns(UserWarning, match="Fake tensors cannot"):
         dpx.search_plan(module, torch.randn(64, 64), device="cpu")
     assert {name: id(value) for name, value in module.named_parameters()} == before
     gc.collect()
-    assert not any(type(found).__name__ == "FakeTensor" for found in gc.get_objects())
+    left = [found for found in gc.get_objects() if type(found).__name__ == "FakeTensor"]
+    assert {id(found) for found in left} <= fakes
