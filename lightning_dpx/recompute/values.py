@@ -167,9 +167,10 @@ def compute(wanted: Value) -> torch.Tensor:
             if value.tensor is not None:
                 stack.pop()
                 continue
-            missing = [source for source in value.sources if source.tensor is None]
-            if missing:
-                stack += missing
+            for source in value.sources:
+                if source.tensor is None:
+                    stack.append(source)
+            if stack[-1] is not value:
                 continue
             value.tensor = run_recipe(value)
             stack.pop()
