@@ -1,7 +1,6 @@
 """Batches of several shapes share one plan, which keeps the worst of them within the budget."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.trainer.batch_shapes import MOST_STEPS, KnownShapes, most_demanding
-from tests.conftest import SIMULATED, assert_equal, make_trainer
+from tests.conftest import assert_equal, make_trainer
 
 MIB = 2**20
 
@@ -55,15 +54,6 @@ def twins() -> Twins:
 
 
 A, B = (512, 32), (32, 512)
-
-
-@pytest.fixture
-def sim() -> Iterator[Any]:
-    if SIMULATED:
-        pytest.skip(SIMULATED)
-    gc.collect()
-    yield torch.get_device_module("sim")
-    gc.collect()
 
 
 def plans_told(caplog: Any) -> list[str]:
@@ -171,6 +161,7 @@ def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
     assert f"the worst of {MOST_STEPS} shapes" in plans_told(caplog)[-1]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the finder's
 def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) -> None:
     """As the batch size finder does: it goes on, in the same run, with fewer rows than were refused."""
     found: list[int] = []
@@ -189,6 +180,5 @@ def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) ->
     torch.manual_seed(0)
     finder = BatchSizeFinder(mode="binsearch", init_val=8, steps_per_trial=1, max_trials=6)
     options: dict[str, Any] = {"callbacks": [finder], "limit_train_batches": 2, "accelerator": "sim", "max_epochs": 1}
-    with pytest.warns(UserWarning, match="."):
-        make_trainer(strategy=strategy, **options).fit(Grows())
+    make_trainer(strategy=strategy, **options).fit(Grows())
     assert found[-1] > 0, "the last batches follow a plan"

@@ -1,7 +1,5 @@
 """``memory_budget`` by device: what it may be, and what it allows."""
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +14,6 @@ from tests.trainer.test_memory_planning import MIB, fit, loader, tower
 
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 SIM0, SIM1, SIM4 = (torch.device("sim", index) for index in (0, 1, 4))
-
-
-@pytest.fixture
-def sim() -> Iterator[Any]:
-    if SIMULATED:
-        pytest.skip(SIMULATED)
-    gc.collect()
-    yield torch.get_device_module("sim")
-    gc.collect()
-    dpx.simulate(8)
 
 
 def test_texts_become_bytes_and_the_rest_stays() -> None:

@@ -1,7 +1,5 @@
 """Planning at setup: from ``example_batch``, and what ``example_input_array`` and no example at all tell."""
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
-from tests.conftest import SIMULATED, assert_equal, make_trainer
+from tests.conftest import assert_equal, make_trainer
 from tests.trainer.test_memory_planning import MIB, Tower, fit, loader
 
 
@@ -153,16 +151,6 @@ def test_a_step_that_needs_what_later_hooks_do_says_so() -> None:
 
 
 # ---- on simulated devices ----
-
-
-@pytest.fixture
-def sim() -> Iterator[Any]:
-    if SIMULATED:
-        pytest.skip(SIMULATED)
-    gc.collect()
-    yield torch.get_device_module("sim")
-    gc.collect()
-    dpx.simulate(8)
 
 
 def test_evaluation_plans_nothing(sim: Any, caplog: Any) -> None:

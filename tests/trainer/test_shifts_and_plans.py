@@ -1,7 +1,6 @@
 """``memory_budget`` or ``plan`` together with ``shifts``: each device within its budget, and the bits of neither."""
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,9 @@ import lightning_dpx as dpx
 from tests.conftest import SIMULATED, assert_equal
 from tests.trainer.test_memory_planning import MIB, Tower, fit, loader, tower
 
-pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+pytestmark = [pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED), pytest.mark.usefixtures("sim")]
 HALF, MOST = ["net.[3-6]"], ["net.[1-8]"]
 EACH = {"sim:0": "sim:4", "sim:1": "sim:5"}
-
-
-@pytest.fixture(autouse=True)
-def sim() -> Iterator[Any]:
-    """The simulated devices; they count from now on."""
-    gc.collect()
-    module = torch.get_device_module("sim")
-    for device in range(8):
-        module.reset_peak_memory_stats(device)
-    yield module
-    gc.collect()
-    dpx.simulate(8)
 
 
 def trained(model: LightningModule, devices: int = 1, data: Any = None, **options: Any) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """What a step holds beside activations is counted: whole-device peaks stay within the budget, whoever reduces."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,18 +17,8 @@ from tests.conftest import SIMULATED, make_trainer
 from tests.trainer.test_memory_planning import MIB, tower
 from tests.trainer.test_shifts_and_plans import EACH, HALF, trained
 
-pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+pytestmark = [pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED), pytest.mark.usefixtures("sim")]
 ANYWHERE = sorted(set(REDUCERS) - {"nccl"})
-
-
-@pytest.fixture(autouse=True)
-def sim() -> Iterator[Any]:
-    gc.collect()
-    module = torch.get_device_module("sim")
-    for device in range(8):
-        module.reset_peak_memory_stats(device)
-    yield module
-    gc.collect()
 
 
 @pytest.mark.parametrize("shifted", [False, True])
