@@ -1,7 +1,7 @@
 """Loads the sim backend, once per process, and gives PyTorch the module ``torch.sim``."""
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -60,18 +60,22 @@ def _require_autograd_threads() -> None:
             "simulate() must come before the first backward of the process, because autograd starts its device "
             "threads then; call lightning_dpx.simulate() at the top of the program."
         ) from error
-    atexit.register(_let_autograd_finish, probes)
+    atexit.register(_let_autograd_finish)
 
 
-def _let_autograd_finish(probes: Sequence[torch.Tensor]) -> None:
+_LAST: list[torch.Tensor] = []  # held until the process is gone: letting go of them would begin it all anew
+
+
+def _let_autograd_finish() -> None:
     """Autograd's thread of a device lets go of a graph a moment after backward has returned.
 
     If the interpreter ends in that moment, and the graph has hooks in Python, the thread ends the process: "terminate
     called without an active exception". One more backward there comes back when that is over.
     """
-    for probe in probes:
+    for index in range(MAX_DEVICES):
         with suppress(RuntimeError):  # a device that is full, or not simulated any more, is left alone
-            torch.autograd.backward(probe * 1)
+            _LAST.append(torch.ones((), device=f"sim:{index}", requires_grad=True))
+            torch.autograd.backward(_LAST[-1] * 1)
 
 
 class SimEvent:
