@@ -1,5 +1,6 @@
 """Shared models, data and checks. Every test must leave the process as it found it."""
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -137,6 +138,15 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
     tolerance = {"rtol": 0, "atol": 0} if bitwise else {"rtol": 1e-5, "atol": 1e-6}
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python's collector of garbage rests: what goes in a test goes at its moment, and is the test's own."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(params=["inline", "threads"])

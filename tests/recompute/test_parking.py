@@ -1,9 +1,7 @@
 """Parked values travel beside the computation, change no bit, take what was predicted, and leave nothing behind."""
 
 import copy
-import gc
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import lightning_dpx as dpx
-from lightning_dpx.recompute import MemoryTrace, profile_module
-from lightning_dpx.recompute.apply import forecast_plan, loss_of
+from lightning_dpx.recompute import profile_module
+from lightning_dpx.recompute.apply import forecast_plan
 from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED
 from tests.recompute.models import AWKWARD, ORDINARY, CustomFunction
-from tests.recompute.test_planning import SavedLate
-from tests.shifting.test_park import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fetches
+from tests.recompute.test_planning import SavedLate, measured_peak
+from tests.shifting.test_park import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fail_in_backward, fetches
 
 HOST, KEPT = torch.device("cpu"), ROWS * WIDTH * 4
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+pytestmark = pytest.mark.usefixtures("no_collection")  # what is given back is given back at once
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -29,15 +28,6 @@ MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reas
 def home(request: pytest.FixtureRequest) -> torch.device:
     """Where the model lives."""
     return torch.device(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _no_collection() -> Iterator[None]:
-    """What is given back is given back at once, not when the garbage collector comes by."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def all_parked(module: nn.Module, x: Tensor, overlap: int) -> dpx.CheckpointPlan:
@@ -163,7 +153,7 @@ def test_a_peak_in_forward_includes_what_has_not_left_yet(overlap: int) -> None:
     plan = all_parked(model, rows, overlap)
     peak = forecast_plan(profile_module(model, rows), plan).peak
     dpx.apply_plan(model, plan)
-    assert traced_peak(model, rows) == peak == (20 + max(1, overlap)) * KEPT
+    assert measured_peak(model, rows, SIM) == peak == (20 + max(1, overlap)) * KEPT
 
 
 ACTIONS = ("keep", "recompute", "recompute each time", "park")
@@ -188,19 +178,10 @@ def test_random_plans_take_what_was_predicted_and_change_no_bit(name: str) -> No
         applied = dpx.apply_plan(module, drawn)
         assert all(map(torch.equal, gradients(module, x), expected)), f"seed {seed}"
         assert not applied.not_found
-        assert traced_peak(module, x) == pytest.approx(forecast_plan(profile, drawn).peak, rel=0.003), f"seed {seed}"
+        assert measured_peak(module, x, SIM) == pytest.approx(forecast_plan(profile, drawn).peak, rel=0.003), (
+            f"seed {seed}"
+        )
         dpx.remove_plan(module)
-
-
-def traced_peak(module: nn.Module, x: Tensor) -> int:
-    run = loss_of(module, x)
-    module.zero_grad(set_to_none=True)
-    trace = MemoryTrace(SIM)
-    with trace:
-        loss = run()
-        loss.backward()
-    del loss
-    return trace.peak_of_passing()
 
 
 @on_sim
@@ -231,16 +212,7 @@ def test_a_backward_that_fails_leaves_nothing_and_the_next_one_works(home: torch
     plain, device = copy.deepcopy(model), torch.get_device_module(home)
     device.synchronize()
     before = device.memory_allocated(home)
-
-    def fail(_gradient: Tensor) -> None:
-        raise ValueError("of the user")
-
-    handle = model.parts[4].register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
-    loss = model(rows).sum()
-    with pytest.raises(ValueError, match="of the user") as failed:
-        loss.backward()
-    handle.remove()
-    del loss, failed
+    fail_in_backward(model, rows)
     if home.type == "sim":
         assert comes_to([before, allocated()[1]])
     else:

@@ -35,10 +35,10 @@ def train(module: nn.Module, x: Tensor, steps: int = 3) -> list[Tensor]:
     return results + [value.detach().clone() for value in module.state_dict().values()]
 
 
-def measured_peak(module: nn.Module, x: Tensor) -> int:
+def measured_peak(module: nn.Module, x: Tensor, device: torch.device = CPU) -> int:
     run = loss_of(module, x)
     module.zero_grad(set_to_none=True)
-    trace = MemoryTrace(CPU)
+    trace = MemoryTrace(device)
     with trace:
         loss = run()
         loss.backward()

@@ -3,7 +3,6 @@
 import csv
 import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,7 @@ sim_only = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 on_sim = {"accelerator": "sim", "max_epochs": 1}
 
 
-@pytest.fixture(autouse=True)
-def _no_garbage_of_others() -> Iterator[None]:
-    """What a collection in the middle of a step frees would not be the step's."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")  # what it frees in the middle of a step is not the step's
 
 
 class Ledger(Callback):
