@@ -287,6 +287,8 @@ class TrainingStep:
         columns = [replica.parameters for replica in self._replicas.replicas]
         places = {canonical_device(parameter.device) for column in columns for parameter in column}
         most = dict.fromkeys((*self._reducer.places, *places), 0)
+        if len(columns) == 1:  # nothing travels
+            return most
         for pack in self._packs:
             trained = [index for index in pack if columns[0][index].requires_grad]
             zeros = [

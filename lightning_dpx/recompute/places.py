@@ -51,15 +51,7 @@ def plan_places(
         peaks = [result.peak for result in found]
         if all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True)):
             return [
-                replace(
-                    both,
-                    budget=budget,
-                    unplanned_peak=profile.peak,
-                    peak=result.peak,
-                    saved_bytes=result.kept,
-                    recompute_share=result.seconds / profile.step_seconds,
-                    least_share=plan.least_share,
-                )
+                with_figures(both, profile, budget, result, plan.least_share)
                 for plan, profile, budget, result in zip(plans, profiles, budgets, found, strict=True)
             ]
         rooms = [room - max(0, peak - budget) for room, peak, budget in zip(rooms, peaks, budgets, strict=True)]
@@ -69,6 +61,21 @@ def plan_places(
         f"that meet each take {peaks[place]}. Allow more on either, or choose another cut.",
         peaks[place],
         place,
+    )
+
+
+def with_figures(
+    plan: CheckpointPlan, profile: Profile, budget: int, result: Forecast, least_share: float | None
+) -> CheckpointPlan:
+    """``plan`` with what it comes to in the step of ``profile``."""
+    return replace(
+        plan,
+        budget=budget,
+        unplanned_peak=profile.peak,
+        peak=result.peak,
+        saved_bytes=result.kept,
+        recompute_share=result.seconds / profile.step_seconds,
+        least_share=least_share,
     )
 
 

@@ -81,7 +81,7 @@ class Rematerialisation:
         self._fleeting = {name: place for place, name in enumerate(fleeting)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
         self._compressed, self._parked, self._parking = compressed, parked, Parking(overlap)
-        self._values: dict[tuple[Any, ...], weakref.ref[Value]] = {}  # of the last forward
+        self._values: dict[Identity, weakref.ref[Value]] = {}  # of the last forward
         self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
@@ -102,7 +102,7 @@ class Rematerialisation:
             self._decide_fleeting()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Likewise, unseen by the mode that notes operands, which would see every attribute."""
+        """:meth:`pack`, unseen by the mode that notes operands, which would see every attribute."""
         with torch._C.DisableTorchFunction():
             return self.pack(tensor)
 
@@ -121,8 +121,7 @@ class Rematerialisation:
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return tensor.detach()
         value = self.value_of_tensor(base)
-        value.pending += 1
-        value.wanted_by += 1
+        value.want()
         if base is tensor or same_geometry(tensor, base):
             return value
         assert value.identity is not None, "it has just been saved"

@@ -16,7 +16,7 @@ from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.apply import forecast_plan
 from lightning_dpx.recompute.auto import lower_bound
 from lightning_dpx.recompute.forecast import Forecast
-from lightning_dpx.recompute.places import plan_places
+from lightning_dpx.recompute.places import plan_places, with_figures
 from lightning_dpx.recompute.plan import CheckpointPlan, Decision
 from lightning_dpx.recompute.planner import Planner
 from lightning_dpx.recompute.profile import Profile
@@ -165,16 +165,7 @@ def _with_figures(
     for place in range(len(steps[0])):
         step = max(range(len(steps)), key=lambda index: found[index][place].peak / max(1, budgets[index][place]))
         profile, budget, result = steps[step][place], budgets[step][place], found[step][place]
-        plans.append(
-            replace(
-                plan,
-                budget=budget,
-                unplanned_peak=profile.peak,
-                peak=result.peak,
-                saved_bytes=result.kept,
-                recompute_share=result.seconds / profile.step_seconds,
-                least_share=lower_bound(profile, budget) / profile.step_seconds,
-            )
-        )
+        least = lower_bound(profile, budget) / profile.step_seconds
+        plans.append(with_figures(plan, profile, budget, result, least))
         worst.append(step)
     return SharedPlan(tuple(plans), tuple(worst))

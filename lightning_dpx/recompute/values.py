@@ -282,6 +282,11 @@ def make_fleeting(value: Value) -> None:
 
 
 def refuse_changed(value: Value) -> NoReturn:
+    """Somebody has written to a value that is kept, as autograd refuses it.
+
+    Raises:
+        RuntimeError: always; names the value, its operator and both versions.
+    """
     tensor = value.tensor
     assert tensor is not None, "the caller has looked at it"
     raise RuntimeError(
