@@ -24,6 +24,7 @@ try:
 except dpx.UnsupportedError as missing:
     SIMULATED = str(missing)
 
+_UNNOTICED = 2**15  # bytes that a test may leave behind: the traceback of an expected error, say
 _hardware = "cpu"  # what the replicas of the running test live on
 
 
@@ -58,12 +59,48 @@ def places(num_replicas: int) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    threads, intra_op = set(threading.enumerate()), torch.get_num_threads()
+    threads, intra_op, held = set(threading.enumerate()), torch.get_num_threads(), simulated_bytes()
     yield
     assert torch.get_default_dtype() == torch.float32
     left = [t.name for t in threading.enumerate() if t not in threads and t.name.startswith("dpx")]
     assert not left, f"worker threads left running: {left}"
     assert torch.get_num_threads() == intra_op
+    if simulated_bytes() - held > _UNNOTICED:
+        gc.collect()  # a trainer is in reference cycles; this takes too long to do it every time
+        left_bytes = simulated_bytes() - held
+        assert left_bytes <= _UNNOTICED, (
+            f"{left_bytes} bytes left on simulated devices: does a hook hold its own graph?"
+        )
+
+
+def simulated_bytes() -> int:
+    """What is allocated on all simulated devices."""
+    if SIMULATED:
+        return 0
+    module = torch.get_device_module("sim")
+    return sum(module.memory_allocated(index) for index in range(module.device_count()))
+
+
+@pytest.fixture
+def sim() -> Iterator[Any]:
+    """``torch.sim`` with eight devices without limits, also afterwards; as empty as other tests have left them."""
+    if SIMULATED:
+        pytest.skip(SIMULATED)
+    gc.collect()
+    dpx.simulate(8)
+    module = torch.get_device_module("sim")
+    for device in range(8):
+        module.reset_peak_memory_stats(device)
+    yield module
+    dpx.simulate(8)
+
+
+def simulate_room(*room: int) -> None:
+    """Simulated devices with so many bytes each beyond what other tests have left there."""
+    gc.collect()
+    dpx.simulate(8)
+    module = torch.get_device_module("sim")
+    dpx.simulate(len(room), memory=[size + module.memory_allocated(index) for index, size in enumerate(room)])
 
 
 class Classifier(LightningModule):

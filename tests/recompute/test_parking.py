@@ -197,7 +197,7 @@ def test_nothing_stays_when_backward_never_runs() -> None:
 def test_a_backward_of_a_part_leaves_nothing_on_the_device() -> None:
     model, rows = tower(SIM, 2)
     inner: list[Tensor] = []
-    model.parts[4].register_forward_hook(lambda _module, _inputs, output: inner.append(output))
+    hook = model.parts[4].register_forward_hook(lambda _module, _inputs, output: inner.append(output))
     loss = model(rows).sum()
     during = allocated()
     clear_traffic()
@@ -205,6 +205,7 @@ def test_a_backward_of_a_part_leaves_nothing_on_the_device() -> None:
     assert fetches() == 3 + 2, "parts 7 to 5, and the two before them that were not needed"
     del gradient
     assert comes_to(during)
+    hook.remove()  # it holds a tensor whose graph holds the model
 
 
 def test_a_backward_that_fails_leaves_nothing_and_the_next_one_works(home: torch.device) -> None:
@@ -224,12 +225,17 @@ def test_what_is_written_into_before_it_has_left_is_noticed(home: torch.device) 
     """The copy may not be over by then; afterwards the tensor is nobody's any more."""
     model, rows = tower(home, 1)
     outputs: list[Tensor] = []
-    for part in model.parts:
-        part.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+
+    def note(_module: nn.Module, _inputs: tuple[Tensor], output: Tensor) -> None:
+        outputs.append(output)
+
+    hooks = [part.register_forward_hook(note) for part in model.parts]
     loss = model(rows).sum()
     with torch.no_grad():
         outputs[3].zero_()
     loss.backward()
+    for hook in hooks:
+        hook.remove()
     outputs.clear()
     model.zero_grad()
 

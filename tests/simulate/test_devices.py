@@ -1,11 +1,10 @@
 """Memory, traffic and the accelerator of simulated devices."""
 
-import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,19 +17,10 @@ import lightning_dpx as dpx
 from lightning_dpx.bench.models import MODELS, BenchModel
 from lightning_dpx.devices import parse_bytes
 from lightning_dpx.simulate import Transfer, clear_traffic, traffic
-from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded, simulate_room
 from tests.trainer.test_strategy import Dropped, TunableData
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-
-
-@pytest.fixture
-def sim() -> Iterator[object]:
-    """``torch.sim`` with eight empty devices without limits, also afterwards."""
-    gc.collect()  # trainers of earlier tests are in reference cycles
-    dpx.simulate(8)
-    yield torch.get_device_module("sim")
-    dpx.simulate(8)
 
 
 def test_storages_are_counted_once_and_views_are_free(sim) -> None:
@@ -104,7 +94,7 @@ def test_a_step_that_does_not_fit_frees_everything_and_a_smaller_one_trains(sim)
 
 
 def test_the_batch_size_finder_stops_at_the_capacity(sim) -> None:
-    dpx.simulate(2, memory="20KB")
+    simulate_room(20_000, 20_000)
     trainer = make_trainer(max_epochs=1, accelerator="sim", devices=2, strategy=dpx.DPXStrategy())
     found = Tuner(trainer).scale_batch_size(seeded(), datamodule=Big(), max_trials=12, steps_per_trial=1)
     assert 2 <= found < 2**13
