@@ -221,6 +221,16 @@ class RandomStates:
         others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
         self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomStates):
+            return NotImplemented
+        return all(map(torch.equal, self._all(), other._all()))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _all(self) -> list[torch.Tensor]:
+        return [self._host, *(state for _, state in self._states)]
+
     def restore(self) -> None:
         """They continue as if nothing had been drawn since."""
         torch.set_rng_state(self._host)

@@ -204,7 +204,7 @@ class AppliedPlan:
 
     def __init__(self, module: nn.Module, plan: CheckpointPlan) -> None:
         self.plan = plan
-        self._names = CallNames(module)
+        self._names = CallNames(module, again=plan.calls)
         self._values = Rematerialisation(
             self._names,
             plan.names("recompute", "recompute each time"),

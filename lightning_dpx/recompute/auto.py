@@ -86,6 +86,7 @@ def plan_profile(
             value.num_bytes,
             planned.seconds if index in dropped else value.seconds,
             _action(planned, index in dropped, index in fleeting),
+            _calls(profile, index),
         )
         for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
@@ -117,6 +118,19 @@ def _chosen(profile: Profile, budget: int | None, planner: Planner) -> tuple[Pro
         if budget is not None and len(found) == 1 and problem.forecast(found[0][1]).peak <= budget:
             break  # the others are for less room
     return min(found, key=lambda each: rank(each[0], each[1], budget))
+
+
+def _calls(profile: Profile, index: int) -> tuple[str, ...]:
+    """The module calls that are made again on the way to a value."""
+    stack, seen, calls = list(profile.values[index].inputs), set[int](), set[str]()
+    while stack:
+        source = stack.pop()
+        value = profile.values[source]
+        if source not in seen and value.storage < 0 and not value.name:
+            seen.add(source)
+            stack += value.inputs
+            calls |= {value.call} - {""}
+    return tuple(sorted(calls))
 
 
 def _with_most_overlap(problem: Problem, choice: Choice, limit: int) -> Problem:

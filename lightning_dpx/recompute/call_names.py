@@ -1,10 +1,14 @@
 """Names for what a step saves: the module call that is running, and a number."""
 
 import threading
+import weakref
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import nn
+
+from lightning_dpx.recompute.calls import Call, Passive, repeating
 
 
 class CallNames:
@@ -12,26 +16,34 @@ class CallNames:
 
     Args:
         module: The root; its own name is empty.
+        again: Names of calls that may have to be made again.
+
+    Attributes:
+        again: Likewise.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._local = threading.local()
+    def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
+        self._local, self.again = threading.local(), again
         self._handles = []
         for path, child in module.named_modules():
             if child is not module and not isinstance(child, torch.jit.ScriptModule):
                 enter = _Enter(self, path)
-                self._handles.append(child.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 self._handles.append(child.register_forward_hook(enter.leave, always_call=True))
 
     def begin(self) -> None:
         """A new step of this thread."""
-        self._local.stack, self._local.calls = [["", 0]], {}
+        self._local.stack, self._local.calls, self._local.saved = [["", 0, None]], {}, 0
+        self._local.noted = []
 
     @property
     def stack(self) -> list[list[Any]] | None:
-        """Name and number of values so far of the running calls, innermost last; ``None`` outside of a step."""
+        """Name, number of values so far and what is noted of the running calls, innermost last.
+
+        ``None`` outside of a step, and while a call is made again.
+        """
         stack: list[list[Any]] | None = getattr(self._local, "stack", None)
-        return stack
+        return None if stack is None or repeating() else stack
 
     @property
     def calls(self) -> dict[str, int]:
@@ -39,9 +51,36 @@ class CallNames:
         calls: dict[str, int] = self._local.calls
         return calls
 
+    @property
+    def saved(self) -> int:
+        """Tensors that autograd has saved so far, counted by :meth:`count`."""
+        saved: int = self._local.saved
+        return saved
+
+    def count(self) -> None:
+        """Autograd saves one more."""
+        self._local.saved += 1
+
+    def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
+        """A call that begins, and that may have to be made again."""
+        call = Call(module, name, args, kwargs, self.saved)
+        self._local.noted.append(weakref.ref(call))
+        return call
+
+    def call_that_makes(self, storage: int) -> Call | None:
+        """The innermost of the running calls that was not given that memory, if it is noted."""
+        for _, _, call in reversed(self.stack or ()):
+            if call is not None and not any(argument.is_in(storage) for argument in call.arguments):
+                return call  # type: ignore[no-any-return]
+        return None
+
     def end(self) -> None:
         """The step is over."""
         self._local.stack = None
+        for reference in self._local.noted:
+            if (call := reference()) is not None:
+                call.settle()
+        self._local.noted = []
 
     def next_name(self) -> str:
         """The next value of the running call."""
@@ -57,7 +96,7 @@ class CallNames:
             handle.remove()
 
 
-class _Enter:
+class _Enter(Passive):
     """The hooks of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
     def __init__(self, names: CallNames | None, path: str) -> None:
@@ -66,14 +105,16 @@ class _Enter:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Enter, (None, self._path)
 
-    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
-        stack = self._names.stack if self._names is not None else None
-        if self._names is not None and stack is not None:
-            calls = self._names.calls
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        names = self._names
+        stack = names.stack if names is not None else None
+        if names is not None and stack is not None:
+            calls = names.calls
             calls[self._path] = number = calls.get(self._path, 0) + 1
-            stack.append([self._path if number == 1 else f"{self._path}#{number}", 0])
+            name = self._path if number == 1 else f"{self._path}#{number}"
+            stack.append([name, 0, names.note(module, name, args, kwargs) if name in names.again else None])
 
-    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         stack = self._names.stack if self._names is not None else None
-        if stack is not None and len(stack) > 1:
-            stack.pop()
+        if stack is not None and len(stack) > 1 and (call := stack.pop()[2]) is not None:
+            call.left(output)

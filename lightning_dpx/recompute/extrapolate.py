@@ -17,8 +17,8 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
 
     same = (
         len(few.curve) == len(more.curve)
-        and [(v.name, v.operator, v.storage, v.inputs, v.refused) for v in few.values]
-        == [(v.name, v.operator, v.storage, v.inputs, v.refused) for v in more.values]
+        and [(v.name, v.operator, v.storage, v.inputs, v.refused, v.call) for v in few.values]
+        == [(v.name, v.operator, v.storage, v.inputs, v.refused, v.call) for v in more.values]
         and len(few.storages) == len(more.storages)
         and few.requests == more.requests
     )
@@ -33,6 +33,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
                 seconds=line(a.seconds, b.seconds),
                 compact=round(line(a.compact, b.compact)),
                 copying=line(a.copying, b.copying),
+                beside=round(line(a.beside, b.beside)),
             )
             for a, b in zip(few.values, more.values, strict=True)
         ),
@@ -60,6 +61,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
                 seconds=v.seconds * factor,
                 compact=round(v.compact * factor),
                 copying=v.copying * factor,
+                beside=round(v.beside * factor),
             )
             for v in profile.values
         ),

@@ -30,7 +30,7 @@ from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.rates import OperatorSeconds, Rates, rates_of
 from lightning_dpx.recompute.recipes import NotRecomputable
-from lightning_dpx.recompute.values import Value, run_recipe
+from lightning_dpx.recompute.values import Value, repeat
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class RatedMeter(Meter):
             raise NotRecomputable("the device that is planned for has another operator")
         self._costs.seconds = 0.0
         with self._costs:
-            tensor = run_recipe(value)
+            tensor = repeat(value)
         return tensor, self._costs.seconds
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:

@@ -79,6 +79,7 @@ class _Replay:
         self._profile, self._dropped = profile, dropped
         values = profile.values
         self._virtual = [value.storage < 0 and not value.name for value in values]
+        self._sizes = [0 if value.picked else value.num_bytes for value in values]
         self._lazy = [index in dropped or (self._virtual[index] and bool(v.inputs)) for index, v in enumerate(values)]
         self._fleeting = [False] * len(values)
         for index in sorted(fleeting):
@@ -190,9 +191,9 @@ class _Replay:
                 storages[value.storage] = max(storages[value.storage], until[index])
         return storages
 
-    def _see(self, event: int) -> None:
+    def _see(self, event: int, beside: int = 0) -> None:
         event = min(event, len(self._base) - 1)
-        there = self._base[event] + self._held + self._coming.num_bytes
+        there = self._base[event] + self._held + self._coming.num_bytes + beside
         self._peak = max(self._peak, there)
         if self.curve is not None:
             self.curve[event] = max(self.curve[event], there)
@@ -220,6 +221,9 @@ class _Replay:
         if not self._there[wanted]:
             self._compute(wanted, event)
         self._in_use[wanted] = max(self._in_use[wanted], released)
+        if self._profile.values[wanted].picked:  # autograd uses the memory of the whole
+            (whole,) = self._profile.values[wanted].inputs
+            self._in_use[whole] = max(self._in_use[whole], released)
         self._asked(wanted)
 
     def _compute(self, wanted: int, event: int) -> None:
@@ -240,10 +244,10 @@ class _Replay:
                 self._ahead.asked(slot, 0)
             else:
                 self._seconds += values[index].seconds
-            self._held += values[index].num_bytes
+            self._held += self._sizes[index]
             for source in self._viewed(index):
                 self._views[source] += 1
-            self._see(event)
+            self._see(event, values[index].beside)
             if later or (index in made and not self._fleeting[index]):
                 later.append(index)
             else:
@@ -271,8 +275,8 @@ class _Replay:
 
     def _viewed(self, index: int) -> tuple[int, ...]:
         """What a value without memory of its own is a view of."""
-        value = self._profile.values[index]
-        return tuple(source for source in value.inputs if self._lazy[source]) if value.num_bytes == 0 else ()
+        inputs = self._profile.values[index].inputs
+        return tuple(source for source in inputs if self._lazy[source]) if self._sizes[index] == 0 else ()
 
     def _forget(self, index: int) -> None:
         if self._there[index]:
@@ -282,7 +286,7 @@ class _Replay:
                 self._free(index)
 
     def _free(self, index: int) -> None:
-        size = self._profile.values[index].num_bytes
+        size = self._sizes[index]
         if self._in_use[index] > self._now:  # forgotten by us, and still in use by autograd
             heapq.heappush(self._ends, (self._in_use[index], size))
             self._in_use[index] = 0

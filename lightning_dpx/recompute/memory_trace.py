@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import synchronize
 
+_COLLECTIVES = {"c10d", "_c10d_functional"}
 _QUIET = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # what pack hooks do themselves
 
 
@@ -43,6 +44,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         curve: ``live`` after every event; an event is an operator, the end of a storage, or a :meth:`mark`.
         operators: The event of every operator.
         seconds: Spent in operators.
+        communicates: Whether an operator was one of several processes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +53,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
         self.allocations: list[Allocation] = []
-        self.live, self.seconds = 0, 0.0
+        self.live, self.seconds, self.communicates = 0, 0.0, False
         self.curve: list[int] = []
         self.operators: list[int] = []
         self._lock = threading.RLock()  # backward has a thread per device
@@ -93,6 +95,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
         self._settle()
+        self.communicates |= func.namespace in _COLLECTIVES
         given: set[int] | None = None
         if func is torch.ops.aten.add.Tensor and _called_by_engine():
             self._sum = self._term_of_sum(out, args)

@@ -10,7 +10,8 @@ from lightning_dpx.activations import nothing_changed
 from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.parking import copy_seconds
-from lightning_dpx.recompute.values import Value, compress, run_recipe
+from lightning_dpx.recompute.recipes import NotRecomputable
+from lightning_dpx.recompute.values import Value, compress, repeat, run_recipe
 
 
 class Meter:
@@ -50,10 +51,24 @@ class Meter:
         for _ in range(2):
             synchronize(self.device)
             start = time.perf_counter()
-            tensor = run_recipe(value)
+            tensor = repeat(value)
             synchronize(self.device)
             best = min(best, time.perf_counter() - start)
         return tensor, best
+
+    def peak_of(self, call: Value) -> int:
+        """Bytes that are there at the most while ``call`` is made again.
+
+        Raises:
+            NotRecomputable: it talks to other processes, which would not answer.
+        """
+        trace = MemoryTrace(self.device)
+        with trace:
+            outcome = repeat(call)
+        if trace.communicates:
+            raise NotRecomputable(f"{call.operator} talks to other processes")
+        del outcome
+        return max(trace.curve, default=0)
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right: to the bit on the host."""

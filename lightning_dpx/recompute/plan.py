@@ -45,6 +45,7 @@ class Decision:
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
             of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
             the host's memory.
+        calls: The module calls that are made again to compute it, where no operator can be repeated for it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Decision:
     num_bytes: int
     seconds: float
     action: Action
+    calls: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -101,6 +103,12 @@ class CheckpointPlan:
         """The values that are not kept as they are."""
         return self.names("recompute", "recompute each time", "compress", "park")
 
+    @property
+    def calls(self) -> frozenset[str]:
+        """The module calls that are made again."""
+        again = self.names("recompute", "recompute each time")
+        return frozenset(call for decision in self.decisions if decision.name in again for call in decision.calls)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as YAML, one line per value, to be read, edited and loaded again."""
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "decisions"}
@@ -111,7 +119,9 @@ class CheckpointPlan:
             "decisions:",
         ]
         for decision in self.decisions:
-            values = {f.name: getattr(decision, f.name) for f in fields(decision)}
+            values = {f.name: getattr(decision, f.name) for f in fields(decision) if f.name != "calls"}
+            if decision.calls:
+                values["calls"] = list(decision.calls)
             lines.append("  - " + yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**6).strip())
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -146,8 +156,9 @@ class CheckpointPlan:
             )
         paths = {path for path, _ in module.named_modules()}
         for decision in self.decisions:
-            if decision.module not in paths:
-                raise PlanError(f"The plan names {decision.name!r}, but the model has no module {decision.module!r}.")
+            for path in (decision.module, *(call.partition("#")[0] for call in decision.calls)):
+                if path not in paths:
+                    raise PlanError(f"The plan names {decision.name!r}, but the model has no module {path!r}.")
 
     def with_actions(self, actions: Mapping[str, Action]) -> "CheckpointPlan":
         """A copy with other actions for some values; its predictions are void.
@@ -196,15 +207,18 @@ _HEAD: dict[str, Any] = {
 
 
 def _decision(row: Any, where: str) -> Decision:
-    expected = [field.name for field in fields(Decision)]
-    if not isinstance(row, dict) or sorted(row) != sorted(expected):
+    expected = [field.name for field in fields(Decision) if field.name != "calls"]
+    if not isinstance(row, dict) or sorted(row.keys() - {"calls"}) != sorted(expected):
         raise PlanError(f"{where} must have exactly {', '.join(expected)}; it is {row!r}.")
     if row["action"] not in get_args(Action):
         raise PlanError(f"{where}: action={row['action']!r} is not allowed; give one of {', '.join(get_args(Action))}.")
     for field, kinds in (("name", str), ("operator", str), ("num_bytes", int), ("seconds", _NUMBER)):
         if not isinstance(row[field], kinds) or not _is_sound(row[field]):
             raise PlanError(f"{where}: {field}={row[field]!r} is not allowed.")
-    return Decision(**row)
+    calls = row.get("calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, str) for call in calls):
+        raise PlanError(f"{where}: calls={calls!r} is not allowed; give a list of names of module calls.")
+    return Decision(**{**row, "calls": tuple(calls)})
 
 
 def _is_sound(value: Any) -> bool:

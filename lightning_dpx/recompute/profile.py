@@ -17,11 +17,12 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.calls import Again, pick
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
-from lightning_dpx.recompute.values import Value, View, used
+from lightning_dpx.recompute.values import Value, View, forget_recipe, used
 
 Run = Callable[[], torch.Tensor]
 
@@ -42,6 +43,9 @@ class SavedValue:
         parked: Whether it is not computed again but comes back from the host's memory.
         copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be parked.
         saved: The event of forward before which it was saved first.
+        call: The module call that is made again for it; it stands for all that is picked from that call.
+        beside: Bytes that come and go while such a call is made.
+        picked: Whether it is a part of its only input, a call, and takes no memory of its own.
     """
 
     name: str
@@ -55,6 +59,9 @@ class SavedValue:
     parked: bool = False
     copying: float = 0.0
     saved: int = 0
+    call: str = ""
+    beside: int = 0
+    picked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,13 @@ class Profile:
         return max(self.curve, default=0)
 
 
+class _Every:
+    """Contains all names."""
+
+    def __contains__(self, _name: object) -> bool:
+        return True
+
+
 class _Traced:
     """Tells when autograd lets go of it."""
 
@@ -169,7 +183,7 @@ class _Profiler(Rematerialisation):
         self._saved.append(value)
         return _Traced(packed, len(self._saved) - 1, self)
 
-    def consider(self, value: Value, node: Any, output: int) -> bool:
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
         if self._keep:
             self.find_recipe(value, node, output)
         return False
@@ -177,6 +191,13 @@ class _Profiler(Rematerialisation):
     def keep_constant(self, tensor: torch.Tensor) -> Value:
         value = super().keep_constant(tensor)
         self.found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
+        return value
+
+    def keep_argument(self, tensor: torch.Tensor) -> Value:
+        """A copy of it that nobody counts, so that the tensor itself goes when it would go without a plan."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            value = super().keep_argument(tensor.clone())
+        self.found[value] = self._trace.allocation_of(tensor.untyped_storage())
         return value
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -223,7 +244,7 @@ def profile_step(
     Raises:
         PlanError: the step leads to no backward.
     """
-    names, meter = CallNames(module), meter or Meter(device)
+    names, meter = CallNames(module, again=_Every()), meter or Meter(device)
     try:
         with meter.nothing_changed(module), torch.enable_grad():
             lifetimes, operators = _natural_lifetimes(names, run, meter, context)
@@ -301,27 +322,40 @@ def _measure(
     profiler: _Profiler, meter: Meter
 ) -> tuple[dict[Value, int], list[SavedValue], list[tuple[str, Allocation]]]:
     """Makes every value again that can be; in the order of backward, because that is when it will happen."""
+    compact, seconds = dict[Value, int](), dict[Value, float]()
+    for value, span in profiler.found.items():
+        if not value.operator and span is not None and (found := meter.compressed(value, span)) is not None:
+            compact[value], seconds[value] = found
+            if value.make is pick:  # masks are small in another way than by making their call again
+                value.inputs[0].make.forgo(value.inputs[1])
+                forget_recipe(value)
     order: dict[Value, int] = {}
     for value in profiler.found:
         _number(value, order)
-    seconds = dict.fromkeys(order, 0.0)
+    seconds, beside = dict.fromkeys(order, 0.0) | seconds, dict[Value, int]()
     sizes = {value: _bytes_on(meter.device, value) for value in order}
     refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
-    compact: dict[Value, int] = {}
     for value in reversed(list(profiler.found)):
         if value.make is None:
-            refused[value] = refused[value] or "it does not come from the graph"
-            span = profiler.found[value]
-            if not value.operator and span is not None and (found := meter.compressed(value, span)) is not None:
-                compact[value], seconds[value] = found
-                refused[value] = ""
+            refused[value] = "" if value in compact else refused[value] or "it does not come from the graph"
             continue
         try:
-            refused[value] = _try(value, meter, seconds, sizes)  # also elsewhere: other values may be made from it
+            refused[value] = _try(value, meter, seconds, sizes, beside)  # also elsewhere: others may be made from it
         except torch.OutOfMemoryError:
             raise  # fewer rows may do, and the caller knows how to get them
         except (NotRecomputable, RuntimeError) as error:
             refused[value] = f"{value.operator} failed when repeated: {error}"
+    for value in refused:
+        if (
+            refused[value]
+            and _is_scratch(value)
+            and any(
+                not refused[other] and other.tensor is not None and other.tensor.is_floating_point()
+                for other in profiler.found
+                if other.make is pick and other.inputs[0] is value.inputs[0]
+            )
+        ):
+            refused[value] = ""
     copying = {}
     if meter.parks:
         named = [value for value, span in profiler.found.items() if value.name and span is not None]
@@ -355,6 +389,9 @@ def _measure(
             value in parked,
             copying.get(value, 0.0),
             profiler.saved.get(value.name, 0),
+            value.make.call.name if isinstance(value.make, Again) else "",
+            beside.get(value, 0),
+            value.make is pick and value not in parked,
         )
         for value in order
     ]
@@ -386,30 +423,34 @@ def _number(value: Value, order: dict[Value, int]) -> None:
         order.setdefault(top, len(order))
 
 
-def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int]) -> str:
+def _try(
+    value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int], beside: dict[Value, int]
+) -> str:
     """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
     stack = [source for source in value.sources if source.tensor is None]
-    with torch.no_grad(), torch._C._DisableAutocast():
-        while stack:
-            top = stack[-1]
-            if top.tensor is not None:
-                stack.pop()
-                continue
-            missing = [source for source in top.sources if source.tensor is None]
-            if missing:
-                stack += missing
-                continue
-            top.tensor, seconds[top] = meter.timed(top)
-            sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
+    while stack:
+        top = stack[-1]
+        if top.tensor is not None:
             stack.pop()
-            used(top)
-        again, seconds[value] = meter.timed(value)
-        used(value)
-        original = value.tensor
-        assert original is not None, "the profile keeps everything"
-        if again.shape != original.shape or again.dtype != original.dtype:
-            return f"{value.operator} gave another shape or dtype when repeated"
-        return "" if meter.is_same(again, original) else f"{value.operator} gave other numbers when repeated"
+            continue
+        missing = [source for source in top.sources if source.tensor is None]
+        if missing:
+            stack += missing
+            continue
+        most = meter.peak_of(top) if isinstance(top.make, Again) else 0
+        top.tensor, seconds[top] = meter.timed(top)
+        sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
+        beside[top] = max(0, most - sizes[top])
+        stack.pop()
+        used(top)
+    again, seconds[value] = meter.timed(value)
+    used(value)
+    original = value.tensor
+    assert original is not None, "the profile keeps everything"
+    operator = value.operator or "the call that saves it"
+    if again.shape != original.shape or again.dtype != original.dtype:
+        return f"{operator} gave another shape or dtype when repeated"
+    return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
 
 
 def _bytes_on(device: torch.device, value: Value) -> int:
@@ -429,8 +470,18 @@ def _copying(values: Iterable[Value], meter: Meter) -> dict[Value, float]:
     return found
 
 
+def _is_scratch(value: Value) -> bool:
+    """Whether it may be what a library keeps for itself: bytes, some of which nobody ever writes or reads.
+
+    They differ from call to call; that the call's other results are the same tells that they will do.
+    """
+    return value.make is pick and not value.operator and value.tensor is not None and value.tensor.dtype == torch.uint8
+
+
 def _is_view_of(value: Value) -> bool:
     assert value.tensor is not None, "just computed"
+    if isinstance(value.make, Again):
+        return False
     address = value.tensor.untyped_storage()._cdata
     given = [*(source.tensor for source in value.sources), *value.inputs]
     return any(one.untyped_storage()._cdata == address for one in given if isinstance(one, torch.Tensor))

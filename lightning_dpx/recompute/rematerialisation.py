@@ -17,7 +17,7 @@ All this runs for every saved tensor of every step, so it makes few objects and 
 import math
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.calls import Again, Argument, Call, Key, base_of, pick, returned_by
 from lightning_dpx.recompute.garbage import COLLECTOR
 from lightning_dpx.recompute.operands import Operands, Reference, operand_of
 from lightning_dpx.recompute.parking import Parking
@@ -46,6 +47,7 @@ from lightning_dpx.recompute.values import (
     same_geometry,
 )
 
+Pack = Callable[[torch.Tensor], Any]
 _TAG = "lightning_dpx.values"
 _MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
 SMALL = 4096  # bytes that are not worth the bookkeeping
@@ -91,7 +93,10 @@ class Rematerialisation:
         """Forward passes in here drop what is wanted; their backward may come later."""
         self._names.begin()
         self._values.clear()
-        pack, operands = (self._pack, self._operands) if self._want_operands else (self.pack, nullcontext())
+        pack: Pack = self._pack if self._want_operands else self.pack
+        operands = self._operands if self._want_operands else nullcontext()
+        if self._names.again:
+            pack = self._counted(pack)
         self._want_operands = False
         try:
             with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(pack, self.unpack), operands:
@@ -100,6 +105,15 @@ class Rematerialisation:
             self._names.end()
             self._parking.settle()
             self._decide_fleeting()
+
+    def _counted(self, pack: Pack) -> Pack:
+        """``pack``, with a number for every tensor, by which a call that is made again knows it."""
+
+        def count(tensor: torch.Tensor) -> Any:
+            self._names.count()
+            return pack(tensor)
+
+        return count
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """:meth:`pack`, unseen by the mode that notes operands, which would see every attribute."""
@@ -111,10 +125,8 @@ class Rematerialisation:
         node = tensor.grad_fn
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
             return tensor  # a parameter, which lives anyway, or not worth the bookkeeping
-        base = tensor._base
-        if base is None or base.dtype != tensor.dtype:  # a complex number is not a strided view of its parts
-            base = tensor
-        elif base.is_leaf and base.requires_grad:
+        base = base_of(tensor)
+        if base is not tensor and base.is_leaf and base.requires_grad:
             return tensor
         if tensor.nbytes < SMALL or type(base) not in self.kinds or base.layout is not torch.strided:
             return tensor.detach()
@@ -153,7 +165,7 @@ class Rematerialisation:
         if node is not None and not value.operator:
             value.operator = node.name()
             _register(node, tensor.output_nr, value)
-        if node is not None and self.consider(value, node, tensor.output_nr):
+        if (node is not None or self._names.again) and self.consider(value, node, tensor.output_nr):
             value.version = tensor._version
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
@@ -163,7 +175,7 @@ class Rematerialisation:
             elif name in self._parked and not is_host(tensor.device):
                 park(value, self._parking)
 
-    def consider(self, value: Value, node: Any, output: int) -> bool:
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
         if value.name in self._dropped and self.find_recipe(value, node, output):
             if value.name in self._fleeting:
@@ -180,12 +192,12 @@ class Rematerialisation:
         for value in sorted(values, key=lambda value: self._fleeting[value.name]):
             make_fleeting(value)
 
-    def find_recipe(self, value: Value, node: Any, output: int) -> bool:
-        """Whether ``value`` can be made again; if so it knows how."""
+    def find_recipe(self, value: Value, node: Any | None, output: int) -> bool:
+        """Whether ``value``, which is being saved, can be made again; if so it knows how."""
         if value.make is not None:
             return True
         try:
-            value.learn(*self._recipe(node, output, 0))
+            value.learn(*self._way_to(value, node, output))
         except NotRecomputable as error:
             self.refused[value.name] = str(error)
             return False
@@ -193,10 +205,69 @@ class Rematerialisation:
             source.want()
         return True
 
+    def _way_to(self, value: Value, node: Any | None, output: int) -> tuple[Make, Sequence[Any]]:
+        """Its recipe; where there is none, the call that makes it."""
+        try:
+            if node is None:
+                raise NotRecomputable("it does not come from the graph")
+            return self._recipe(node, output, 0)
+        except NotRecomputable:
+            identity = value.identity
+            assert identity is not None, "it is being saved"
+            call = self._names.call_that_makes(identity.storage) if self._names.again else None
+            if call is None:
+                raise
+            key = Key("saved", self._names.saved - call.saved - 1)
+            return pick, self._picked(call, key, identity.size, identity.dtype)
+
     def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Any]]:
         if depth > _MOST_UNSAVED:
             raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
-        return recipe_for(node.name())(Node(self, node, output, depth))
+        try:
+            return recipe_for(node.name())(Node(self, node, output, depth))
+        except NotRecomputable:
+            found = returned_by(node, output)
+            if found is None:
+                raise
+            like = node._input_metadata[output]
+            return pick, self._picked(*found, torch.Size(like.shape), like.dtype)
+
+    def _picked(self, call: Call, key: Key, size: torch.Size, dtype: torch.dtype) -> tuple[Value, Key]:
+        """The value that ``call`` becomes, and what to pick from it."""
+        if call.obstacle:
+            raise NotRecomputable(f"{call.name!r} cannot be called again: {call.obstacle}")
+        outcome: Value | None = call.outcome() if call.outcome is not None else None
+        if outcome is None:
+            outcome = Value("", f"a call of {type(call.module).__name__}")
+            outcome.learn(Again(call), [self._argument(argument) for argument in call.arguments])
+            outcome.dropped = True
+            for source in outcome.sources:
+                source.want()
+            call.outcome = weakref.ref(outcome)
+        assert isinstance(outcome.make, Again), "it is a call"
+        outcome.make.want(key, size, dtype)
+        return outcome, key
+
+    def _argument(self, argument: Argument) -> Value | View:
+        """The value of what a call takes."""
+        tensor = argument.tensor()
+        if argument.source is not None:
+            try:
+                return self.flowing(*argument.source, 0)
+            except NotRecomputable:
+                if tensor is None:
+                    raise
+        if tensor is None:
+            raise NotRecomputable("an argument of the call is gone")
+        value = self.keep_argument(tensor)
+        if argument.source is not None:
+            value.operator = argument.source[0].name()
+            _register(*argument.source, value)
+        return value
+
+    def keep_argument(self, tensor: torch.Tensor) -> Value:
+        """The value of such a tensor."""
+        return self.keep_constant(tensor)
 
     def flowing(self, node: Any, output: int, depth: int) -> Value | View:
         """What flows along an edge of the graph. A view of a value is no value of its own."""

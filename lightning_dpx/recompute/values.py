@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from lightning_dpx.devices import is_host
+from lightning_dpx.recompute.calls import Again
 from lightning_dpx.recompute.parking import Parking
 
-Make = Callable[..., torch.Tensor]
+Make = Callable[..., Any]  # a tensor; of a call of a module, its outcome
 Look = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -24,6 +25,20 @@ class Identity(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    def is_dense_unlike(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has its dims in another order in memory: operators of libraries rely on theirs."""
+        steps = [
+            (step, size, other)
+            for step, size, other in zip(self.stride, self.size, tensor.stride(), strict=True)
+            if size != 1
+        ]
+        expected = 1
+        for step, size, _ in sorted(steps):
+            if step != expected:
+                return False  # a part of something larger, on which nobody can rely
+            expected *= size
+        return any(step != other for step, _, other in steps)
 
 
 class Value:
@@ -160,30 +175,59 @@ def read(entry: Any) -> Any:
 def compute(wanted: Value) -> torch.Tensor:
     """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
     stack, made, later = [wanted], set[Value](), list[Value]()
-    # A function mode of the step, such as a shift's, must not move what is repeated where it was.
-    with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
-        while stack:
-            value = stack[-1]
-            if value.tensor is not None:
-                stack.pop()
-                continue
-            for source in value.sources:
-                if source.tensor is None:
-                    stack.append(source)
-            if stack[-1] is not value:
-                continue
-            value.tensor = run_recipe(value)
-            stack.pop()
-            if later or (value in made and not value.fleeting):
-                later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
-            else:
-                made.add(value)
-                used(value)
+    while stack:
+        value = stack[-1]
+        if value.tensor is None and isinstance(value.make, Again) and not _missing(value):
+            value.tensor = run_recipe(value)  # with gradients and autocast as in forward
+            _have(value, made, later)
+        # A function mode of the step, such as a shift's, must not move what is repeated where it was.
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+            _compute_operators(stack, made, later)
     for value in later:
         used(value)
     tensor = wanted.tensor
     assert tensor is not None, "the loop ends with it"
     return tensor
+
+
+def _compute_operators(stack: list[Value], made: set[Value], later: list[Value]) -> None:
+    """Until the stack is empty, or a call of a module is on top of it and has all that it takes."""
+    while stack:
+        value = stack[-1]
+        if value.tensor is not None:
+            stack.pop()
+            continue
+        for source in value.sources:
+            if source.tensor is None:
+                stack.append(source)
+        if stack[-1] is not value:
+            continue
+        if isinstance(value.make, Again):
+            return
+        value.tensor = run_recipe(value)
+        stack.pop()
+        _have(value, made, later)
+
+
+def _missing(value: Value) -> bool:
+    return any(source.tensor is None for source in value.sources)
+
+
+def _have(value: Value, made: set[Value], later: list[Value]) -> None:
+    """``value`` has just been made."""
+    if later or (value in made and not value.fleeting):
+        later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
+    else:
+        made.add(value)
+        used(value)
+
+
+def repeat(value: Value) -> torch.Tensor:
+    """One operator or call, on inputs that are there, as backward will make it."""
+    if isinstance(value.make, Again):
+        return run_recipe(value)
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return run_recipe(value)
 
 
 def run_recipe(value: Value) -> torch.Tensor:
@@ -192,7 +236,11 @@ def run_recipe(value: Value) -> torch.Tensor:
     for source in value.sources:
         if not source.dropped and source.tensor is not None and source.tensor._version != source.version:
             refuse_changed(source)
-    return value.make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
+    made: torch.Tensor = value.make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
+    identity = value.identity
+    if identity is not None and made.stride() != identity.stride and identity.is_dense_unlike(made):
+        made = torch.empty_strided(identity.size, identity.stride, dtype=made.dtype, device=made.device).copy_(made)
+    return made
 
 
 def used(value: Value) -> None:

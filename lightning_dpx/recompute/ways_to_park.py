@@ -52,7 +52,9 @@ def as_planned(profile: Profile, plan: CheckpointPlan) -> Profile:
 
 def _parked(profile: Profile, chosen: Collection[int], share: float = 1.0) -> Profile:
     values = tuple(
-        replace(value, parked=True, inputs=(), seconds=share * 2 * value.copying) if index in chosen else value
+        replace(value, parked=True, picked=False, inputs=(), seconds=share * 2 * value.copying)
+        if index in chosen
+        else value
         for index, value in enumerate(profile.values)
     )
     return replace(profile, values=values)
