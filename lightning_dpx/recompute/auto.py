@@ -122,6 +122,8 @@ def _chosen(profile: Profile, budget: int | None, planner: Planner) -> tuple[Pro
 
 def _calls(profile: Profile, index: int) -> tuple[str, ...]:
     """The module calls that are made again on the way to a value."""
+    if profile.values[index].refused:
+        return ()
     stack, seen, calls = list(profile.values[index].inputs), set[int](), set[str]()
     while stack:
         source = stack.pop()

@@ -143,20 +143,17 @@ class Call:
         self._obstacle = _obstacle(parts, leaves)
         if self._obstacle:
             leaves = []
-        self._given = [Argument(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.arguments = [leaf for leaf in self._given if isinstance(leaf, Argument)]
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._home = next(module.parameters(), given[0] if given else torch.empty(0)).device
+        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
+        own = {key: Argument(tensor) for key, tensor in given.items()}
+        self._given = [own.get(id(leaf), leaf) for leaf in leaves]
+        self.arguments = list(own.values())
+        self._home = next(module.parameters(), next(iter(given.values()), torch.empty(0))).device
         self._autocast = _autocast_state(self._home)
         self._before = RandomStates([self._home])
         self._after: RandomStates | None = None
         self._training = [part.training for part in parts]
         self._parameters = [parameter._version for parameter in module.parameters()]
         self._attributes = [(part, _attributes_of(part)) for part in parts]
-        self._buffers = [
-            (part, key, b, b._version) for part in parts for key, b in part._buffers.items() if b is not None
-        ]
-        self._written: list[tuple[nn.Module, str]] = []
 
     def settle(self) -> None:
         """Forward is over: nothing more will be picked, and a call must not hold the graph that leads to it."""
@@ -170,10 +167,7 @@ class Call:
             self._after = None if after == self._before else after
         changed = (f"it changes {what}" for part, old in self._attributes if (what := _difference(part, old)))
         self._obstacle = self._obstacle or next(changed, "")
-        for part, key, buffer, version in self._buffers:
-            if part._buffers.get(key) is not buffer or buffer._version != version:
-                self._written.append((part, key))
-        self._attributes, self._buffers = [], []
+        self._attributes = []
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
@@ -201,7 +195,7 @@ class Call:
             for kind, enabled, dtype in self._autocast:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            stack.enter_context(_copied(self._written))
+            stack.enter_context(_buffers_copied(parts))
             if self._after is not None:
                 stack.enter_context(_GENERATORS)
                 stack.enter_context(random_states_kept([self._home]))
@@ -221,12 +215,11 @@ class Call:
 
     def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Its arguments, by position and by name, with these tensors."""
-        left, given = iter(tensors), list[Any]()
-        for leaf in self._given:
-            if isinstance(leaf, Argument):
-                given.append(next(left).detach().requires_grad_(leaf.requires_grad))
-            else:
-                given.append(leaf)
+        anew = {
+            argument: tensor.detach().requires_grad_(argument.requires_grad)
+            for argument, tensor in zip(self.arguments, tensors, strict=True)
+        }
+        given = [anew[leaf] if isinstance(leaf, Argument) else leaf for leaf in self._given]
         args, kwargs = tree_unflatten(given, self._spec)
         return args, kwargs
 
@@ -345,16 +338,20 @@ def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]
 
 
 @contextmanager
-def _copied(buffers: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Other tensors with the same numbers stand in for these buffers, which backward may need as they are."""
-    own = [(part, key, part._buffers[key]) for part, key in buffers]
+def _buffers_copied(parts: Collection[nn.Module]) -> Iterator[None]:
+    """Other tensors with the same numbers stand in for the buffers, which backward may need as they are.
+
+    For all of them: a batch norm writes into its statistics without counting up their version.
+    """
+    own = [(part, dict(part._buffers)) for part in parts if part._buffers]
     try:
-        for part, key, buffer in own:
-            part._buffers[key] = None if buffer is None else buffer.detach().clone()
+        for part, buffers in own:
+            part._buffers.update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
         yield
     finally:
-        for part, key, buffer in own:
-            part._buffers[key] = buffer
+        for part, buffers in own:
+            part._buffers.clear()
+            part._buffers.update(buffers)
 
 
 def _attributes_of(part: nn.Module) -> dict[str, tuple[Any, Any]]:

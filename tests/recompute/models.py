@@ -222,6 +222,61 @@ class CustomFunction(nn.Module):
         return out
 
 
+class Swing(torch.autograd.Function):
+    """Saves its input and something that nobody else has."""
+
+    @staticmethod
+    def forward(ctx, x, scale):  # type: ignore[no-untyped-def]
+        swing = torch.sin(x)
+        ctx.save_for_backward(x, swing)
+        ctx.scale = scale
+        return swing * scale
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        x, swing = ctx.saved_tensors
+        return gradient * ctx.scale * torch.cos(x) + 0 * swing, None
+
+
+class Swinging(nn.Module):
+    """Amid random numbers and statistics; what it takes comes by name, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(64), nn.Dropout(0.3)
+
+    def forward(self, given: list[Tensor], *, scale: float = 1.0) -> dict[str, Tensor]:
+        x = Swing.apply(self.norm(given[0]), scale)
+        return {"out": Swing.apply(self.drop(x), scale) + given[0]}
+
+
+class CallsInCalls(nn.Module):
+    """Modules whose results only they can make, one in another, one after another, and one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.swinging, self.other = nn.Linear(64, 64), Swinging(), Swinging()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.swinging([torch.tanh(self.one(x))])["out"]
+        x = self.swinging(given=[x], scale=0.5)["out"]
+        out: Tensor = torch.relu(self.other([x])["out"]) * 2
+        return out
+
+
+class Whole(nn.Module):
+    """In which the calls have no gaps between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.attention = CallsInCalls(), nn.MultiheadAttention(64, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).view(4, -1, 64)
+        out: Tensor = self.attention(y, y, y, attn_mask=torch.ones(16, 16).tril() == 0)[0]
+        return out
+
+
 class Aliasing(nn.Module):
     """Outputs that are views of inputs, and operators that write into views."""
 
@@ -307,6 +362,7 @@ AWKWARD: dict[str, Callable[[], Case]] = {
     "called several times": lambda: (CalledTwice(), torch.randn(64, 64)),
     "data-dependent": lambda: (Branching(), torch.randn(64, 64)),
     "custom function": lambda: (CustomFunction(), torch.randn(64, 64)),
+    "calls in calls": lambda: (Whole(), torch.randn(64, 64)),
     "aliases and in-place": lambda: (Aliasing(), torch.randn(64, 64)),
     "complex numbers": lambda: (Complex(), torch.rand(64, 64)),
     "frozen layers": lambda: (Frozen(), torch.rand(4, 3, 16, 16)),

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dpx as dpx
 from lightning_dpx.trainer.memory_planning import parse_budget
 from tests.conftest import SIMULATED, assert_equal, make_trainer
+from tests.recompute.models import Swing
 
 MIB = 2**20
 
@@ -98,6 +99,40 @@ def test_frozen_layers_above_trained_ones_fit_into_as_little(devices: int, execu
     ours = fit(frozen(), strategy=dpx.DPXStrategy(execution=execution, memory_budget="10MiB"), devices=devices)
     expected = fit(frozen(), strategy=dpx.DPXStrategy(execution=execution), devices=devices)
     assert_equal(ours, expected, bitwise=True)
+
+
+class Swings(nn.Sequential):
+    """Ends in a function whose backward only the function itself can serve."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Swing.apply(super().forward(x), 1.5)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "execution", "dropout"),
+    [
+        ("cpu", 1, "auto", 0.2),
+        ("cpu", 2, "inline", 0.2),
+        ("cpu", 2, "threads", 0.0),
+        ("sim", 2, "inline", 0.2),
+        ("sim", 2, "threads", 0.2),
+    ],
+)
+def test_modules_that_are_called_again_train_as_well(
+    accelerator: str, devices: int, execution: Any, dropout: float
+) -> None:
+    def swinging() -> Tower:
+        model = tower(dropout=dropout)
+        for number in range(10):
+            model.net[number] = Swings(*model.net[number])
+        return model
+
+    plan = dpx.search_plan(swinging(), next(iter(loader())))  # where there is nowhere to park
+    assert plan.calls
+    strategies = [dpx.DPXStrategy(execution=execution, plan=each) for each in (plan, None)]
+    ours, theirs = (fit(swinging(), strategy=s, devices=devices, accelerator=accelerator) for s in strategies)
+    assert_equal(ours, theirs, bitwise=True)
 
 
 def test_a_budget_that_cannot_be_met_says_what_would_do() -> None:

@@ -1,0 +1,319 @@
+"""Modules that are called again for what no operator in the graph can make, and those that cannot be."""
+
+import gc
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import lightning_dpx as dpx
+from lightning_dpx.recompute import profile_module
+from lightning_dpx.recompute.apply import forecast_plan
+from tests.conftest import SIMULATED, simulated_bytes
+from tests.recompute.models import AWKWARD, CustomFunction, Swing, Swinging
+from tests.recompute.test_planning import make, measured_peak, train
+
+ROWS = 64
+
+
+class Around(nn.Module):
+    """A module between two layers."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(64, 64), middle, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.first(x))
+        out: Tensor = self.last(x["out"] if isinstance(x, dict) else x)
+        return out
+
+
+class Body(nn.Module):
+    """Calls a function; by default one whose results nothing else can make."""
+
+    def __init__(self, body: Callable[["Body", Tensor], Any] = lambda _, x: Swing.apply(x, 2.0)) -> None:
+        super().__init__()
+        self.body, self.count, self.seen = body, 0, list[int]()
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x: Tensor, *_others: Any) -> Any:
+        return self.body(self, x)
+
+
+def around(body: Callable[[Body, Tensor], Any]) -> tuple[nn.Module, nn.Module, Tensor]:
+    return make(lambda: (Around(Body(body)), torch.randn(ROWS, 64)))
+
+
+def smallest(module: nn.Module, x: Tensor) -> dpx.CheckpointPlan:
+    """Everything goes that can."""
+    plan = dpx.search_plan(module, x)
+    can = [value.name for value in profile_module(module, x).values if value.name and not value.refused]
+    return plan.with_actions({name: "recompute" for name in can if name in {d.name for d in plan.decisions}})
+
+
+def reasons(module: nn.Module, x: Tensor) -> set[str]:
+    """Why the values are kept that the module in the middle saves or returns."""
+    values = profile_module(module, x).values
+    return {value.refused for value in values if value.name.partition(":")[0] in ("middle", "last")} - {""}
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_give_their_memory_back(layer: type[nn.RNNBase]) -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layer(32, 32, 2, dropout=0.3, batch_first=True) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in self.layers:
+                x = each(x.relu())[0]
+            return x
+
+    module, plain, x = make(lambda: (Sequence(), torch.randn(64, 16, 32)))
+    plan = dpx.search_plan(module, x, budget=0.75)
+    if layer is nn.LSTM:  # the others are made of operators that the graph can repeat
+        assert plan.calls
+        assert plan.calls <= {f"layers.{number}" for number in range(4)}
+    dpx.apply_plan(module, plan)
+    assert measured_peak(module, x) <= plan.budget
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+
+
+def test_the_prediction_holds_for_every_choice_of_calls() -> None:
+    module, _, x = make(AWKWARD["calls in calls"])
+    profile, plan = profile_module(module, x), dpx.search_plan(module, x)
+    names = [decision.name for decision in plan.decisions if decision.calls]
+    calls = {call for decision in plan.decisions for call in decision.calls}
+    assert calls >= {"inner.swinging", "inner.swinging#2", "inner.other"}
+    keep_all = plan.with_actions(dict.fromkeys(plan.dropped, "keep"))
+    generator = random.Random(0)
+    for _ in range(40):
+        drawn = keep_all.with_actions({name: generator.choice(("keep", "recompute")) for name in names})
+        dpx.apply_plan(module, drawn)
+        measured, predicted = measured_peak(module, x), forecast_plan(profile, drawn).peak
+        dpx.remove_plan(module)
+        assert 0.95 * predicted <= measured <= predicted + 64, sorted(drawn.dropped)  # some of a call is all of it
+
+
+def test_random_numbers_and_statistics_go_on_as_without_a_plan() -> None:
+    module, plain, x = make(lambda: (Around(Swinging()), torch.randn(ROWS, 64)))
+    module.middle.forward = lambda given, call=module.middle.forward: call([given])  # type: ignore[method-assign]
+    plain.middle.forward = lambda given, call=plain.middle.forward: call([given])  # type: ignore[method-assign]
+    plan = smallest(module, x)
+    assert plan.calls == {"middle"}
+    dpx.apply_plan(module, plan)
+    after = []
+    for each in (module, plain):
+        torch.manual_seed(1)
+        each(x).sum().backward()
+        after.append([torch.rand(3), *each.buffers(), *(p.grad for p in each.parameters())])
+    assert all(map(torch.equal, *after))
+
+
+def test_what_is_called_again_is_called_in_its_own_precision() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Around(Body(lambda _, x: Swing.apply(F.linear(x, torch.eye(64)), 2.0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out: Tensor = self.inner(x)
+            return out.float()
+
+    module, plain, x = make(lambda: (Casts(), torch.randn(ROWS, 128)[:, :64].contiguous()))
+    dpx.apply_plan(module, plan := smallest(module, x))
+    assert "inner.middle" in plan.calls
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+
+
+def test_a_call_holds_nothing_beyond_its_graph(no_collection: None) -> None:
+    module, _, x = make(AWKWARD["calls in calls"])
+    dpx.apply_plan(module, smallest(module, x))
+    before = {id(each) for each in gc.get_objects() if type(each) is Tensor}
+    out = module(x)  # a graph that never runs backward
+    del out
+    module(x).sum().backward()
+    module.zero_grad()
+    left = [each for each in gc.get_objects() if type(each) is Tensor and id(each) not in before]
+    assert not left
+
+
+def test_a_second_backward_through_the_same_calls() -> None:
+    module, plain, x = make(AWKWARD["calls in calls"])
+    dpx.apply_plan(module, smallest(module, x))
+    for each in (module, plain):
+        torch.manual_seed(1)
+        loss = each(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+def test_no_more_of_a_call_is_made_than_is_needed() -> None:
+    """Also what raises later on, and catches all errors, is not reached."""
+    seen = list[str]()
+
+    def body(_: Body, x: Tensor) -> Tensor:
+        try:
+            x = Swing.apply(x, 2.0)
+        except Exception:  # noqa: BLE001  as users do
+            seen.append("caught")
+        seen.append("after")
+        return x
+
+    module, plain, x = around(body)
+    plan = smallest(module, x)
+    dpx.apply_plan(module, plan.with_actions({name: "keep" for name in plan.dropped if not name.startswith("middle:")}))
+    seen.clear()
+    results = train(module, x, steps=1)
+    assert seen == ["after"]
+    assert all(map(torch.equal, results, train(plain, x, steps=1)))
+
+
+def _counts(self: Body, x: Tensor) -> Tensor:
+    self.count += 1
+    return Swing.apply(x, 2.0)
+
+
+def _appends(self: Body, x: Tensor) -> Tensor:
+    self.seen.append(len(x))
+    return Swing.apply(x, 2.0)
+
+
+def _draws_elsewhere(_: Body, x: Tensor) -> Tensor:
+    return Swing.apply(x, random.random())
+
+
+def _depends_on_what_it_changes(self: Body, x: Tensor) -> Tensor:
+    self.mean += x.detach().mean(0)
+    return Swing.apply(x + self.mean, 2.0)
+
+
+def _writes_into_its_argument(_: Body, x: Tensor) -> Tensor:
+    return Swing.apply(x.mul_(2), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (_counts, "it changes Body.count"),
+        (_appends, "it changes Body.seen"),
+        (_draws_elsewhere, "gave other numbers"),
+        (_depends_on_what_it_changes, "gave other numbers"),
+        (_writes_into_its_argument, "in place|in-place"),
+    ],
+)
+def test_what_could_be_told_from_the_first_call_is_kept(body: Callable[..., Any], why: str) -> None:
+    module, plain, x = around(body)
+    found = reasons(module, x)
+    assert any(re.search(why, reason) for reason in found), found
+    plan = dpx.search_plan(module, x)
+    assert not plan.calls
+    dpx.apply_plan(module, plan)
+    random.seed(0)
+    ours = train(module, x)
+    random.seed(0)
+    assert all(map(torch.equal, ours, train(plain, x)))
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_else_takes_part_is_not_disturbed() -> None:
+    def hooked() -> nn.Module:
+        module = Around(Body())
+        module.middle.register_forward_hook(lambda _module, _inputs, output: output * 2)
+        return module
+
+    def synchronized() -> nn.Module:
+        module = Around(Body())
+        module.middle.norm = nn.SyncBatchNorm(64)
+        return module
+
+    class Passing(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.middle(self.first(x), object())
+            return out
+
+    x = torch.randn(ROWS, 64)
+    assert reasons(hooked(), x) == {"'middle' cannot be called again: a Body in it has forward hooks"}
+    assert reasons(synchronized(), x) == {
+        "'middle' cannot be called again: a SyncBatchNorm in it meets the other replicas"
+    }
+    assert reasons(Passing(Body()), x) == {"'middle' cannot be called again: it takes a object, which may change"}
+    with _Mode():
+        assert "'middle' cannot be called again: it runs under a _Mode" in reasons(Around(Body()), x)
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        (lambda module: module.middle.eval(), r"train\(\) or eval\(\) was called on 'middle' between"),
+        (lambda module: nn.init.zeros_(module.middle.scale), "A parameter of 'middle' was changed in place"),
+        (lambda module: setattr(module.middle, "body", lambda _, x: x), "'middle' did not give its saved tensor"),
+        (
+            lambda module: setattr(module.middle, "body", lambda _, x: Swing.apply(x[1:], 2.0)),
+            r"'middle' gave its saved tensor 1 of \[63, 64\] in torch.float32 when it was called again, instead of",
+        ),
+    ],
+)
+def test_a_module_that_was_meddled_with_is_noticed(meddle: Callable[[Any], Any], message: str) -> None:
+    module, _, x = around(lambda _, x: Swing.apply(x, 2.0))
+    module.middle.scale = nn.Parameter(torch.ones(1))
+    dpx.apply_plan(module, smallest(module, x))
+    loss = module(x).sum()
+    meddle(module)
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+
+
+def test_a_plan_with_calls_can_be_saved_and_edited(tmp_path: Any) -> None:
+    module, _, x = make(AWKWARD["calls in calls"])
+    plan = smallest(module, x)
+    plan.save(path := tmp_path / "plan.yaml")
+    assert dpx.CheckpointPlan.load(path).decisions == plan.decisions
+    text = path.read_text()
+    path.write_text(text.replace("calls: [inner.other]", "calls: [inner.nobody]", 1))
+    with pytest.raises(dpx.PlanError, match=r"no module 'inner\.nobody'"):
+        dpx.apply_plan(module, dpx.CheckpointPlan.load(path))
+    path.write_text(text.replace("calls: [inner.other]", "calls: inner.other", 1))
+    with pytest.raises(dpx.PlanError, match=r"calls='inner\.other' is not allowed; give a list"):
+        dpx.CheckpointPlan.load(path)
+
+
+def test_nobody_pays_for_calls_that_are_not_made_again() -> None:
+    module, _, x = make(lambda: (CustomFunction(), torch.randn(ROWS, 64)))
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=0.9))
+    assert not applied.plan.calls
+    module(x).sum().backward()
+    assert not applied._names._local.noted
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_masks_of_a_device_come_from_its_own_random_numbers() -> None:
+    """A device keeps no trace of a mask but the state of its generator."""
+    module, plain, x = make(lambda: (Around(nn.Dropout(0.3)), torch.randn(ROWS, 64)))
+    module, plain, x = module.to("sim:1"), plain.to("sim:1"), x.to("sim:1")
+    plan = smallest(module, x)
+    assert plan.calls == {"middle"}
+    dpx.apply_plan(module, plan)
+    results = []
+    for each in (module, plain):
+        torch.get_device_module("sim").manual_seed_all(1)
+        loss = each(x).sum()
+        if each is module:
+            torch.rand(7, device="sim:1")  # others draw in between
+        loss.backward()
+        results.append([p.grad.cpu() for p in each.parameters()])
+    assert all(map(torch.equal, *results))
+    assert simulated_bytes() > 0
