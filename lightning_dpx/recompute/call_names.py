@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_dpx.recompute.calls import Call, Passive, repeating
 
@@ -20,12 +21,16 @@ class CallNames:
 
     Attributes:
         again: Likewise.
+        compiled: The parts that no hooks are in, as of :func:`compiled_parts`.
     """
 
     def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
         self._local, self.again = threading.local(), again
         self._handles = []
+        self.compiled = compiled = compiled_parts(module)
         for path, child in module.named_modules():
+            if any(path.startswith(f"{part}.") or (path == part and calls_itself) for part, calls_itself in compiled):
+                continue  # hooks would be compiled, too
             if child is not module and not isinstance(child, torch.jit.ScriptModule):
                 enter = _Enter(self, path)
                 self._handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -94,6 +99,15 @@ class CallNames:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
+
+
+def compiled_parts(module: nn.Module) -> list[tuple[str, bool]]:
+    """Paths of the parts that ``torch.compile`` has compiled, and whether that includes their hooks."""
+    return [
+        (path, not isinstance(child, OptimizedModule))
+        for path, child in module.named_modules()
+        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+    ]
 
 
 class _Enter(Passive):

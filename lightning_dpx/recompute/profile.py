@@ -6,6 +6,7 @@ proves on the spot that the result is the same. A :class:`Meter` watches and tri
 """
 
 import statistics
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
-from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.call_names import CallNames, compiled_parts
 from lightning_dpx.recompute.calls import Again, pick
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.meter import Meter
@@ -244,11 +245,19 @@ def profile_step(
     Raises:
         PlanError: the step leads to no backward.
     """
+    if compiled := [path or "the model itself" for path, _ in compiled_parts(module)]:
+        warnings.warn(
+            f"{compiled[0]} is compiled ({len(compiled)} such parts): the memory of the step is that of its operators "
+            "one by one, and what the compiled code saves instead is kept. The peak may be another one.",
+            stacklevel=2,
+        )
     names, meter = CallNames(module, again=_Every()), meter or Meter(device)
+    # Compiled code that meets the mode of a trace is given up for good.
+    uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
     try:
-        with meter.nothing_changed(module), torch.enable_grad():
+        with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             lifetimes, operators = _natural_lifetimes(names, run, meter, context)
-        with meter.nothing_changed(module), torch.enable_grad():
+        with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             for parameter in module.parameters():
                 parameter.grad = None  # so that backward allocates the gradients as in a first step
             return _full_step(names, run, meter, backward, context, lifetimes, operators)

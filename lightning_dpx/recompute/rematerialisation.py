@@ -93,10 +93,13 @@ class Rematerialisation:
         """Forward passes in here drop what is wanted; their backward may come later."""
         self._names.begin()
         self._values.clear()
-        pack: Pack = self._pack if self._want_operands else self.pack
-        operands = self._operands if self._want_operands else nullcontext()
+        noting = self._want_operands and not self._names.compiled  # code is compiled for the modes that are on
+        pack: Pack = self._pack if noting else self.pack
+        operands = self._operands if noting else nullcontext()
         if self._names.again:
             pack = self._counted(pack)
+        if self._names.compiled:
+            pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]  # or it would be compiled as well
         self._want_operands = False
         try:
             with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(pack, self.unpack), operands:

@@ -76,3 +76,39 @@ def test_an_input_of_zeros_and_ones_is_no_mask_to_compress() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
     x = (torch.rand(512, 64) > 0.5).float()
     assert dpx.search_plan(model, x, budget=0.8).dropped
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(nn.functional.gelu(self.one(x)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_compiled_parts_stay_compiled_and_right(backend: str, in_place: bool) -> None:
+    """Code that meets a dispatch mode is given up by dynamo for good; code that meets hooks takes them in."""
+    torch.manual_seed(0)
+    model, x = Blocks(regions=False), torch.randn(64, 256)
+    for index in range(1, 4):
+        block = model.blocks[index] = Perceptron()
+        if in_place:
+            block.compile(backend=backend)
+        else:
+            model.blocks[index] = torch.compile(block, backend=backend)
+    expected = gradients(model, x)
+    with pytest.warns(UserWarning, match=r"blocks\.1 is compiled \(3 such parts\)"):
+        plan = dpx.search_plan(model, x, budget=0.8)
+    assert plan.dropped
+    applied = dpx.apply_plan(model, plan)
+    assert all(map(torch.equal, gradients(model, x), expected))
+    dpx.remove_plan(model)
+    assert all(map(torch.equal, gradients(model, x), expected))
+    if backend == "aot_eager":
+        assert model.blocks[1](x).grad_fn.name() == "CompiledFunctionBackward"
+    assert not set(applied.not_found) - plan.dropped
+    torch.compiler.reset()
