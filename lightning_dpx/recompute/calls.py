@@ -39,6 +39,7 @@ _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOST = torch.device("cpu")
 _REPEATING = threading.local()
 _GENERATORS = threading.Lock()  # the host's belongs to all threads: nobody else repeats random numbers at that time
 
@@ -132,6 +133,7 @@ class Call:
 
     Attributes:
         arguments: The tensors that it is given.
+        num_bytes: Of these.
         outcome: The value that the call has become, weakly, once something is to be picked from it.
     """
 
@@ -147,7 +149,8 @@ class Call:
         own = {key: Argument(tensor) for key, tensor in given.items()}
         self._given = [own.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = list(own.values())
-        self._home = next(module.parameters(), next(iter(given.values()), torch.empty(0))).device
+        self.num_bytes = sum(tensor.nbytes for tensor in given.values())
+        self._home = next((tensor.device for tensor in (*module.parameters(), *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
         self._before = RandomStates([self._home])
         self._after: RandomStates | None = None

@@ -87,9 +87,14 @@ class _Replay:
         self._pending = [0] * len(values)
         for request in profile.requests:
             self._pending[request.value] += 1
+        picked = dict[int, int]()  # bytes of what is wanted of each call that is made again
         for index in self._live_users():
             for source in values[index].inputs:
                 self._pending[source] += 1
+                if values[index].picked:
+                    picked[source] = picked.get(source, 0) + values[index].num_bytes
+        for index, size in picked.items():
+            self._sizes[index] = size
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
         parked = [index for index in dropped if values[index].parked and values[index].storage >= 0]

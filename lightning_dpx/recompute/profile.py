@@ -251,13 +251,14 @@ def profile_step(
             "one by one, and what the compiled code saves instead is kept. The peak may be another one.",
             stacklevel=2,
         )
-    names, meter = CallNames(module, again=_Every()), meter or Meter(device)
+    names, meter = CallNames(module), meter or Meter(device)
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
     try:
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             lifetimes, operators = _natural_lifetimes(names, run, meter, context)
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+            names.again = _Every()
             for parameter in module.parameters():
                 parameter.grad = None  # so that backward allocates the gradients as in a first step
             return _full_step(names, run, meter, backward, context, lifetimes, operators)
@@ -294,7 +295,8 @@ def _full_step(
         with context(), profiler.active():
             result = run()
         synchronize(meter.device)
-        forward_events, same, forward_seconds = trace.now, len(trace.operators) == operators, trace.seconds
+        forward_events, forward_operators, forward_seconds = trace.now, len(trace.operators), trace.seconds
+        same = forward_operators == operators
         if not result.requires_grad:
             raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
         with torch.utils._python_dispatch._disable_current_modes(), meter.trying():
@@ -310,7 +312,7 @@ def _full_step(
     ]
     storages = []
     for name, span in spans:
-        unused = lifetimes.get(name) if same else span.born_operator
+        unused = lifetimes.get(name) if same else forward_operators  # nobody knows: it may be used to the last
         freed = span.died if span.died is not None else end
         last_forward = trace.operators[unused - 1] if unused else None
         storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))

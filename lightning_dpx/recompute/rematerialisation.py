@@ -50,6 +50,7 @@ from lightning_dpx.recompute.values import (
 Pack = Callable[[torch.Tensor], Any]
 _TAG = "lightning_dpx.values"
 _MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
+_WORTH_A_CALL = 16  # arguments of a call may be so many times larger: the statistics of a norm are not worth it
 SMALL = 4096  # bytes that are not worth the bookkeeping
 
 
@@ -213,21 +214,23 @@ class Rematerialisation:
         try:
             if node is None:
                 raise NotRecomputable("it does not come from the graph")
-            return self._recipe(node, output, 0)
+            return self._recipe(node, output, 0, value.identity)
         except NotRecomputable:
             identity = value.identity
             assert identity is not None, "it is being saved"
             call = self._names.call_that_makes(identity.storage) if self._names.again else None
-            if call is None:
+            if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
                 raise
             key = Key("saved", self._names.saved - call.saved - 1)
             return pick, self._picked(call, key, identity.size, identity.dtype)
 
-    def _recipe(self, node: Any, output: int, depth: int) -> tuple[Make, Sequence[Any]]:
+    def _recipe(
+        self, node: Any, output: int, depth: int, identity: Identity | None = None
+    ) -> tuple[Make, Sequence[Any]]:
         if depth > _MOST_UNSAVED:
             raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
         try:
-            return recipe_for(node.name())(Node(self, node, output, depth))
+            return recipe_for(node.name())(Node(self, node, output, depth, identity))
         except NotRecomputable:
             found = returned_by(node, output)
             if found is None:
@@ -359,9 +362,10 @@ def _register(node: Any, output: int, value: Value) -> None:
 class Node:
     """A node of the graph, as a recipe sees it."""
 
-    def __init__(self, owner: Rematerialisation, node: Any, output: int, depth: int) -> None:
+    def __init__(self, owner: Rematerialisation, node: Any, output: int, depth: int, identity: Identity | None) -> None:
         self._owner, self._node, self._depth = owner, node, depth
         self.output = output
+        self.stride = None if identity is None else identity.stride  # of the output, where it is saved
 
     def __getattr__(self, name: str) -> Any:
         """An argument of the operator that is not a tensor."""

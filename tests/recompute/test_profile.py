@@ -24,3 +24,24 @@ def test_a_value_that_nobody_saves_is_asked_for_twice_by_one_operator() -> None:
     (total,) = [value for value in profile.values if value.operator == "AddBackward0"]
     assert not total.refused
     assert len(total.inputs) == 2
+
+
+class Alternating(nn.Module):
+    """Takes one more step in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(64, 64), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.layer(x))
+        return torch.sigmoid(x * 2) if self.calls % 2 else torch.sigmoid(x.abs() * 2)
+
+
+def test_of_steps_that_differ_nobody_knows_when_a_value_is_unused() -> None:
+    """So nothing counts as free before the last operator of the forward has run."""
+    profile = profile_module(Alternating(), torch.randn(64, 64))
+    assert len(profile.storages) > 1
+    (unused,) = {storage.unused for storage in profile.storages}
+    assert profile.forward_events - 3 < unused < profile.forward_events

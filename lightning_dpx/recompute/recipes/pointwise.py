@@ -14,7 +14,7 @@ _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Expm1": torch.expm1, "Log": torch.log, "Log1P": torch.log1p, "Sqrt": torch.sqrt, "Rsqrt": torch.rsqrt,
     "Sin": torch.sin, "Cos": torch.cos, "Erf": torch.erf, "Neg": torch.neg, "Abs": torch.abs,
     "Reciprocal": torch.reciprocal, "Hardswish": F.hardswish, "Hardsigmoid": F.hardsigmoid, "LogSigmoid": F.logsigmoid,
-    "Clone": torch.clone, "Alias": torch.clone, "Log2": torch.log2, "Log10": torch.log10, "Exp2": torch.exp2,
+    "Alias": torch.clone, "Log2": torch.log2, "Log10": torch.log10, "Exp2": torch.exp2,
     "Tan": torch.tan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Asin": torch.asin, "Acos": torch.acos,
     "Atan": torch.atan, "Asinh": torch.asinh, "Acosh": torch.acosh, "Atanh": torch.atanh, "Erfc": torch.erfc,
     "Erfinv": torch.erfinv, "Lgamma": torch.lgamma, "Digamma": torch.digamma, "Sinc": torch.sinc,

@@ -81,10 +81,13 @@ def _hooked(node: Any) -> Any:
     return (lambda x: x), [node.edge(node.output)]
 
 
-@recipe("ToCopyBackward0")
-def _convert(node: Any) -> Any:
-    dtype, device = node.dtype, node.device
-    return (lambda x: x.to(device, dtype)), [node.edge(0)]
+@recipe("ToCopyBackward0", "CloneBackward0")
+def _copy(node: Any) -> Any:
+    """The node does not tell how the copy lies in memory; the copy itself does, where it is saved."""
+    shape, dtype, device, stride = node.shape, node.dtype, node.device, node.stride
+    if stride is None:
+        return (lambda x: x.to(device, dtype, copy=True)), [node.edge(0)]
+    return (lambda x: torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)), [node.edge(0)]
 
 
 recipe("TrilBackward0")(with_arguments(aten.tril.default, "diagonal"))
