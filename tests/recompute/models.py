@@ -317,10 +317,11 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.gru = nn.LSTM(16, 32, num_layers=2, dropout=0.2), nn.GRU(32, 32, bidirectional=True)
-        self.head = nn.Linear(64, 4)
+        self.other = nn.LSTM(64, 32, batch_first=True)  # copies its input into another order of dims
+        self.head = nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.gru(self.lstm(x)[0])[0])
+        out: Tensor = self.head(self.other(self.gru(self.lstm(x)[0])[0].relu())[0])
         return out
 
 
