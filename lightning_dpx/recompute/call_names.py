@@ -68,7 +68,8 @@ class CallNames:
 
     def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
         """A call that begins, and that may have to be made again."""
-        call = Call(module, name, args, kwargs, self.saved)
+        with torch._C.DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
+            call = Call(module, name, args, kwargs, self.saved)
         self._local.noted.append(weakref.ref(call))
         return call
 
@@ -131,4 +132,5 @@ class _Enter(Passive):
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         stack = self._names.stack if self._names is not None else None
         if stack is not None and len(stack) > 1 and (call := stack.pop()[2]) is not None:
-            call.left(output)
+            with torch._C.DisableTorchFunction():
+                call.left(output)

@@ -152,7 +152,8 @@ class Call:
         self.num_bytes = sum(tensor.nbytes for tensor in given.values())
         self._home = next((tensor.device for tensor in (*module.parameters(), *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
-        self._before = RandomStates([self._home])
+        with _disable_current_modes():  # which would count it as a part of the step
+            self._before = RandomStates([self._home])
         self._after: RandomStates | None = None
         self._training = [part.training for part in parts]
         self._parameters = [parameter._version for parameter in module.parameters()]
@@ -165,7 +166,7 @@ class Call:
 
     def left(self, output: Any) -> None:
         """It is over, with this result."""
-        with _disable_current_modes():  # which would count it as a part of the step
+        with _disable_current_modes():
             after = RandomStates([self._home])
             self._after = None if after == self._before else after
         changed = (f"it changes {what}" for part, old in self._attributes if (what := _difference(part, old)))

@@ -6,6 +6,7 @@ proves on the spot that the result is the same. A :class:`Meter` watches and tri
 """
 
 import statistics
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -448,7 +449,7 @@ def _try(
         if missing:
             stack += missing
             continue
-        most = meter.peak_of(top) if isinstance(top.make, Again) else 0
+        most = _peak_of_call(top, meter) if isinstance(top.make, Again) else 0
         top.tensor, seconds[top] = meter.timed(top)
         sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
         beside[top] = max(0, most - sizes[top])
@@ -462,6 +463,14 @@ def _try(
     if again.shape != original.shape or again.dtype != original.dtype:
         return f"{operator} gave another shape or dtype when repeated"
     return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
+
+
+def _peak_of_call(call: Value, meter: Meter) -> int:
+    try:
+        return meter.peak_of(call)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+        raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
 
 
 def _bytes_on(device: torch.device, value: Value) -> int:

@@ -365,7 +365,7 @@ class Node:
     def __init__(self, owner: Rematerialisation, node: Any, output: int, depth: int, identity: Identity | None) -> None:
         self._owner, self._node, self._depth = owner, node, depth
         self.output = output
-        self.stride = None if identity is None else identity.stride  # of the output, where it is saved
+        self.saved_strides = None if identity is None else identity.stride  # of the output, where it is saved
 
     def __getattr__(self, name: str) -> Any:
         """An argument of the operator that is not a tensor."""

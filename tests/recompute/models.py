@@ -273,7 +273,7 @@ class Whole(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x).view(4, -1, 64)
-        out: Tensor = self.attention(y, y, y, attn_mask=torch.ones(16, 16).tril() == 0)[0]
+        out: Tensor = self.attention(y, y, y, attn_mask=torch.ones(16, 16, device=x.device).tril() == 0)[0]
         return out
 
 

@@ -84,7 +84,7 @@ def _hooked(node: Any) -> Any:
 @recipe("ToCopyBackward0", "CloneBackward0")
 def _copy(node: Any) -> Any:
     """The node does not tell how the copy lies in memory; the copy itself does, where it is saved."""
-    shape, dtype, device, stride = node.shape, node.dtype, node.device, node.stride
+    shape, dtype, device, stride = node.shape, node.dtype, node.device, node.saved_strides
     if stride is None:
         return (lambda x: x.to(device, dtype, copy=True)), [node.edge(0)]
     return (lambda x: torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)), [node.edge(0)]
