@@ -44,7 +44,7 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
 
     Raises:
         UnsupportedError: manual optimization.
-        PlanError: the step cannot be planned for, or does not fit and has too few rows to extrapolate from.
+        PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
     if not replicas.root.module.automatic_optimization:
         raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
@@ -65,7 +65,17 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
             "extrapolate from there are not. Plan it without running it (dpx.search_plan with device) and give plan."
         )
     rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
-    few, more = (on_rows(_first_rows(replicas, share, n), n) for n in rows)
+    try:
+        few, more = (on_rows(_first_rows(replicas, share, n), n) for n in rows)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise PlanError(
+            f"Not even {rows[1]} of {share.num_rows} rows fit on {share.replica.device} without a plan, beside what is "
+            "there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
+            "give plan."
+        ) from None
+    finally:
+        gc.collect()
     return extrapolate(few, more, rows, share.num_rows)
 
 
