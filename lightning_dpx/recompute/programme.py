@@ -31,7 +31,7 @@ from lightning_dpx.recompute.planner import Choice, Problem
 from lightning_dpx.recompute.solver import Answer, Solver
 
 _MOST_EVENTS, _MOST_VALUES = 24, 60  # that are added at once, and at each event
-_ROUNDS, _SECONDS, _SECONDS_PER_UNIT = 12, 1.0, 0.0015
+_ROUNDS, _WORK, _MOST_LEARNED = 12, 8e5, 8000  # of the solver, about a second; terms, with more it takes far longer
 _TOLERANCE = 1e-6  # of the solver
 
 
@@ -54,7 +54,6 @@ class Programme:
         self._model, self._size = Relaxation(problem), max(1, problem.profile.peak)
         self._budget, self._proves = budget, True
         self.least = least_seconds(self._model, budget)
-        self._most_seconds = _SECONDS + _SECONDS_PER_UNIT * len(problem.units)
         self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
         self._users: dict[int, list[int]] = defaultdict(list)
         for index, one in enumerate(self._values):
@@ -99,12 +98,15 @@ class Programme:
         found: list[Choice] = []
         if not self._relax():
             return found
+        known = self._solver.terms
         for _ in range(_ROUNDS):
+            if self._solver.work >= _WORK or self._solver.terms - known > _MOST_LEARNED:
+                break
             answer = self._run(integer=True)
             if not len(answer.values):
                 break
             found.append(self._choice(answer.values))
-            if self._problem.forecast(found[-1]).peak <= self._budget or self._solver.seconds > self._most_seconds:
+            if self._problem.forecast(found[-1]).peak <= self._budget:
                 break
             self._learn(found[-1], answer.activity)
         return found
@@ -125,7 +127,7 @@ class Programme:
             shares = answer.values[self._dropped]
 
     def _run(self, *, integer: bool) -> Answer:
-        answer = self._solver.run(integer=integer, limit=max(0.1, self._most_seconds - self._solver.seconds))
+        answer = self._solver.run(integer=integer, work=_WORK - self._solver.work)
         if self._proves:
             self.least = max(self.least, answer.least / self._scale * (1 - _TOLERANCE))
         return answer

@@ -6,12 +6,14 @@ Columns and rows are gathered and handed over together, because one call for eac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
 from lightning_dpx.errors import UnsupportedError
 
 _GAP, _NODES = 2e-3, 200
+_OVERHEAD = 5  # of a run in integers: as many checks as take as long
 
 
 def solver_installed() -> bool:
@@ -38,7 +40,7 @@ class Answer:
 
     Attributes:
         least: No solution costs less; infinite if there is none.
-        values: Of the columns; empty if no solution was found in time.
+        values: Of the columns; empty if no solution was found.
         activity: What each row comes to.
     """
 
@@ -47,8 +49,28 @@ class Answer:
     activity: np.ndarray
 
 
+class _Checks:
+    """Stops a run after a number of checks."""
+
+    def __init__(self) -> None:
+        self.count, self.most = 0, float("inf")
+
+    def __call__(self, event: Any) -> None:
+        self.count += 1
+        if self.count > self.most:
+            event.interrupt()
+
+
 class Solver:
     """A programme that can grow between runs.
+
+    Work is counted instead of time, because an answer must not depend on how busy the machine is. Now and then in a run
+    in integers HiGHS checks whether it shall stop, and the more terms there are, the longer it takes from one check to
+    the next.
+
+    Attributes:
+        terms: Of all rows.
+        work: Of all runs in integers: checks times terms.
 
     Raises:
         UnsupportedError: HiGHS is not installed.
@@ -63,15 +85,14 @@ class Solver:
         self._highs.setOptionValue("parallel", "off")
         self._highs.setOptionValue("mip_rel_gap", _GAP)
         self._highs.setOptionValue("mip_max_nodes", _NODES)
+        self._highs.setOptionValue("mip_allow_restart", False)  # takes long where there are few nodes
+        self._checks = _Checks()
+        self._highs.cbMipInterrupt.subscribe(self._checks)
+        self.terms = self.work = 0
         self._costs: list[float] = []
         self._integers: list[int] = []
         self._rows: list[tuple[Mapping[int, float], float]] = []
         self._known = [0, 0]  # columns and rows that were handed over
-
-    @property
-    def seconds(self) -> float:
-        """Spent in solving so far."""
-        return float(self._highs.getRunTime())
 
     def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
         """The number of a new column."""
@@ -87,14 +108,16 @@ class Solver:
     def row(self, terms: Mapping[int, float], most: float) -> int:
         """The number of a new row: the sum of columns times factors is at most ``most``."""
         self._rows.append((terms, most))
+        self.terms += len(terms)
         return len(self._rows) - 1
 
-    def run(self, *, integer: bool, limit: float = 1e9) -> Answer:
-        """The cheapest solution, or nearly so; in integers, the best of the first ``limit`` seconds."""
+    def run(self, *, integer: bool, work: float = float("inf")) -> Answer:
+        """The cheapest solution, or nearly so; in integers, the best that is found with this much work."""
         self._hand_over(integer)
-        # For integers it counts from the start of each run, else from the start of the first.
-        self._highs.setOptionValue("time_limit", limit if integer else self._api.kHighsInf)
+        self._checks.count, self._checks.most = 0, work / max(1, self.terms) - _OVERHEAD
         self._highs.run()
+        if integer:
+            self.work += (self._checks.count + _OVERHEAD) * self.terms
         info, status = self._highs.getInfo(), self._highs.getModelStatus()
         if status in (self._api.HighsModelStatus.kInfeasible, self._api.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(float("inf"), np.zeros(0), np.zeros(0))

@@ -15,12 +15,6 @@ from tests.recompute.test_solver import without_highs
 __all__ = ["without_highs"]
 
 
-@pytest.fixture(autouse=True)
-def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found must not depend on how busy the machine is."""
-    monkeypatch.setattr("lightning_dpx.recompute.programme._SECONDS", 60.0)
-
-
 @pytest.mark.parametrize("block", range(8))
 def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     pytest.importorskip("highspy")

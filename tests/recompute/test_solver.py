@@ -1,5 +1,6 @@
 """The wrapper of HiGHS, and what is said where it is missing."""
 
+import random
 import sys
 
 import pytest
@@ -33,7 +34,21 @@ def test_a_programme_grows_between_runs_and_becomes_integer() -> None:
     answer = solver.run(integer=True)
     assert answer.least == float("inf")
     assert not len(answer.values)
-    assert solver.seconds > 0
+
+
+def test_a_run_in_integers_does_no_more_work_than_it_may() -> None:
+    pytest.importorskip("highspy")
+    found = []
+    for most in (8e4, 3e4, 3e4):
+        solver, generator = Solver(), random.Random(0)
+        columns = [solver.column(1 + generator.random(), integer=True) for _ in range(100)]
+        for _ in range(150):  # each wants one of its columns
+            solver.row(dict.fromkeys(generator.sample(columns, 6), -1.0), -1.0)
+        answer = solver.run(integer=True, work=most)
+        found.append((solver.work, answer.least, answer.values.tolist()))
+    assert found[0][0] > 5e4
+    assert 3e4 <= found[1][0] <= 4e4, "a few checks until it stops"
+    assert found[1] == found[2]
 
 
 @pytest.mark.usefixtures("without_highs")
