@@ -1,5 +1,6 @@
 """From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -62,11 +63,12 @@ def plan_profile(
     Raises:
         BudgetError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
     """
-    chosen = make_planner(planner)
-    problem, choice = _chosen(profile, budget, chosen)
+    chosen, enough = make_planner(planner), budget is not None and profile.peak <= budget
+    problems = [Problem(way) for way in ([profile] if enough else ways_to_park(profile))]
+    problem, choice = (problems[0], Choice()) if enough else _chosen(problems, budget, chosen)
     result = problem.forecast(choice)
     if budget is not None and result.peak > budget:
-        least, smallest_choice = _chosen(profile, None, AutoPlanner())
+        least, smallest_choice = _chosen(problems, None, AutoPlanner())
         smallest = least.forecast(smallest_choice).peak
         raise BudgetError(
             f"A budget of {_mib(budget)} for activations cannot be met"
@@ -108,12 +110,10 @@ def plan_profile(
     )
 
 
-def _chosen(profile: Profile, budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
+def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
     """What to drop, and the way to park that it was found with."""
-    if budget is not None and profile.peak <= budget:
-        return Problem(profile), Choice()
     found: list[tuple[Problem, Choice]] = []
-    for problem in map(Problem, ways_to_park(profile)):
+    for problem in problems:
         found.append((problem, planner.choose(problem, budget)))
         if budget is not None and len(found) == 1 and problem.forecast(found[0][1]).peak <= budget:
             break  # the others are for less room

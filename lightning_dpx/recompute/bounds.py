@@ -113,6 +113,17 @@ class Relaxation:
                     stack.append(index)
         return False
 
+    def computed_by(self, event: int, dropped: frozenset[int]) -> set[int]:
+        """The values of ``dropped`` that ``event`` finds computed, for themselves or for others; and unsaved ones."""
+        stack = [v for v in self.requests.keys() & dropped if self.requests[v][0].event <= event]
+        found = set(stack)
+        while stack:
+            for source in self.problem.profile.values[stack.pop()].inputs:
+                if source not in found and (source in self.unsaved or source in dropped):
+                    found.add(source)
+                    stack.append(source)
+        return found
+
     def curve_of(self, dropped: np.ndarray) -> np.ndarray:
         """Bytes that are surely there at every event (E), for shares of the units that are dropped (C)."""
         change, (start, stop, column, size) = np.zeros(len(self.curve) + 1), self._spans.T

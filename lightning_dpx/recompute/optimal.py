@@ -13,16 +13,19 @@ Three variants compete: units that are computed from far away may be dropped or 
 after every use, so that a stretch comes back without them. The exact forecast decides, and also moves the target of
 the programme until the budget is met; then whatever still fits is kept, the dearest bytes first.
 
-Two more solutions stand beside these. The knapsack that gives the lower bound of the extra time is often within the
-budget as it is, or after a few steps, and then hardly above that bound; and where HiGHS is installed, so is the integer
-programme of :mod:`lightning_dpx.recompute.programme`.
+Two more solutions stand beside these, the quickest first. The knapsack that gives the lower bound of the extra time is
+often within the budget as it is, or after a few steps, and then hardly above that bound; and where HiGHS is installed,
+so is the integer programme of :mod:`lightning_dpx.recompute.programme`.
+
+The smallest peak is found by steps down from several starts; see :mod:`lightning_dpx.recompute.repair`. Every budget
+above it can be met: where nothing else does, its choice is filled up.
 
 Related: rotor (Beaumont et al., 2019) for chains; Checkmate (Jain et al., 2020), which solves such a choice as an
 integer programme.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,11 +33,11 @@ import numpy as np
 from lightning_dpx.recompute.bounds import Relaxation, knapsack
 from lightning_dpx.recompute.planner import Choice, Planner, Problem, best, register_planner
 from lightning_dpx.recompute.programme import programmed
-from lightning_dpx.recompute.repair import fill, reach
+from lightning_dpx.recompute.repair import LOWERING, REACHING, Descent, fill
 from lightning_dpx.recompute.solver import solver_installed
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
-_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS = 100, 24, 6, 9
+_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _BISECTIONS, _STARTS, _BINS = 100, 24, 6, 9, 9, 3, 1024
 _CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
 
 
@@ -43,35 +46,63 @@ class OptimalPlanner(Planner):
     """Dynamic programming, a knapsack and, where HiGHS is installed, an integer programme, by the exact forecast."""
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """Without a budget, the lowest peak, found by bisection."""
-        if budget is not None:
-            relaxation = Relaxation(problem)
-            least, dropped = knapsack(relaxation, budget)
-            choices = [self._within(problem, budget), reach(relaxation, Choice(dropped), budget)]
-            choice = best(problem, [fill(problem, each, budget) for each in choices], budget)
-            result = problem.forecast(choice)
-            enough = result.peak <= budget and result.seconds <= (1 + _CLOSE) * least
-            if solver_installed() and not enough and least < float("inf"):
-                choice = fill(problem, best(problem, [choice, *programmed(problem, budget)], budget), budget)
-            if problem.forecast(choice).peak > budget:
-                choice = fill(problem, self.choose(problem, None), budget)
-            return choice
-        problem = _nominal(problem)  # measured times vary from run to run, and the smallest peak should not
-        low, high, found = 0, problem.profile.peak, [Choice()]
-        for _ in range(7):
-            middle = (low + high) // 2
-            found.append(self._within(problem, middle))
-            reached = problem.forecast(found[-1]).peak
-            low, high = (low, min(middle, reached)) if reached <= middle else (middle, high)
-        return min(found, key=lambda choice: problem.forecast(choice).peak)
+        """Without a budget, the lowest peak; see :func:`_smallest`."""
+        if budget is None:
+            return _smallest(problem)
+        relaxation = Relaxation(problem)
+        least, dropped = knapsack(relaxation, budget)
+        if least < float("inf"):
+            found, descent = [], Descent(relaxation, REACHING)
+            for rival in _rivals(relaxation, Choice(dropped), budget):
+                found.append(fill(problem, descent.reach(rival, budget), budget))
+                choice = best(problem, found, budget)
+                result = problem.forecast(choice)
+                least = max(least, problem.proved.get(budget, 0.0))
+                if result.peak <= budget and result.seconds <= (1 + _CLOSE) * least:
+                    break
+            if result.peak <= budget:
+                return choice
+        return fill(problem, _smallest(problem), budget)
 
-    def _within(self, problem: Problem, budget: int) -> Choice:
-        if problem.profile.peak <= budget:
-            return Choice()
-        choices = [Choice(frozenset(problem.droppable))]
-        for variant in _variants(problem):
-            choices += _aim(variant, budget)
-        return fill(problem, best(problem, choices, budget), budget)
+
+def _smallest(problem: Problem) -> Choice:
+    """The lowest peak to which steps lead from a few starts."""
+    if problem.smallest is None:
+        nominal = _nominal(problem)  # measured times vary from run to run, and the smallest peak should not
+        every, descent = frozenset(nominal.droppable), Descent(Relaxation(nominal), LOWERING)
+        starts = [*_lowest(nominal), Choice(every, nominal.forgettable), Choice()]
+        problem.smallest = best(nominal, [descent.lower(start) for start in starts], None)
+    return problem.smallest
+
+
+def _rivals(relaxation: Relaxation, first: Choice, budget: int) -> Iterator[Choice]:
+    """Choices near the budget, the quickest first."""
+    problem = relaxation.problem
+    yield first
+    if solver_installed() and (found := programmed(problem, budget)):
+        yield best(problem, found, budget)
+    yield _within(problem, budget)
+
+
+def _within(problem: Problem, budget: int) -> Choice:
+    choices = [Choice(frozenset(problem.droppable))]
+    for variant in _variants(problem):
+        choices += _aim(variant, budget)
+    return best(problem, choices, budget)
+
+
+def _lowest(problem: Problem) -> list[Choice]:
+    """The lowest of the solutions for ever smaller targets."""
+    found: dict[Choice, int] = {}
+    for variant in _variants(problem):
+        table, low, high = _Table(variant), 0, problem.profile.peak
+        for _ in range(_BISECTIONS):
+            middle = (low + high) // 2
+            choice = table.solve(middle)
+            low, high = (middle, high) if choice is None else (low, middle)
+            if choice is not None:
+                found[choice] = problem.forecast(choice).peak
+    return sorted(found, key=found.__getitem__)[:_STARTS]
 
 
 def _nominal(problem: Problem) -> Problem:
@@ -149,10 +180,11 @@ class _Table:
         self._starts = np.concatenate([[-1], self._cuts[:-1]])
         self._sizes = np.array([unit.num_bytes for unit in units], dtype=np.float64)
         self._times = np.array([unit.seconds for unit in units])
-        overhead = _overheads(problem)
-        self._over = np.array(
-            [[overhead[start + 1 : cut + 1].max(initial=0) for start in self._starts] for cut in self._cuts]
-        )
+        overhead = np.append(_overheads(problem), 0.0)  # there may be no unit at all
+        # [cut, start] -> the most between them
+        highest = [np.maximum.accumulate(overhead[start + 1 :]) for start in self._starts.tolist()]
+        between = np.maximum(self._cuts[:, None] - self._starts - 1, 0)
+        self._over = np.stack([most[at] for most, at in zip(highest, between.T, strict=True)], axis=1)
         self._drops: list[np.ndarray] = []
         self._members: list[list[np.ndarray]] = []
         # [cut] -> price x start: bytes kept, peak beyond what was kept before, extra time
@@ -202,10 +234,10 @@ class _Table:
         owner = np.zeros(1, dtype=int)  # which start they stand at
         origin: list[tuple[int, int, int]] = [(-1, 0, 0)]  # point before, price, cut
         for number in range(len(self._cuts)):
-            price, point = np.nonzero(kept + self._peak[number][:, owner] <= budget)
-            at = owner[point]
-            then_kept = kept[point] + self._kept[number][price, at]
-            then_spent = spent[point] + self._seconds[number][price, at]
+            fits = kept + self._peak[number][:, owner] <= budget
+            price, point = np.nonzero(fits)
+            then_kept = (kept + self._kept[number][:, owner])[fits]
+            then_spent = (spent + self._seconds[number][:, owner])[fits]
             front = _front(then_kept, then_spent)
             if number == len(self._cuts) - 1:
                 if not len(front):
@@ -236,7 +268,12 @@ def _front(kept: np.ndarray, spent: np.ndarray) -> np.ndarray:
     """Indices of the points that no other beats, thinned out evenly."""
     if not len(kept):
         return np.zeros(0, dtype=int)
-    order = np.lexsort((spent, kept))
+    bins = (kept * (_BINS / max(float(kept.max()), 1.0))).astype(int)  # sorting all of them would take long
+    lowest = np.full(_BINS + 2, np.inf)
+    np.minimum.at(lowest, bins + 1, spent)
+    below = np.minimum.accumulate(lowest)
+    rest = np.nonzero((spent == lowest[bins + 1]) & (spent < below[bins]))[0]
+    order = rest[np.lexsort((spent[rest], kept[rest]))]
     lowest = np.minimum.accumulate(spent[order])
     front: np.ndarray = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
     if len(front) > _MOST_POINTS:

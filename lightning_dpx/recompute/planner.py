@@ -56,11 +56,13 @@ class Problem:
         profile: Where it comes from.
         units: In the order of forward.
         proved: For each budget, seconds that no choice within it goes below, where a planner has found that out.
+        smallest: The choice with the lowest peak, where a planner has looked for it.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.proved: dict[int, float] = {}
+        self.smallest: Choice | None = None
         self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
         members: dict[int, list[int]] = {}
         for index, value in enumerate(profile.values):
@@ -107,6 +109,15 @@ class Problem:
     def droppable(self) -> tuple[int, ...]:
         """The units that may be dropped."""
         return tuple(index for index, unit in enumerate(self.units) if unit.droppable)
+
+    @cached_property
+    def forgettable(self) -> frozenset[int]:
+        """The units that may be fleeting; what is parked or compressed comes back in one way."""
+        values = self.profile.values
+        computed = [
+            not any(values[index].parked or values[index].compact for index in unit.values) for unit in self.units
+        ]
+        return frozenset(index for index in self.droppable if computed[index])
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from lightning_dpx.recompute.planner import Choice, Problem
 from lightning_dpx.recompute.solver import Answer, Solver
 
 _MOST_EVENTS, _MOST_VALUES = 24, 60  # that are added at once, and at each event
-_ROUNDS, _WORK, _MOST_LEARNED = 12, 8e5, 8000  # of the solver, about a second; terms, with more it takes far longer
+_ROUNDS, _WORK, _MOST_LEARNED = 12, 2e6, 8000  # of the solver, a second or two; terms, with more it takes far longer
 _TOLERANCE = 1e-6  # of the solver
 
 
@@ -83,6 +83,8 @@ class Programme:
         """The price of forgetting ``value`` after every use."""
         way = self._model.on_the_way[value]
         self._solver.row({fleeting: 1, self._drop(value): -1}, 0)
+        if self._model.units[self._model.column[value]] not in self._problem.forgettable:
+            self._solver.row({fleeting: 1}, 0)
         for source in {source for index in (value, *way) for source in self._values[index].inputs}:
             if source in self._fleeting:  # one never rests on another
                 self._solver.row({fleeting: 1, self._fleeting[source]: 1}, 1)
@@ -189,16 +191,10 @@ class Programme:
 
     def _back_by(self, event: int, dropped: frozenset[int]) -> frozenset[int]:
         """The values that ``event`` finds computed although they are asked for later, and the next to be asked for."""
-        asked = {value for at, value in self._first if at <= event} & dropped
         later = bisect_right(self._first, (event, len(self._values)))
-        stack, seen = list(asked), set(asked)
-        while stack:
-            for source in self._values[stack.pop()].inputs:
-                if source not in seen and (source in self._unsaved or source in dropped):
-                    seen.add(source)
-                    stack.append(source)
         following = [value for _, value in self._first[later:]]
-        return frozenset(following[:_MOST_VALUES]) | (seen & frozenset(following))
+        computed = self._model.computed_by(event, dropped)
+        return frozenset(following[:_MOST_VALUES]) | (computed & frozenset(following))
 
     def _there(self, event: int, back: frozenset[int]) -> dict[int, int]:
         """For each value of ``back`` the column that says whether it is there at ``event``; see the note."""

@@ -6,46 +6,93 @@ from lightning_dpx.recompute.bounds import Relaxation
 from lightning_dpx.recompute.forecast import timeline
 from lightning_dpx.recompute.planner import Choice, Problem
 
-_MOST_ROUNDS, _MOST_EARLY, _MOST_MISSES = 16, 6, 12
+_FEW, _FEWEST_FORECASTS, _MOST_MISSES = 4, 20, 12
 _WITHIN_REACH = 1.5  # times the budget
+LOWERING, REACHING = 5e5, 2e5  # events and values of all forecasts together: about 0.6 s and 0.2 s
+_SHARES = (0.1, 0.05, 0.02, 0.01, 0.005)  # of the peak
 
 
-def reach(relaxation: Relaxation, choice: Choice, budget: int) -> Choice:
-    """Takes the budget by steps, each the best of a few for the highest event.
+class Descent:
+    """Steps down, each the best of a few for the highest event.
 
-    It may drop the cheapest bytes that are kept there; or, of what is there only because others are computed from it,
-    keep one of the largest (what that is computed from stays away) or forget it after every use.
+    A step drops what is kept there: the cheapest bytes that are enough, or one of the cheapest or largest units. Of
+    what is there only because others are computed from it, it keeps one of the largest (what that is computed from
+    stays away), or forgets it after every use.
+
+    The best step is the one that leaves least above the target, over all events: many of them may be equally high, and
+    a step takes one of them down.
+
+    Args:
+        relaxation: What can be dropped.
+        work: Events and values of all forecasts together. Not time: a plan must not depend on how busy the machine is.
     """
-    problem = relaxation.problem
 
-    def rank(attempt: Choice) -> tuple[int, float]:
-        result = problem.forecast(attempt)
-        return max(result.peak, budget), result.seconds
+    def __init__(self, relaxation: Relaxation, work: float) -> None:
+        self._relaxation, self._problem = relaxation, relaxation.problem
+        profile = self._problem.profile
+        self._left = max(_FEWEST_FORECASTS, int(work / max(1, len(profile.curve) + len(profile.values))))
 
-    for _ in range(_MOST_ROUNDS):
-        if not budget < problem.forecast(choice).peak <= _WITHIN_REACH * budget:
-            break
-        attempt = min(_steps(relaxation, choice, budget), key=rank, default=choice)
-        if rank(attempt) >= rank(choice):
-            break
-        choice = attempt
-    return choice
+    def reach(self, choice: Choice, budget: int) -> Choice:
+        """Takes the budget where ``choice`` is near it, or comes as near as steps lead."""
+        if not budget < self._problem.forecast(choice).peak <= _WITHIN_REACH * budget:
+            return choice
+        curve = self._curve(choice)
+        while curve.max() > budget:
+            steps = self._steps(choice, curve, budget)[: max(0, self._left)]
+            attempts = [(step, self._curve(step)) for step in steps]
+            after = min(attempts, key=lambda attempt: self._rank(attempt, budget), default=(choice, curve))
+            if _above(after[1], budget) >= _above(curve, budget):
+                break
+            choice, curve = after
+        return choice
+
+    def lower(self, choice: Choice) -> Choice:
+        """As low as steps lead from ``choice``: first by large ones, then by ever smaller ones."""
+        peak = self._problem.forecast(choice).peak
+        for share in _SHARES:
+            while self._left > 0:
+                after = self.reach(choice, int((1 - share) * peak))
+                if self._problem.forecast(after).peak >= peak:
+                    break
+                choice, peak = after, self._problem.forecast(after).peak
+        return choice
+
+    def _curve(self, choice: Choice) -> np.ndarray:
+        self._left -= 1
+        problem = self._problem
+        curve = timeline(problem.profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
+        return np.array(curve, dtype=np.float64)
+
+    def _rank(self, attempt: tuple[Choice, np.ndarray], budget: int) -> tuple[float, float]:
+        above = _above(attempt[1], budget)
+        return above, 0.0 if above else self._problem.forecast(attempt[0]).seconds
+
+    def _steps(self, choice: Choice, curve: np.ndarray, budget: int) -> list[Choice]:
+        units, event = self._relaxation.units, int(np.argmax(curve))
+        freed = self._relaxation.freed(event)
+        kept = self._relaxation.cheapest(np.where([unit in choice.dropped for unit in units], 0, freed))
+        enough = int(np.searchsorted(np.cumsum(freed[kept]), curve[event] - budget)) + 1
+        found = [Choice(choice.dropped | {units[at] for at in kept[:enough].tolist()}, choice.fleeting)]
+        large = kept[np.argsort(-freed[kept], kind="stable")]
+        for at in (*kept[:_FEW].tolist(), *large[:_FEW].tolist()):
+            found.append(Choice(choice.dropped | {units[at]}, choice.fleeting))
+        for unit in self._early(event, choice, freed)[: 2 * _FEW]:
+            found.append(Choice(choice.dropped - {unit}, choice.fleeting - {unit}))
+            found.append(Choice(choice.dropped, choice.fleeting | ({unit} & self._problem.forgettable)))
+        return [step for step in dict.fromkeys(found) if step != choice]
+
+    def _early(self, event: int, choice: Choice, freed: np.ndarray) -> list[int]:
+        """The units that are there because others were computed from them, the largest first."""
+        relaxation = self._relaxation
+        there = relaxation.computed_by(event, self._problem.values_of(choice.dropped))
+        there &= relaxation.requests.keys() & relaxation.column.keys()
+        columns = {relaxation.column[value] for value in there if relaxation.requests[value][-1].event > event}
+        order = sorted((at for at in columns if freed[at] > 0), key=lambda at: (-freed[at], at))
+        return [relaxation.units[at] for at in order]
 
 
-def _steps(relaxation: Relaxation, choice: Choice, budget: int) -> list[Choice]:
-    problem, units = relaxation.problem, relaxation.units
-    curve = timeline(problem.profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
-    event = int(np.argmax(curve))
-    freed = relaxation.freed(event)
-    dropped = np.array([unit in choice.dropped for unit in units], dtype=bool)
-    order = relaxation.cheapest(np.where(dropped, 0, freed))
-    missing = int(np.searchsorted(np.cumsum(freed[order]), curve[event] - budget)) + 1
-    steps = [Choice(choice.dropped | {units[at] for at in order[:missing].tolist()}, choice.fleeting)]
-    early = [unit for at, unit in enumerate(units) if dropped[at] and freed[at] > 0]
-    for unit in sorted(early, key=lambda unit: problem.units[unit].num_bytes, reverse=True)[:_MOST_EARLY]:
-        steps.append(Choice(choice.dropped - {unit}, choice.fleeting - {unit}))
-        steps.append(Choice(choice.dropped, choice.fleeting | {unit}))
-    return steps
+def _above(curve: np.ndarray, budget: int) -> float:
+    return float(np.maximum(curve - budget, 0).sum())
 
 
 def fill(problem: Problem, choice: Choice, budget: int) -> Choice:

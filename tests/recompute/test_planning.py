@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dpx as dpx
-from lightning_dpx.recompute import PLANNERS, MemoryTrace, Planner, ThresholdPlanner, profile_module, summary
+from lightning_dpx.bench import STAGED_MODELS
+from lightning_dpx.recompute import (
+    PLANNERS,
+    MemoryTrace,
+    Planner,
+    ThresholdPlanner,
+    plan_profile,
+    profile_module,
+    summary,
+)
 from lightning_dpx.recompute.apply import applied_plan, forecast_plan, loss_of
 from lightning_dpx.recompute.planner import Choice, Problem
 from lightning_dpx.recompute.repair import fill
@@ -293,6 +302,25 @@ def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
     within = dpx.search_plan(module, x, budget=smallest).peak
     assert within is not None
     assert within <= smallest
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("cnn", 0.08), ("gpt", 0.175), ("unet", 0.38), ("lstm", 0.5), ("vit", 0.15)]
+)
+def test_the_smallest_that_is_named_can_be_met_and_so_can_all_above_it(name: str, share: float) -> None:
+    torch.manual_seed(0)
+    module, x = STAGED_MODELS[name].build(), STAGED_MODELS[name].make_input(8)
+    profile = profile_module(module, x)
+    with pytest.raises(dpx.BudgetError) as error:
+        plan_profile(module, profile, 1)
+    smallest = error.value.smallest
+    assert smallest is not None
+    assert smallest < share * profile.peak
+    for budget in (smallest, round(1.1 * smallest)):
+        plan = plan_profile(module, profile, budget)
+        assert plan.peak is not None
+        assert plan.peak <= budget
+        assert plan.peak == forecast_plan(profile, plan).peak, "what was chosen is what the plan says"
 
 
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Linear(64, 64).requires_grad_(False)])
