@@ -331,6 +331,8 @@ def _obstacle(parts: Collection[nn.Module], leaves: Collection[Any]) -> str:
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "there are hooks on all modules"
     modes = [mode for mode in _function_modes() if not isinstance(mode, Operands)]  # type: ignore[no-untyped-call]
     return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
 

@@ -251,6 +251,9 @@ def test_who_else_takes_part_is_not_disturbed() -> None:
         "'middle' cannot be called again: a SyncBatchNorm in it meets the other replicas"
     }
     assert reasons(Passing(Body()), x) == {"'middle' cannot be called again: it takes a object, which may change"}
+    handle = nn.modules.module.register_module_forward_hook(lambda _module, _inputs, _output: None)
+    assert "'middle' cannot be called again: there are hooks on all modules" in reasons(Around(Body()), x)
+    handle.remove()
     with _Mode():
         assert "'middle' cannot be called again: it runs under a _Mode" in reasons(Around(Body()), x)
 
