@@ -362,7 +362,9 @@ def _register(node: Any, output: int, value: Value) -> None:
 class Node:
     """A node of the graph, as a recipe sees it."""
 
-    def __init__(self, owner: Rematerialisation, node: Any, output: int, depth: int, identity: Identity | None) -> None:
+    def __init__(
+        self, owner: Rematerialisation, node: Any, output: int, depth: int, identity: Identity | None = None
+    ) -> None:
         self._owner, self._node, self._depth = owner, node, depth
         self.output = output
         self.saved_strides = None if identity is None else identity.stride  # of the output, where it is saved
