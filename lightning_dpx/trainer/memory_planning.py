@@ -91,7 +91,7 @@ class MemoryPlanning:
         self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
         self._shapes = KnownShapes()
         self._provisional = False  # made before the first batch, since when others may have taken memory
-        self._passing: dict[torch.device, int] = {}  # beside activations, in a backward
+        self._passing: dict[torch.device, int] = {}  # beside activations, in a backward: gradients, and others
         self._before: dict[torch.device, int] = {}
         self._steps = 0
 
@@ -240,7 +240,7 @@ class MemoryPlanning:
             for index, place in enumerate(places):
                 step = steps[shared.worst[index]]
                 limits[place], helds[place] = (allowed[index], step.sharing[index]), held[index]
-                self._passing[place] = static.passing(place)
+                self._passing[place] = static.coming_gradients(place) + static.passing(place)
                 said[place] = _origin(step.profiles[index], source, len(steps))
         self._decided, self._limits = decided, limits
         self._list_plans()
@@ -377,8 +377,8 @@ class MemoryPlanning:
         for device, before in self._before.items():
             present, peak = allocated_and_peak(device)
             predicted, taken = self.forecast(device)[0], peak - before
-            gradients = max(0, present - before)  # they may have been there at the peak, and are planned for apart
-            unnoticed = max(gradients, _UNNOTICED + self._passing.get(device, 0))
+            # What is planned for apart may have been there at the peak, where another device was ahead of this one.
+            unnoticed = max(present - before, _UNNOTICED + self._passing.get(device, 0))
             if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "

@@ -54,8 +54,11 @@ class StaticMemory:
             present = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
         else:
             present = allocated_and_peak(device)[0]
-        gradients = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-        return present + gradients + self.states.get(device, 0)
+        return present + self.coming_gradients(device) + self.states.get(device, 0)
+
+    def coming_gradients(self, device: torch.device) -> int:
+        """Bytes of the gradients that are not there yet."""
+        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
 
     def _parameters(self, device: torch.device) -> list[nn.Parameter]:
         return [p for share in self.shares for p in share.replica.parameters if canonical_device(p.device) == device]
