@@ -1,5 +1,6 @@
 """From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -81,12 +82,13 @@ def plan_profile(
     if any(problem.profile.values[index].parked for index in dropped):
         problem = _with_most_overlap(problem, choice, result.peak if budget is None else budget)
         result = problem.forecast(choice)
+    shares = _shares_of_calls(profile)
     decisions = [
         Decision(
             value.name,
             value.operator,
             value.num_bytes,
-            planned.seconds if index in dropped else value.seconds,
+            (planned if index in dropped else value).seconds + (shares.get(index, 0.0) if not planned.parked else 0.0),
             _action(planned, index in dropped, index in fleeting),
             _calls(profile, index),
         )
@@ -118,6 +120,19 @@ def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -
         if budget is not None and len(found) == 1 and problem.forecast(found[0][1]).peak <= budget:
             break  # the others are for less room
     return min(found, key=lambda each: rank(each[0], each[1], budget))
+
+
+def _shares_of_calls(profile: Profile) -> dict[int, float]:
+    """Of the seconds of a module call that is made again, what falls to each value that is picked from it, by bytes."""
+    values, sizes = profile.values, Counter[int]()
+    for value in values:
+        if value.picked:
+            sizes[value.inputs[0]] += value.num_bytes
+    return {
+        index: values[value.inputs[0]].seconds * value.num_bytes / sizes[value.inputs[0]]
+        for index, value in enumerate(values)
+        if value.picked and sizes[value.inputs[0]]
+    }
 
 
 def _calls(profile: Profile, index: int) -> tuple[str, ...]:

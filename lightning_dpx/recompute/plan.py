@@ -41,7 +41,8 @@ class Decision:
             and its number there.
         operator: The autograd node that produced it; empty for what does not come from the graph.
         num_bytes: Its size.
-        seconds: To compute it again from its inputs; where it is parked, what of its copies nothing hides.
+        seconds: To compute it again from its inputs, or its share of a module call that is made again for it and
+            others; where it is parked, what of its copies nothing hides.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
             of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
             the host's memory.

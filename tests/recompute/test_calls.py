@@ -81,6 +81,10 @@ def test_recurrent_layers_give_their_memory_back(layer: type[nn.RNNBase]) -> Non
     if layer is nn.LSTM:  # the others are made of operators that the graph can repeat
         assert plan.calls
         assert plan.calls <= {f"layers.{number}" for number in range(4)}
+        again = sum(decision.seconds for decision in plan.decisions if set(decision.calls) & plan.calls)
+        assert again > plan.recompute_share * profile_module(module, x).step_seconds / 2, (
+            "the table tells what it costs"
+        )
     dpx.apply_plan(module, plan)
     assert measured_peak(module, x) <= plan.budget
     assert all(map(torch.equal, train(module, x), train(plain, x)))
