@@ -9,15 +9,18 @@ once more, as ``torch.utils.checkpoint`` calls it, with hooks that catch what au
     forward    enter -> Call      notes its arguments, weakly        leave -> marks what it returns
     backward   Again(arguments) -> Outcome -> pick(outcome, key)     nothing else of the second call remains
 
-[Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes attributes of
-its modules or its arguments, has hooks of others, takes objects that may have changed, runs under a function mode, or
-talks to other processes. Buffers may change, as those of a batch norm; the second call gets copies. The profile makes
-every call once more before a plan relies on it, and compares all numbers.
+[Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes attributes or
+buffers of its modules (but for the statistics of norms, of which the second call gets copies), or its arguments, has
+hooks of others, takes objects that may have changed, runs under a function mode, or talks to other processes. Random
+numbers, also those of ``random`` and NumPy, and attributes are as they were when the call began, and are put back. The
+profile makes every call once more before a plan relies on it, and compares all numbers.
 """
 
+import random
+import sys
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -97,10 +101,11 @@ class Argument:
         source: Its node and the number of the output, if it has one.
     """
 
-    __slots__ = ("_reference", "_version", "requires_grad", "source")
+    __slots__ = ("_counter", "_reference", "_version", "requires_grad", "source")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._reference, self._version = TensorWeakRef(tensor), tensor._version
+        self._counter: torch.Tensor | None = None
         self.requires_grad = tensor.requires_grad
         self.source = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
@@ -111,9 +116,16 @@ class Argument:
             NotRecomputable: somebody has written to it.
         """
         found: torch.Tensor | None = self._reference()
-        if found is not None and found._version != self._version:
+        counter = self._counter if found is None else found
+        if counter is not None and counter._version != self._version:
             raise NotRecomputable("an argument of the call was changed in place")
         return found
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Keeps count of what is written to it, also through others once it is gone itself; not its memory."""
+        if type(tensor) is not FakeTensor:
+            self._counter = tensor.detach()
+            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def is_in(self, storage: int) -> bool:
         """Whether that is its memory."""
@@ -155,9 +167,13 @@ class Call:
         with _disable_current_modes():  # which would count it as a part of the step
             self._before = RandomStates([self._home])
         self._after: RandomStates | None = None
+        self._others_before, self._others_draw, self._is_over = _OtherGenerators(), False, False
         self._training = [part.training for part in parts]
         self._parameters = [parameter._version for parameter in module.parameters()]
-        self._attributes = [(part, _attributes_of(part)) for part in parts]
+        self._attributes = [] if self._obstacle else [(part, _Attributes(part)) for part in parts]
+        self._buffers = [
+            (part, key, b, b._version) for part in parts for key, b in part._buffers.items() if b is not None
+        ]
 
     def settle(self) -> None:
         """Forward is over: nothing more will be picked, and a call must not hold the graph that leads to it."""
@@ -169,9 +185,16 @@ class Call:
         with _disable_current_modes():
             after = RandomStates([self._home])
             self._after = None if after == self._before else after
-        changed = (f"it changes {what}" for part, old in self._attributes if (what := _difference(part, old)))
-        self._obstacle = self._obstacle or next(changed, "")
-        self._attributes = []
+        self._others_draw, self._is_over = _OtherGenerators() != self._others_before, True
+        changed = [what for part, old in self._attributes if (what := old.difference(_Attributes(part)))]
+        for part, key, buffer, version in self._buffers:
+            if part._buffers.get(key) is not buffer or (buffer._version != version and not isinstance(part, _NormBase)):
+                changed.append(f"{type(part).__name__}.{key}")
+        self._buffers = []
+        if changed and not self._obstacle:
+            self._obstacle = f"it changes {changed[0]}"
+        if self._obstacle:
+            self._attributes = []
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
@@ -193,6 +216,10 @@ class Call:
             raise RuntimeError(f"train() or eval() was called on {self.name!r} between forward and backward.")
         if [parameter._version for parameter in self.module.parameters()] != self._parameters:
             raise RuntimeError(f"A parameter of {self.name!r} was changed in place between forward and backward.")
+        if not self._is_over:
+            raise RuntimeError(
+                f"{self.name!r} runs a backward of its own, and cannot be called again before it is over."
+            )
         was = repeating()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -200,6 +227,10 @@ class Call:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(_buffers_copied(parts))
+            stack.enter_context(self._attributes_of_then())
+            if self._others_draw:
+                stack.callback(_OtherGenerators().restore)
+                self._others_before.restore()
             if self._after is not None:
                 stack.enter_context(_GENERATORS)
                 stack.enter_context(random_states_kept([self._home]))
@@ -217,6 +248,21 @@ class Call:
                     "same generator. Use execution='inline'."
                 )
 
+    @contextmanager
+    def _attributes_of_then(self) -> Iterator[None]:
+        """Whoever calls the module may have set others since."""
+        now = [(part, dict(vars(part))) for part, _ in self._attributes]
+        try:
+            for part, noted in self._attributes:
+                noted.put_back(part)
+                if what := noted.difference(_Attributes(part)):
+                    raise RuntimeError(f"{what} of {self.name!r} was changed between forward and backward.")
+            yield
+        finally:
+            for part, own in now:
+                vars(part).clear()
+                vars(part).update(own)
+
     def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Its arguments, by position and by name, with these tensors."""
         anew = {
@@ -226,11 +272,6 @@ class Call:
         given = [anew[leaf] if isinstance(leaf, Argument) else leaf for leaf in self._given]
         args, kwargs = tree_unflatten(given, self._spec)
         return args, kwargs
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return self._after is not None
 
 
 class Again:
@@ -266,17 +307,12 @@ class Again:
             nonlocal number
             self._take(outcome, Key("saved", number), base_of(tensor))
             number += 1
-            if len(outcome.given) == len(self._wanted) and not call.draws:
-                raise _EnoughError  # whether it draws the same numbers shows at its end only
 
-        try:
-            with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _unasked):
-                args, kwargs = call.given_again(tensors)
-                for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
-                    if isinstance(leaf, torch.Tensor):
-                        self._take(outcome, Key("returned", number_returned), leaf)
-        except _EnoughError:
-            pass
+        with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _unasked):
+            args, kwargs = call.given_again(tensors)
+            for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
+                if isinstance(leaf, torch.Tensor):
+                    self._take(outcome, Key("returned", number_returned), leaf)
         if missing := self._wanted.keys() - outcome.given.keys():
             raise RuntimeError(f"{call.name!r} did not give {_described(min(missing))} when it was called again.")
         return outcome
@@ -291,10 +327,6 @@ class Again:
                 f"called again, instead of {list(expected[0])} in {expected[1]}."
             )
         outcome.given[key] = tensor.detach()
-
-
-class _EnoughError(BaseException):
-    """All that is wanted has been caught; passes through whatever the module catches itself."""
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -360,28 +392,74 @@ def _buffers_copied(parts: Collection[nn.Module]) -> Iterator[None]:
             part._buffers.update(buffers)
 
 
-def _attributes_of(part: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Those that are its own, with what is in plain containers."""
-    return {key: (value, _content(value)) for key, value in vars(part).items() if key not in _OF_EVERY_MODULE}
+class _OtherGenerators:
+    """The generators of ``random`` and of NumPy, as they are now."""
+
+    def __init__(self) -> None:
+        self._python, numpy = random.getstate(), sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OtherGenerators) and self._all() == other._all()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """They continue as if nothing had been drawn since."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def _all(self) -> list[Any]:
+        numpy = () if self._numpy is None else self._numpy
+        return [self._python, *(entry.tobytes() if hasattr(entry, "tobytes") else entry for entry in numpy)]
 
 
-def _content(value: Any) -> list[Any]:
-    if type(value) in (dict, OrderedDict):
-        return [*value.keys(), *value.values()]
-    return list(value) if type(value) in (list, set, deque) else []
+class _Attributes:
+    """Those of a module that are its own, and what is in them."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._values = {key: value for key, value in vars(part).items() if key not in _OF_EVERY_MODULE}
+        self._contents = {key: tuple(_contents(value, _DEPTH)) for key, value in self._values.items()}
+        self._kind = type(part).__name__
+
+    def put_back(self, part: nn.Module) -> None:
+        """Gives ``part`` these attributes."""
+        for key in [key for key in vars(part) if key not in _OF_EVERY_MODULE and key not in self._values]:
+            del vars(part)[key]
+        vars(part).update(self._values)
+
+    def difference(self, other: "_Attributes") -> str:
+        """One that is not the same; empty if all are."""
+        for key in dict.fromkeys((*self._contents, *other._contents)):
+            old, new = self._contents.get(key), other._contents.get(key)
+            if old is None or new is None or len(old) != len(new) or not all(map(_alike, old, new)):
+                return f"{self._kind}.{key}"
+        return ""
 
 
-def _difference(part: nn.Module, before: dict[str, tuple[Any, Any]]) -> str:
-    """An attribute that is not as before; empty if all are."""
-    after = _attributes_of(part)
-    for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
-        if old is None or new is None or not _alike([old[0], *old[1]], [new[0], *new[1]]):
-            return f"{type(part).__name__}.{key}"
-    return ""
+_DEPTH = 4
 
 
-def _alike(old: list[Any], new: list[Any]) -> bool:
-    return len(old) == len(new) and all(
-        a is b or (type(a) is type(b) and isinstance(a, _NUMBERS) and a == b) for a, b in zip(old, new, strict=True)
-    )
+def _contents(value: Any, depth: int) -> Iterator[Any]:
+    """``value``, how often it was written to if it is a tensor, and what is in it if it is a container or an object."""
+    yield value
+    if isinstance(value, torch.Tensor):
+        yield None if value.is_inference() else value._version
+    elif isinstance(value, (*_PLAIN, nn.Module)) or not depth:
+        return
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield key
+            yield from _contents(entry, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for entry in value:
+            yield from _contents(entry, depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        for key, entry in vars(value).items():
+            yield key
+            yield from _contents(entry, depth - 1)
+
+
+def _alike(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _NUMBERS) and old == new)

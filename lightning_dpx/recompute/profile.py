@@ -19,7 +19,7 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.call_names import CallNames, compiled_parts
-from lightning_dpx.recompute.calls import Again, pick
+from lightning_dpx.recompute.calls import Again, Argument, pick
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
@@ -195,14 +195,17 @@ class _Profiler(Rematerialisation):
         self.found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
         return value
 
-    def keep_argument(self, tensor: torch.Tensor) -> Value:
+    def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
         """A copy of it that nobody counts, so that the tensor itself goes when it would go without a plan."""
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            value = super().keep_argument(tensor.clone())
+            argument.watch(tensor)
+            value = super().keep_argument(argument, tensor.clone())
         self.found[value] = self._trace.allocation_of(tensor.untyped_storage())
         return value
 
     def unpack(self, saved: Any) -> torch.Tensor:
+        if not self._keep:
+            raise PlanError("The forward runs a backward of its own (autograd.grad); such a step cannot be planned.")
         if isinstance(saved, _Traced):
             self.asks.append((self._trace.mark(), saved.index))
             return super().unpack(saved.entry)
@@ -355,8 +358,14 @@ def _measure(
             refused[value] = _try(value, meter, seconds, sizes, beside)  # also elsewhere: others may be made from it
         except torch.OutOfMemoryError:
             raise  # fewer rows may do, and the caller knows how to get them
-        except (NotRecomputable, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
             refused[value] = f"{value.operator} failed when repeated: {error}"
+    unfaithful = {
+        value.inputs[0] for value in refused if value.make is pick and refused[value] and not _is_scratch(value)
+    }
+    for value in refused:
+        if value.make is pick and value.inputs[0] in unfaithful:
+            refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
     for value in refused:
         if (
             refused[value]
@@ -449,7 +458,11 @@ def _try(
         if missing:
             stack += missing
             continue
-        most = _peak_of_call(top, meter) if isinstance(top.make, Again) else 0
+        most = 0
+        if isinstance(top.make, Again):
+            for argument in top.make.call.arguments:
+                argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
+            most = _peak_of_call(top, meter)
         top.tensor, seconds[top] = meter.timed(top)
         sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
         beside[top] = max(0, most - sizes[top])

@@ -265,14 +265,14 @@ class Rematerialisation:
                     raise
         if tensor is None:
             raise NotRecomputable("an argument of the call is gone")
-        value = self.keep_argument(tensor)
+        value = self.keep_argument(argument, tensor)
         if argument.source is not None:
             value.operator = argument.source[0].name()
             _register(*argument.source, value)
         return value
 
-    def keep_argument(self, tensor: torch.Tensor) -> Value:
-        """The value of such a tensor."""
+    def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
+        """The value of ``tensor``, which is that argument of a call."""
         return self.keep_constant(tensor)
 
     def flowing(self, node: Any, output: int, depth: int) -> Value | View:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class Body(nn.Module):
     def __init__(self, body: Callable[["Body", Tensor], Any] = lambda _, x: Swing.apply(x, 2.0)) -> None:
         super().__init__()
         self.body, self.count, self.seen = body, 0, list[int]()
+        self.log, self.average, self.condition = {"rows": list[int]()}, torch.zeros(1), 1.0
         self.register_buffer("mean", torch.zeros(64))
 
     def forward(self, x: Tensor, *_others: Any) -> Any:
@@ -161,27 +163,6 @@ def test_a_second_backward_through_the_same_calls() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
 
 
-def test_no_more_of_a_call_is_made_than_is_needed() -> None:
-    """Also what raises later on, and catches all errors, is not reached."""
-    seen = list[str]()
-
-    def body(_: Body, x: Tensor) -> Tensor:
-        try:
-            x = Swing.apply(x, 2.0)
-        except Exception:  # noqa: BLE001  as users do
-            seen.append("caught")
-        seen.append("after")
-        return x
-
-    module, plain, x = around(body)
-    plan = smallest(module, x)
-    dpx.apply_plan(module, plan.with_actions({name: "keep" for name in plan.dropped if not name.startswith("middle:")}))
-    seen.clear()
-    results = train(module, x, steps=1)
-    assert seen == ["after"]
-    assert all(map(torch.equal, results, train(plain, x, steps=1)))
-
-
 def _counts(self: Body, x: Tensor) -> Tensor:
     self.count += 1
     return Swing.apply(x, 2.0)
@@ -192,8 +173,25 @@ def _appends(self: Body, x: Tensor) -> Tensor:
     return Swing.apply(x, 2.0)
 
 
+_ENTROPY = random.SystemRandom()
+
+
 def _draws_elsewhere(_: Body, x: Tensor) -> Tensor:
-    return Swing.apply(x, random.random())
+    return Swing.apply(x * _ENTROPY.random(), 2.0)
+
+
+def _counts_in_a_dict(self: Body, x: Tensor) -> Tensor:
+    self.log["rows"].append(len(x))
+    return Swing.apply(x, 2.0)
+
+
+def _averages(self: Body, x: Tensor) -> Tensor:
+    self.average.mul_(0.9).add_(x.detach().mean())
+    return Swing.apply(x, 2.0)
+
+
+def _is_given_by_attribute(self: Body, x: Tensor) -> Tensor:
+    return Swing.apply(x * self.condition, 2.0)
 
 
 def _depends_on_what_it_changes(self: Body, x: Tensor) -> Tensor:
@@ -211,7 +209,9 @@ def _writes_into_its_argument(_: Body, x: Tensor) -> Tensor:
         (_counts, "it changes Body.count"),
         (_appends, "it changes Body.seen"),
         (_draws_elsewhere, "gave other numbers"),
-        (_depends_on_what_it_changes, "gave other numbers"),
+        (_depends_on_what_it_changes, "it changes Body.mean"),
+        (_counts_in_a_dict, "it changes Body.log"),
+        (_averages, "it changes Body.average"),
         (_writes_into_its_argument, "in place|in-place"),
     ],
 )
@@ -222,10 +222,8 @@ def test_what_could_be_told_from_the_first_call_is_kept(body: Callable[..., Any]
     plan = dpx.search_plan(module, x)
     assert not plan.calls
     dpx.apply_plan(module, plan)
-    random.seed(0)
-    ours = train(module, x)
-    random.seed(0)
-    assert all(map(torch.equal, ours, train(plain, x)))
+    if body is not _draws_elsewhere:
+        assert all(map(torch.equal, train(module, x), train(plain, x)))
 
 
 class _Mode(TorchFunctionMode):
@@ -262,20 +260,25 @@ def test_who_else_takes_part_is_not_disturbed() -> None:
         assert "'middle' cannot be called again: it runs under a _Mode" in reasons(Around(Body()), x)
 
 
+_HIDDEN: dict[str, Any] = {}  # where nobody looks
+
+
 @pytest.mark.parametrize(
     ("meddle", "message"),
     [
         (lambda module: module.middle.eval(), r"train\(\) or eval\(\) was called on 'middle' between"),
         (lambda module: nn.init.zeros_(module.middle.scale), "A parameter of 'middle' was changed in place"),
-        (lambda module: setattr(module.middle, "body", lambda _, x: x), "'middle' did not give its saved tensor"),
+        (lambda module: module.middle.seen.append(1), "Body.seen of 'middle' was changed between forward and backward"),
+        (lambda _: _HIDDEN.update(skip=True), "'middle' did not give its saved tensor"),
         (
-            lambda module: setattr(module.middle, "body", lambda _, x: Swing.apply(x[1:], 2.0)),
+            lambda _: _HIDDEN.update(first=1),
             r"'middle' gave its saved tensor 1 of \[63, 64\] in torch.float32 when it was called again, instead of",
         ),
     ],
 )
 def test_a_module_that_was_meddled_with_is_noticed(meddle: Callable[[Any], Any], message: str) -> None:
-    module, _, x = around(lambda _, x: Swing.apply(x, 2.0))
+    _HIDDEN.update(skip=False, first=0)
+    module, _, x = around(lambda _, x: x if _HIDDEN["skip"] else Swing.apply(x[_HIDDEN["first"] :], 2.0))
     module.middle.scale = nn.Parameter(torch.ones(1))
     dpx.apply_plan(module, smallest(module, x))
     loss = module(x).sum()
@@ -324,3 +327,77 @@ def test_masks_of_a_device_come_from_its_own_random_numbers() -> None:
         results.append([p.grad.cpu() for p in each.parameters()])
     assert all(map(torch.equal, *results))
     assert simulated_bytes() > 0
+
+
+def test_what_was_drawn_or_set_when_the_call_began_is_there_again() -> None:
+    """Also for Python's own random numbers, for what the caller sets, and with two graphs at once."""
+
+    def body(self: Body, x: Tensor) -> Tensor:
+        x = F.dropout(x * self.condition, 0.1)
+        return Swing.apply(x.flip(1) if random.random() < 0.5 else x + np.random.rand(), 2.0)
+
+    module, plain, x = around(body)
+    dpx.apply_plan(module, plan := smallest(module, x))
+    assert plan.calls
+    results = []
+    for each in (module, plain):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        for _ in range(4):
+            each.middle.condition = 2.0
+            first = each(x).sum()
+            each.middle.condition = -1.0
+            (first + each(x * 2).sum()).backward()
+        results.append(
+            [*(p.grad for p in each.parameters()), torch.rand(2), Tensor([random.random(), np.random.rand()])]
+        )
+    assert all(map(torch.equal, *results))
+
+
+def test_an_argument_that_is_written_to_later_is_not_taken_again() -> None:
+    class Later(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            h = Cosine.apply(self.first(x))
+            y = self.middle(h)
+            h.add_(1)
+            out: Tensor = self.last(y) + h
+            return out
+
+    module, plain, x = make(lambda: (Later(Body(lambda _, x: Cosine.apply(x * 1 + 0))), torch.randn(ROWS, 64)))
+    dpx.apply_plan(module, plan := smallest(module, x))
+    assert not plan.calls
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+
+
+class Cosine(torch.autograd.Function):
+    """Saves its cosine, and not its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.cos(x))
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+def test_a_call_that_fails_the_second_time_is_not_made_again() -> None:
+    class Resets(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            self.middle.condition = 2.0
+            out: Tensor = super().forward(x)
+            self.middle.condition = None
+            return out
+
+    def raises(_: Body, x: Tensor) -> Tensor:
+        _HIDDEN["runs"] = _HIDDEN.get("runs", 0) + 1
+        if _HIDDEN["runs"] > 2:
+            raise KeyError("not a third time")
+        return Swing.apply(x, 2.0)
+
+    module, plain, x = make(lambda: (Resets(Body(_is_given_by_attribute)), torch.randn(ROWS, 64)))
+    dpx.apply_plan(module, plan := smallest(module, x))
+    assert plan.calls == {"middle"}
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+    _HIDDEN["runs"] = 0
+    assert any("not a third time" in reason for reason in reasons(Around(Body(raises)), x))

@@ -1,8 +1,10 @@
 """Profiling a step ends, whatever the shape of its graph."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import lightning_dpx as dpx
 from lightning_dpx.recompute import profile_module
 
 
@@ -45,3 +47,22 @@ def test_of_steps_that_differ_nobody_knows_when_a_value_is_unused() -> None:
     assert len(profile.storages) > 1
     (unused,) = {storage.unused for storage in profile.storages}
     assert profile.forward_events - 3 < unused < profile.forward_events
+
+
+class Forces(nn.Module):
+    """As models of molecules: the gradient of the energy is a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        energy = self.two(torch.tanh(h))
+        (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
+        return energy + force.pow(2).sum()
+
+
+def test_a_backward_inside_of_the_forward_is_refused() -> None:
+    with pytest.raises(dpx.PlanError, match=r"runs a backward of its own \(autograd\.grad\)"):
+        profile_module(Forces(), torch.randn(64, 64))
