@@ -360,23 +360,7 @@ def _measure(
             raise  # fewer rows may do, and the caller knows how to get them
         except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
             refused[value] = f"{value.operator} failed when repeated: {error}"
-    unfaithful = {
-        value.inputs[0] for value in refused if value.make is pick and refused[value] and not _is_scratch(value)
-    }
-    for value in refused:
-        if value.make is pick and value.inputs[0] in unfaithful:
-            refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
-    for value in refused:
-        if (
-            refused[value]
-            and _is_scratch(value)
-            and any(
-                not refused[other] and other.tensor is not None and other.tensor.is_floating_point()
-                for other in profiler.found
-                if other.make is pick and other.inputs[0] is value.inputs[0]
-            )
-        ):
-            refused[value] = ""
+    _judge_calls(profiler, refused)
     copying = {}
     if meter.parks:
         named = [value for value, span in profiler.found.items() if value.name and span is not None]
@@ -417,6 +401,26 @@ def _measure(
         for value in order
     ]
     return order, values, spans
+
+
+def _judge_calls(profiler: _Profiler, refused: dict[Value, str]) -> None:
+    """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
+    picked = [value for value in refused if value.make is pick]
+    unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
+    for value in picked:
+        if value.inputs[0] in unfaithful:
+            refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
+    right = {
+        value.inputs[0]
+        for value in picked
+        if value in profiler.found
+        and not refused[value]
+        and value.tensor is not None
+        and value.tensor.is_floating_point()
+    }
+    for value in picked:
+        if _is_scratch(value) and value.inputs[0] in right:
+            refused[value] = ""
 
 
 def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value, float]:

@@ -176,13 +176,13 @@ def compute(wanted: Value) -> torch.Tensor:
     """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
     stack, made, later = [wanted], set[Value](), list[Value]()
     while stack:
-        value = stack[-1]
-        if value.tensor is None and isinstance(value.make, Again) and not _missing(value):
-            value.tensor = run_recipe(value)  # with gradients and autocast as in forward
-            _have(value, made, later)
         # A function mode of the step, such as a shift's, must not move what is repeated where it was.
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             _compute_operators(stack, made, later)
+        if stack:
+            call = stack.pop()
+            call.tensor = run_recipe(call)  # with gradients and autocast as in forward
+            _have(call, made, later)
     for value in later:
         used(value)
     tensor = wanted.tensor
@@ -207,10 +207,6 @@ def _compute_operators(stack: list[Value], made: set[Value], later: list[Value])
         value.tensor = run_recipe(value)
         stack.pop()
         _have(value, made, later)
-
-
-def _missing(value: Value) -> bool:
-    return any(source.tensor is None for source in value.sources)
 
 
 def _have(value: Value, made: set[Value], later: list[Value]) -> None:

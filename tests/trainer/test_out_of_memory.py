@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
 from lightning_dpx.devices import parse_bytes
-from tests.conftest import SIMULATED, make_trainer
+from tests.conftest import SIMULATED, make_trainer, simulate_room
 
 pytestmark = [
     pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
@@ -78,11 +78,12 @@ class Neighbour(Callback):
 
 
 def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **options: Any) -> dict[str, torch.Tensor]:
-    gc.collect()
     trainer_options = {key: options.pop(key) for key in ("accumulate_grad_batches",) if key in options}
     callbacks = [Neighbour()] if options.pop("neighbour", False) else []
-    held = max(torch.get_device_module("sim").memory_allocated(index) for index in range(num_devices))  # by other tests
-    dpx.simulate(num_devices, memory=None if memory is None else parse_bytes("memory", memory) + held)
+    if memory is None:
+        dpx.simulate(num_devices)
+    else:
+        simulate_room(*[parse_bytes("memory", memory)] * num_devices)
     torch.manual_seed(0)
     model = Deep(peak_in)
     strategy = dpx.DPXStrategy(execution=execution, gradient_packs=0, **options)
