@@ -9,6 +9,7 @@ from lightning_dpx.replicas.replica import Replica, stand_in
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
 from lightning_dpx.replicas.slicing import (
     BatchDim,
+    UncuttableBatch,
     batch_size,
     check_batch_dim,
     check_paths,
@@ -35,6 +36,7 @@ __all__ = [
     "Share",
     "StepTimes",
     "Trial",
+    "UncuttableBatch",
     "batch_size",
     "check_batch_dim",
     "check_workload",

@@ -91,6 +91,7 @@ class ReplicaSet:
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
         self.devices = tuple(canonical_device(device) for device in devices)
+        self._physical = tuple(distinct_devices(self.devices))
         self._workload = parse_workload(workload, len(devices))
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
@@ -136,6 +137,12 @@ class ReplicaSet:
         return self._merge and len(distinct_devices(self.devices)) == 1 and not self._trains_in_threads
 
     @property
+    def cuts_batches(self) -> bool:
+        """Whether a step, in the mode that the module is in, may run on several replicas."""
+        merged = self._merge and not (self.root.module.training and self._trains_in_threads)
+        return len(self._physical if merged else self.devices) > 1
+
+    @property
     def num_active(self) -> int:
         """Replicas that take part in the step of a full batch: fewer than K where neighbours are merged."""
         ones = (1,) * len(self.devices)
@@ -177,9 +184,12 @@ class ReplicaSet:
         """The parts of ``batch``, one per active replica, in sample order.
 
         Raises:
-            SliceError: the batch cannot be cut.
+            UncuttableBatch: the batch cannot be cut for certain.
         """
-        sizes = self.sizes(batch_size(batch, self.batch_dim))
+        num_rows = batch_size(batch, self.batch_dim)
+        if num_rows == 0:
+            return [self.whole_share(batch, 0)]
+        sizes = self.sizes(num_rows)
         if self._balancer is not None and self.root.module.training:
             self._balancer.begin(sizes)
         if self.times is not None:
@@ -191,6 +201,15 @@ class ReplicaSet:
         return [
             Share(replica, size, part) for replica, size, part in zip(self.replicas, sizes, parts, strict=True) if size
         ]
+
+    def whole_share(self, batch: Any, num_rows: int) -> Share:
+        """All of ``batch`` for the first replica; the others idle."""
+        sizes = (num_rows, *(0,) * (len(self.devices) - 1))
+        if self._balancer is not None and self.root.module.training:
+            self._balancer.begin(sizes)
+        if self.times is not None:
+            self.times.begin(sizes)
+        return Share(self.root, num_rows, batch)
 
     def run(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Any]:
         """``call(share)`` for every share, each in its replica's context and lane; values in share order.

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,20 @@ from lightning_dpx.errors import ConfigurationError, SliceError
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 BatchDim = int | Mapping[str, int]
+
+
+class UncuttableBatch(SliceError):  # noqa: N818  no error where one device takes it whole
+    """A batch that cannot be cut for certain; one device can do with it what it does.
+
+    Args:
+        reason: Why, as a sentence that names all inputs at fault.
+        advice: What to do about it, in sentences.
+        kind: What is the same for all batches with these faults, whatever their sizes.
+    """
+
+    def __init__(self, reason: str, advice: str, kind: Hashable) -> None:
+        super().__init__(f"{reason} {advice}".rstrip())
+        self.reason, self.advice, self.kind = reason, advice, kind
 
 
 def parse_workload(workload: Any, num_replicas: int) -> tuple[float, ...]:
@@ -118,17 +132,18 @@ def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
         if found is None:
             found = path, size
         elif found[1] != size:
-            raise SliceError(
-                f"The batch has two batch sizes: {found[0]} has {found[1]} rows and {path} has {size}. All inputs must "
-                f"agree; an input without a batch dim is given whole to every replica by batch_dim={{{path!r}: -1}}."
+            raise UncuttableBatch(
+                f"The batch has two batch sizes: {found[0]} has {found[1]} rows and {path} has {size}.",
+                f"All inputs must agree; an input without a batch dim is given whole to every replica by "
+                f"batch_dim={{{path!r}: -1}}.",
+                ("sizes", path),
             )
     if found is None:
-        raise SliceError(
-            f"Nothing in the batch ({type(batch).__name__}) has a batch dim: give tensors, lists of plain items, or "
-            "containers of them (register your own class with torch.utils._pytree.register_pytree_node)."
+        raise UncuttableBatch(
+            f"Nothing in the batch ({type(batch).__name__}) has a batch dim.",
+            "Give tensors, lists of plain items, or containers of them.",
+            "nothing",
         )
-    if found[1] == 0:
-        raise SliceError(f"The batch has no rows: {found[0]} has size 0 along its batch dim.")
     return found[1]
 
 
@@ -152,8 +167,10 @@ def _dim_of(path: str, batch_dim: BatchDim) -> int:
 def children_of(node: Any) -> list[tuple[str, Any]] | None:
     """Named children of a container, or ``None`` for a leaf."""
     if isinstance(node, PackedSequence):
-        raise SliceError(
-            "A PackedSequence cannot be cut by rows; give the padded tensor and the lengths, and pack inside the step."
+        raise UncuttableBatch(
+            "A PackedSequence cannot be cut by rows; give the padded tensor and the lengths, and pack inside the step.",
+            "",
+            "packed",
         )
     if isinstance(node, Mapping):
         return [(str(key), value) for key, value in node.items()]
@@ -210,9 +227,11 @@ def _sized_inputs(node: Any, batch_dim: BatchDim, path: str = "") -> Iterator[tu
         if dim == -1 or node.ndim == 0:
             return
         if node.layout != torch.strided or node.is_nested:
-            raise SliceError(
+            raise UncuttableBatch(
                 f"{path or 'The batch'} is a sparse or nested tensor, which cannot be cut by rows; give it whole to "
-                f"every replica by batch_dim={{{path!r}: -1}}, or give dense tensors."
+                f"every replica by batch_dim={{{path!r}: -1}}, or give dense tensors.",
+                "",
+                ("layout", path),
             )
         if not 0 <= dim < node.ndim:
             raise SliceError(

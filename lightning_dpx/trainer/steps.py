@@ -30,6 +30,7 @@ from lightning_dpx.replicas import (
     ReplicaSet,
     Share,
     Trial,
+    UncuttableBatch,
     check_paths,
     first_loss,
     gather,
@@ -47,6 +48,7 @@ from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.ranks import RanksOfReplicas
 from lightning_dpx.trainer.static_memory import StaticMemory, bytes_of_states
 from lightning_dpx.trainer.stopping import StopTogether
+from lightning_dpx.trainer.whole_batches import WholeBatches, fetches_by_itself, rows_to_weigh_by
 
 _DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
 
@@ -75,6 +77,7 @@ class StepsOfReplicas(RanksOfReplicas):
         self._stopping: StopTogether | None = None  # where there are several processes
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
+        self._whole_batches = WholeBatches()
         self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
         self._tightening: Callable[[], str] = planning.advice
         super().__init__(*args)
@@ -247,21 +250,52 @@ class StepsOfReplicas(RanksOfReplicas):
         return self._finished(name, merged)
 
     def _shares(self, name: str, args: tuple[Any, ...]) -> list[Share]:
+        """The slices of a batch, or the whole of it for the first replica where it is not, or cannot be, cut."""
         assert self._replicas is not None, "only called with replicas"
-        if isinstance(args[0], Iterator):
-            raise UnsupportedError(
-                f"{name}(self, dataloader_iter) is not supported with several replicas: take a batch."
-            )
-        check_paths(args[0], self._batch_dim)
-        shares = self._replicas.shares(args[0])
+        batch = args[0]
+        shares = self._slices(name, batch) if self._replicas.cuts_batches else None
+        if shares is None:
+            num_rows = rows_to_weigh_by(batch) if self._reads_rows else 1
+            shares = [self._replicas.whole_share(batch, num_rows)]
         self._rows_of_step = sum(share.num_rows for share in shares)
         return shares
+
+    def _slices(self, name: str, batch: Any) -> list[Share] | None:
+        """``None``, and announced once, where the batch must go whole."""
+        assert self._replicas is not None, "only called with replicas"
+        if self._whole_batches.reason_for(name) is not None:
+            return None
+        if fetches_by_itself(batch):
+            self._whole_batches.announce_batch(
+                name,
+                f"{name}(self, dataloader_iter) fetches its batches itself.",
+                "For all devices to take part, let it take a batch.",
+                "dataloader_iter",
+            )
+            return None
+        check_paths(batch, self._batch_dim)
+        try:
+            return self._replicas.shares(batch)
+        except UncuttableBatch as error:
+            self._whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
+            return None
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether anything weighs by the rows of a batch that is not cut; Lightning counts for its logs itself."""
+        assert self._replicas is not None, "only called with replicas"
+        assert self._step is not None, "only called with replicas"
+        weighs = self.num_processes > 1 or self._step.has_other_owners or self._replicas.times is not None
+        by_hand = not self._replicas.root.module.automatic_optimization
+        return weighs or by_hand or self._plans_memory or self._shifts_open
 
     def _transfer(self, share: Share, dataloader_idx: int) -> Any:
         """Moves a slice to its replica through the user's batch hooks."""
         module: Any = share.replica.module
-        source = module.trainer._data_connector._datahook_selector
         batch = share.batch
+        if fetches_by_itself(batch):
+            return batch
+        source = module.trainer._data_connector._datahook_selector
         for hook, extra in (("transfer_batch_to_device", (share.replica.device,)), ("on_after_batch_transfer", ())):
             owner = source.get_instance(hook)
             target = module if isinstance(owner, pl.LightningModule) else owner

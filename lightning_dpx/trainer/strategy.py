@@ -470,6 +470,7 @@ class DPXStrategy(StepsOfReplicas):
         self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch
         self._shifts_open = self._auto_shifts
         self._planning.forget()
+        self._whole_batches.forget()
         Strategy.teardown(self)
 
     # ---- moments after which parameters may have been written without a trace ----

@@ -1,0 +1,77 @@
+"""Batches that go whole to the first replica, while the others idle: nothing is refused that one device can do.
+
+One batch that cannot be cut goes whole, the next one may be cut again. A stage whose result replicas cannot reproduce
+gets all of its batches whole. Either is announced once for every stage and reason, with what to do about it.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from lightning.pytorch.loops.fetchers import _DataFetcherWrapper
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.data import _extract_batch_size
+
+
+class WholeBatches:
+    """Which stages get their batches whole, and what has been said about it."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._announced: set[tuple[str, Hashable]] = set()
+
+    def give_whole(self, stage: str, reason: str, advice: str = "") -> None:
+        """From now on ``stage`` runs on the first replica alone, as on one device.
+
+        Args:
+            stage: The name of the step, for example ``"training_step"``.
+            reason: Why, as a sentence.
+            advice: What the user can do about it, in sentences.
+        """
+        self._reasons.setdefault(stage, reason)
+        self._announce(stage, "gets all of its batches", reason, advice, reason)
+
+    def reason_for(self, stage: str) -> str | None:
+        """Why ``stage`` gets all of its batches whole; ``None`` if it does not."""
+        return self._reasons.get(stage)
+
+    def announce_batch(self, stage: str, reason: str, advice: str, kind: Hashable) -> None:
+        """Says that a batch goes whole to the first replica, once for every stage and kind of reason.
+
+        Args:
+            stage: The name of the step.
+            reason: Why, as a sentence; names all inputs at fault.
+            advice: What the user can do about it, in sentences.
+            kind: What is the same for all batches with this fault, whatever their sizes.
+        """
+        self._announce(stage, "gets a batch", reason, advice, kind)
+
+    def forget(self) -> None:
+        """The run is over; the next one finds out, and says, by itself."""
+        self._reasons.clear()
+        self._announced.clear()
+
+    def _announce(self, stage: str, what: str, reason: str, advice: str, kind: Hashable) -> None:
+        if (stage, kind) in self._announced:
+            return
+        self._announced.add((stage, kind))
+        rank_zero_warn(
+            f"dpx: {stage} {what} whole, on the first replica, while the others idle: {reason} {advice}".rstrip()
+        )
+
+
+def fetches_by_itself(batch: Any) -> bool:
+    """Whether a step takes ``dataloader_iter``: it fetches and moves its batches itself."""
+    return isinstance(batch, _DataFetcherWrapper)
+
+
+def rows_to_weigh_by(batch: Any) -> int:
+    """The rows of a batch that is not cut, as Lightning counts them for its logs; 1 where it cannot.
+
+    Several processes weigh their gradients and logged values by it.
+    """
+    if isinstance(batch, Iterator):  # to count would be to consume
+        return 1
+    try:
+        return next((rows for rows in _extract_batch_size(batch) if rows is not None), 1)
+    except (RecursionError, TypeError):  # a string in a class of its own; an array without dims
+        return 1
