@@ -5,8 +5,9 @@ from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_ba
 from lightning_dpx.replicas.context import Beyond, ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import gather, weighted_mean
 from lightning_dpx.replicas.joint_backward import Roots
-from lightning_dpx.replicas.replica import Replica, stand_in
+from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
+from lightning_dpx.replicas.replicate import stand_in
 from lightning_dpx.replicas.slicing import (
     BatchDim,
     UncuttableBatch,

@@ -1,30 +1,40 @@
-"""Plain Python attributes of the replicas: hooks write them on the user's module, steps write them on every replica.
+"""Plain Python state of the replicas: one set of objects for all; tensors and submodules per replica.
 
-Before a step, an attribute that was set on the user's module (replica 0) since the last step is set on the others too,
-and a container that was changed outside a step is copied again. After a step, what the other replicas added to their
-containers is added to the user's own, in replica order: items appended to a list, new keys of a dict, new members of a
-set; tensors are moved to its device, and containers inside dicts are followed. Anything else that only another replica
-wrote stays there. So ``self.outputs.append(x)`` collects all rows in sample order, and ``self.count += 1`` counts once
-a step.
+Replicas hold the same Python objects wherever those neither are nor hold a tensor or a submodule (see ``replicate``),
+so most of what hooks and steps change needs nobody to carry it. What is left for this file:
+
+- an attribute that a hook set on the user's module: before a step the replicas get it;
+- an attribute that steps rebind: the first replica's value counts, so ``self.count += 1`` counts once a step;
+- containers with tensors: every replica has a mirror of its own, and what steps do to it is done to the user's, too;
+- a container without tensors that gets its first one: from then on it is mirrored.
+
+The cost of a step grows with the number of attributes, not with what they hold.
 """
 
 import copy
-import operator
 import types
+import weakref
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from lightning_dpx.errors import ReplicationError
-from lightning_dpx.replicas.replica import SHARED_TYPES, Replica, reaches
-from lightning_dpx.replicas.slicing import PLAIN
+from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
+from lightning_dpx.replicas.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
+from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
+from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, prepare_memo
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MISSING = object()
+_SMALL = 64  # items up to which a shared container is watched item by item; beyond, by its length
+_MOST_WATCHED = 4096  # containers of one attribute that are watched
 
 
 class PythonState:
@@ -34,20 +44,45 @@ class PythonState:
         replicas: K replicas that are equal now.
         private: Names of attributes that belong to the framework.
         skip: Types of submodules that somebody else looks after.
+        keep: Objects that are shared whatever they hold.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], private: frozenset[str] = frozenset(), skip: tuple[type, ...] = ()
+        self,
+        replicas: Sequence[Replica],
+        private: frozenset[str] = frozenset(),
+        skip: tuple[type, ...] = (),
+        keep: Sequence[object] = (),
     ) -> None:
         self._root, self._others = replicas[0], list(replicas[1:])
-        self._private, self._skip = private | _OF_EVERY_MODULE, skip
+        self._private, self._skip = private | OF_EVERY_MODULE, skip
+        self._kept = {id(kept): kept for kept in keep}
+        self._several_devices = any(replica.device != self._root.device for replica in self._others)
+        self._mirrors: dict[int, Mirror] = {}
+        self._attribute_of: dict[int, tuple[int, str]] = {}  # of a mirrored container, by its id
+        self._mirrored: dict[tuple[int, str], set[int]] = {}  # the mirrored containers of an attribute
+        self._watched: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
+        self._memos: dict[int, dict[int, Any]] = {}
+        self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
+        self._begun = False
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
-        self._seen = [dict(vars(child)) for child in self._modules[0]]  # holds them, so that no id is used twice
-        self._containers = [self._signature(child) for child in self._modules[0]]
-        self._slots = {replica.index: self._slots_of(replica) for replica in self._others}
+        self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
+        self._expected: dict[int, list[dict[str, Any]]] = {}
         self._hooks = [_users_hooks(child) for child in self._modules[0]]
         self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
-        self._sizes: dict[int, list[Any]] = {}
+        if not self._others:
+            return
+        for index, child in enumerate(self._modules[0]):
+            for key, value in self._own(child).items():
+                self._watch(index, key, value)
+                for replica in self._others:
+                    twin = vars(self._modules[replica.index][index])
+                    if key in twin:
+                        self._pair((index, key), replica.index, value, twin[key])
+        for replica in self._others:
+            self._expected[replica.index] = [self._own(child) for child in self._modules[replica.index]]
+
+    # ---- before a step ----
 
     def share(self) -> None:
         """Before a step, first of all: the replicas get what was set on the user's module since the last one.
@@ -57,44 +92,239 @@ class PythonState:
         """
         if not self._others:
             return
+        self._follow_structure()
+        self._memos = {}
+        self._send_new_containers()
+        modules = self._modules[0]
+        for index, child in enumerate(modules):
+            self._send_attributes(index, child)
+            hooks = _users_hooks(child)
+            if hooks != self._hooks[index]:
+                self._hooks[index] = hooks
+                self._send_hooks(index, hooks)
+        for replica in self._others:
+            self._restore(replica)
+        self._sync_mirrors()
+        self._rebound.clear()
+        self._begun = True
+
+    def _follow_structure(self) -> None:
         known, buffers = self._root.modules, self._root.buffers
         self._root.refresh()
         if self._root.modules is not known:
             self._check_modules()
+            self._modules[0] = self._looked_after(self._root)
         if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
             for replica in self._others:
                 replica.refresh()
         self._check_hooks_of_parameters()
-        modules = self._looked_after(self._root)
-        self._modules[0] = modules
-        for index, child in enumerate(modules):
-            if (hooks := _users_hooks(child)) != self._hooks[index]:
-                self._hooks[index] = hooks
-                self._send_hooks(index, child, hooks)
-        changed = [index for index in range(len(modules)) if self._is_changed(index)]
+
+    def _send_attributes(self, index: int, child: nn.Module) -> None:
+        """What was set or deleted on the user's submodule goes to its counterparts."""
+        seen = self._seen[index]
+        now = self._own(child)
+        if len(seen) == len(now) and all(map(_is_still, seen.values(), now.values())) and seen.keys() == now.keys():
+            return
+        for key, value in now.items():
+            if key not in seen or not _is_still(seen[key], value):
+                self._send(index, key, value)
+        for key in seen.keys() - now.keys():
+            self._watched.pop((index, key), None)
+            self._forget_mirrors(index, key)
+            for replica in self._others:
+                vars(self._modules[replica.index][index]).pop(key, None)
+                self._expected[replica.index][index].pop(key, None)
+        self._seen[index] = _remembered(now)
+
+    def _send(self, index: int, key: str, value: Any) -> None:
+        self._forget_mirrors(index, key)
+        self._watch(index, key, value)
         for replica in self._others:
-            for index in changed:
-                self._send(index, modules[index], replica)
-            if changed:
-                self._slots[replica.index] = self._slots_of(replica)
-            children = self._modules[replica.index]
-            self._sizes[replica.index] = [
-                _known(vars(children[i]).get(key, ())) for i, key in self._slots[replica.index]
-            ]
-        self._remember(changed)
+            translated = self._translated(replica, value, lazily=(index, key) in self._rebound)
+            vars(self._modules[replica.index][index])[key] = translated
+            self._expected[replica.index][index][key] = translated
+            self._pair((index, key), replica.index, value, translated)
+
+    def _restore(self, replica: Replica) -> None:
+        """What a step rebound on another replica than the first is forgotten."""
+        for child, expected in zip(self._modules[replica.index], self._expected[replica.index], strict=True):
+            state = vars(child)
+            is_as_expected = all(state.get(key, _MISSING) is value for key, value in expected.items())
+            if is_as_expected and len(state) - len(expected) == self._num_private(child):
+                continue
+            for key in [key for key in state if key not in self._private and key not in expected]:
+                del state[key]
+            state.update(expected)
+
+    def _num_private(self, child: nn.Module) -> int:
+        return len(self._private & vars(child).keys())
+
+    def _sync_mirrors(self) -> None:
+        for replica in self._others:
+
+            def translate(value: Any, replica: Replica = replica) -> Any:
+                return self._translated(replica, value, lazily=True)
+
+            for mirror in list(self._mirrors.values()):
+                if replica.index in mirror.copies:
+                    mirror.sync(replica.index, translate)
+        for mirror in self._mirrors.values():
+            mirror.note()
+        restructured = [key for key, mirror in self._mirrors.items() if mirror.got_containers]
+        for index, key in dict.fromkeys(self._attribute_of[key] for key in restructured):
+            value = vars(self._modules[0][index]).get(key, _MISSING)
+            if value is not _MISSING:
+                self._send(index, key, value)
+
+    def _forget_mirrors(self, index: int, key: str) -> None:
+        for place in self._mirrored.pop((index, key), ()):
+            if self._attribute_of.get(place) == (index, key):
+                del self._attribute_of[place]
+                del self._mirrors[place]
+                self._memos = {}
+
+    # ---- between the turns of a step, and after it ----
+
+    def hand_over(self) -> None:
+        """Between two replicas that take turns on different devices: containers that got tensors are mirrored."""
+        if self._several_devices and self._begun:
+            self._memos = {}
+            self._send_new_containers()
+
+    def wrote_shared(self) -> bool:
+        """Whether the step changed a container that all replicas share."""
+        return any(_mark(container) != mark for entries in self._watched.values() for container, mark in entries)
 
     def collect(self, active: Sequence[Replica]) -> None:
-        """After a step: the user's module gets what the active replicas added to their containers."""
-        owned = self._modules[0]
+        """After a step: the user's containers get what the active replicas did to their mirrors, in replica order."""
+        if not self._others:
+            return
+        self._begun = False
+        self._memos = {}
         for replica in active:
-            if replica is self._root:
+            if replica is not self._root:
+
+                def translate_back(value: Any, replica: Replica = replica) -> Any:
+                    return self._translated_back(replica, value)
+
+                for mirror in list(self._mirrors.values()):
+                    if replica.index in mirror.copies:
+                        mirror.merge(replica.index, translate_back)
+        self._bring_home()
+        for index, child in enumerate(self._modules[0]):
+            seen = self._seen[index]
+            for key, value in self._own(child).items():
+                if key not in seen or not _is_still(seen[key], value):
+                    self._rebound.add((index, key))
+
+    def _bring_home(self) -> None:
+        """Tensors that other replicas put into shared containers are moved to the first device."""
+        if not self._several_devices:
+            return
+        home = self._root.device
+        for entries in self._watched.values():
+            for container, mark in entries:
+                if isinstance(container, (list, dict)) and _mark(container) != mark:
+                    keys = range(len(container)) if isinstance(container, list) else list(container)
+                    for key in keys:
+                        value = container[key]
+                        if isinstance(value, torch.Tensor) and value.device != home:
+                            container[key] = value.to(home)
+
+    # ---- what is shared, and what is mirrored ----
+
+    def _watch(self, index: int, key: str, value: Any) -> None:
+        """Notes the containers behind an attribute that hold no tensor yet."""
+        self._watched.pop((index, key), None)
+        if type(value) in ATOMS or isinstance(value, (torch.Tensor, nn.Module)):
+            return
+        graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
+        graph.walk([value])
+        leading = graph.leading()
+        shared = [held for place, held in graph.objects.items() if isinstance(held, MUTABLE) and place not in leading]
+        if shared:
+            self._watched[index, key] = [(held, _mark(held)) for held in shared[:_MOST_WATCHED]]
+
+    def _send_new_containers(self) -> None:
+        """Attributes with a shared container that has changed are looked at again: it may hold tensors now."""
+        for (index, key), entries in list(self._watched.items()):
+            if all(_mark(container) == mark for container, mark in entries):
                 continue
-            children = self._modules[replica.index]
-            for (index, key), known in zip(self._slots[replica.index], self._sizes[replica.index], strict=True):
-                value, target = vars(children[index]).get(key), vars(owned[index]).get(key)
-                if type(target) is type(value) and target is not value and value is not None:
-                    _take(value, target, known, self._root.device)
-        self._remember([index for index in range(len(owned)) if self._is_changed(index)])
+            value = vars(self._modules[0][index]).get(key, _MISSING)
+            if value is _MISSING:
+                continue
+            graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
+            graph.walk([value])
+            leading = graph.leading()
+            if any(id(container) in leading for container, _ in entries):
+                self._send(index, key, value)
+            else:
+                self._watch(index, key, value)
+
+    def _pair(self, attribute: tuple[int, str], replica: int, source: Any, copied: Any) -> None:
+        for mine, theirs in mirrored_pairs(source, copied):
+            self._attribute_of[id(mine)] = attribute
+            self._mirrored.setdefault(attribute, set()).add(id(mine))
+            if id(mine) not in self._mirrors:
+                self._mirrors[id(mine)] = make_mirror(mine)  # holds it, so that its id stays its own
+            self._mirrors[id(mine)].add(replica, theirs)
+
+    def _is_boundary(self, value: Any) -> bool:
+        return id(value) in self._kept or isinstance(value, SHARED_TYPES)
+
+    def _translated(self, replica: Replica, value: Any, *, lazily: bool) -> Any:
+        """``value`` of the root for ``replica``."""
+        if type(value) in ATOMS:
+            return value
+        memo = self._memo(replica)
+        if isinstance(value, torch.Tensor) and id(value) not in memo:
+            plain = value.detach()
+            return RemoteTensor(plain, replica.device) if lazily else plain.to(replica.device, copy=True)
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            return RemoteTensor(tensor.detach(), replica.device)
+
+        return self._copied(value, memo, place)
+
+    def _translated_back(self, replica: Replica, value: Any) -> Any:
+        """``value`` of ``replica`` for the root."""
+        if type(value) in ATOMS:
+            return value
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            return source_of(tensor) if isinstance(tensor, RemoteTensor) else tensor.to(self._root.device)
+
+        return self._copied(value, self._memo(replica, back=True), place)
+
+    def _copied(self, value: Any, known: dict[int, Any], place: Any) -> Any:
+        memo = dict(known)
+        try:
+            prepare_memo(memo, [value], [], place=place, is_boundary=self._is_boundary)
+            return copy.deepcopy(value, memo)
+        except Exception:  # noqa: BLE001  iterators, files, C handles: there is one of it, for all
+            return value
+
+    def _memo(self, replica: Replica, *, back: bool = False) -> dict[int, Any]:
+        """By id, the counterparts of submodules, parameters, buffers and mirrored containers."""
+        place = replica.index if not back else -replica.index
+        if place not in self._memos:
+            memo: dict[int, Any] = {}
+            pairs = [
+                *zip(self._root.modules, replica.modules, strict=True),
+                *zip(self._root.parameters, replica.parameters, strict=True),
+                *zip(self._root.buffers, replica.buffers, strict=False),
+                *(
+                    (one.source, one.copies[replica.index])
+                    for one in self._mirrors.values()
+                    if replica.index in one.copies
+                ),
+            ]
+            for mine, theirs in pairs:
+                memo[id(theirs if back else mine)] = mine if back else theirs
+            self._memos[place] = memo
+        return self._memos[place]
+
+    # ---- structure and hooks ----
 
     def _check_hooks_of_parameters(self) -> None:
         for parameter in self._root.parameters:
@@ -119,87 +349,89 @@ class PythonState:
     def _looked_after(self, replica: Replica) -> list[nn.Module]:
         return [child for child in replica.modules if not isinstance(child, self._skip)]
 
-    def _is_changed(self, index: int) -> bool:
+    def _own(self, child: nn.Module) -> dict[str, Any]:
+        return {key: value for key, value in vars(child).items() if key not in self._private}
+
+    def _send_hooks(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
         child = self._modules[0][index]
-        if not self._is_known(index, child):
-            return True
-        return bool(self._containers[index]) and self._signature(child) != self._containers[index]
-
-    def _own(self, child: nn.Module) -> Iterator[tuple[str, Any]]:
-        for key, value in list(vars(child).items()):
-            if key not in self._private:
-                yield key, value
-
-    def _is_known(self, index: int, child: nn.Module) -> bool:
-        seen, now = self._seen[index], vars(child)
-        return len(seen) == len(now) and all(map(operator.is_, seen.values(), now.values()))
-
-    def _signature(self, child: nn.Module) -> dict[str, Any]:
-        return {key: _summary(value) for key, value in self._own(child) if type(value) in (list, dict, set)}
-
-    def _remember(self, changed: Sequence[int]) -> None:
-        for index in changed:
-            child = self._modules[0][index]
-            self._seen[index], self._containers[index] = dict(vars(child)), self._signature(child)
-
-    def _send(self, index: int, child: nn.Module, replica: Replica) -> None:
-        twin = self._modules[replica.index][index]
-        before = self._seen[index]
-        mine = dict(self._own(child))
-        for key, value in mine.items():
-            known = key in vars(twin) and before.get(key) is value
-            if not known or (type(value) in (list, dict, set) and _summary(value) != self._containers[index].get(key)):
-                vars(twin)[key] = self._copied(value, replica)
-        for key, _ in self._own(twin):
-            if key not in mine:
-                del vars(twin)[key]
-
-    def _send_hooks(self, index: int, child: nn.Module, hooks: dict[tuple[str, int], Any]) -> None:
-        originals = {id(module) for module in self._root.modules}
-        for (key, _), hook in hooks.items():
-            if isinstance(hook, types.FunctionType) and reaches(hook, originals):
-                name = next(name for name, other in self._root.module.named_modules() if other is child)
-                raise ReplicationError(
-                    f"{name}.{key} got a hook after setup, {hook.__qualname__!r}, whose closure captures this very "
-                    "module; on a replica it would still act on the original. Use a bound method."
-                )
         for replica in self._others:
             twin = self._modules[replica.index][index]
             for key in _HOOKS:
                 held = vars(twin)[key]
                 for number in [number for number, hook in held.items() if not _is_ours(hook)]:
                     del held[number]
-                held.update({number: self._copied(hook, replica) for (of, number), hook in hooks.items() if of == key})
+                mine = {number: hook for (of, number), hook in hooks.items() if of == key}
+                held.update({number: self._translated(replica, hook, lazily=True) for number, hook in mine.items()})
             for key in _HOOK_FLAGS:
                 vars(twin)[key].update(vars(child)[key])
 
-    def _copied(self, value: Any, replica: Replica) -> Any:
-        if isinstance(value, (*PLAIN, *SHARED_TYPES)):
-            return value
-        if isinstance(value, torch.Tensor):
-            return value.detach().to(replica.device)
-        memo: dict[int, Any] = {}
-        for mine, twins in zip(self._root.modules, replica.modules, strict=True):
-            memo[id(mine)] = twins
-        for own, mirrored in zip(self._root.parameters, replica.parameters, strict=True):
-            memo[id(own)] = mirrored
-        try:
-            return _moved(copy.deepcopy(value, memo), replica.device)
-        except Exception:  # noqa: BLE001  locks, files, graphs: what cannot be copied is shared
-            return value
 
-    def _slots_of(self, replica: Replica) -> list[tuple[int, str]]:
-        """Where the replica has containers: the place of the submodule, and the attribute."""
-        return [
-            (index, key)
-            for index, child in enumerate(self._modules[replica.index])
-            for key, value in self._own(child)
-            if type(value) in (list, dict, set)
-        ]
+class StateFingerprint:
+    """What all containers, objects and arrays behind the attributes of a module hold, to see whether a step wrote it.
+
+    Looks at everything once; meant for the first step of a stage.
+    """
+
+    def __init__(self, module: nn.Module, keep: Sequence[object] = (), private: frozenset[str] = frozenset()) -> None:
+        self._module, self._private = module, private | OF_EVERY_MODULE
+        self._kept = {id(kept): kept for kept in keep}
+        self._before = dict(self._marks())
+
+    def _marks(self) -> Iterator[tuple[int, Any]]:
+        graph = ObjectGraph(
+            is_tensor_or_module, lambda value: id(value) in self._kept or isinstance(value, SHARED_TYPES)
+        )
+        for child in self._module.modules():
+            graph.walk(value for key, value in vars(child).items() if key not in self._private)
+        for key, value in graph.objects.items():
+            if isinstance(value, np.ndarray):
+                yield key, (value, zlib.crc32(value.tobytes()))
+            elif isinstance(value, MUTABLE):
+                items: Any = value.items() if isinstance(value, dict) else value
+                yield key, (value, [_identities(item) for item in items])
+            elif has_attributes(value):
+                yield key, (value, [_identities(item) for item in vars(value).items()])
+
+    def has_changed(self) -> bool:
+        """Whether something that was there has other contents now."""
+        now = dict(self._marks())
+        return any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+
+
+def _identities(item: Any) -> Any:
+    return tuple(map(id, item)) if isinstance(item, tuple) else id(item)
+
+
+def _mark(container: Any) -> Any:
+    """Differs if a container was changed; beyond a few items, if their number was."""
+    if len(container) > _SMALL:
+        return len(container)
+    return list(map(id, container.values() if isinstance(container, dict) else container))
+
+
+@dataclass(frozen=True, slots=True)
+class _SeenTensor:
+    """A tensor as it was; held weakly, or the graph behind it would outlive the step."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    version: int
+
+
+def _remembered(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _SeenTensor(weakref.ref(value), version_of(value)) if isinstance(value, torch.Tensor) else value
+        for key, value in attributes.items()
+    }
+
+
+def _is_still(seen: Any, value: object) -> bool:
+    if isinstance(seen, _SeenTensor):
+        return isinstance(value, torch.Tensor) and seen.tensor() is value and seen.version == version_of(value)
+    return seen is value
 
 
 def _is_ours(hook: Any) -> bool:
-    owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
+    owner = type(hook.__self__) if isinstance(hook, types.MethodType) else hook
     return (getattr(owner, "__module__", "") or "").startswith("lightning_dpx.")
 
 
@@ -208,48 +440,3 @@ def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
     state = vars(child)
     held = [(key, state[key]) for key in _HOOKS if state.get(key)]
     return {(key, number): hook for key, hooks in held for number, hook in hooks.items() if not _is_ours(hook)}
-
-
-def _summary(value: Any) -> Any:
-    """Differs if somebody changed a container, short of exchanging items in the middle of a list."""
-    if isinstance(value, list):
-        return id(value), len(value), id(value[-1]) if value else None
-    if isinstance(value, dict):
-        return id(value), {
-            key: _summary(item) if type(item) in (list, dict) else id(item) for key, item in value.items()
-        }
-    return id(value), frozenset(value)
-
-
-def _known(value: Any) -> Any:
-    """What a container holds before a step: its length, or its keys with what they hold."""
-    if isinstance(value, list):
-        return len(value)
-    if isinstance(value, dict):
-        return {key: _known(item) if type(item) in (list, dict, set) else None for key, item in value.items()}
-    return set(value)
-
-
-def _take(source: Any, target: Any, known: Any, device: torch.device) -> None:
-    """Moves what ``source`` holds beyond ``known`` into ``target``."""
-    if isinstance(source, list):
-        target.extend(_moved(source[known:], device))
-        del source[known:]
-    elif isinstance(source, set):
-        target |= source - known
-        source &= known
-    else:
-        for key in list(source):
-            inner = target.get(key)
-            if key in known and known[key] is not None and type(inner) is type(source[key]):
-                _take(source[key], inner, known[key], device)
-            elif key not in known:
-                value = _moved(source.pop(key), device)
-                if isinstance(value, list) and isinstance(inner, list):
-                    inner.extend(value)
-                else:
-                    target.setdefault(key, value)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -23,8 +23,9 @@ from lightning_dpx.replicas.collectives import Meeting
 from lightning_dpx.replicas.context import Beyond, ReplicaRank, Venue, as_rank
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
-from lightning_dpx.replicas.python_state import PythonState
-from lightning_dpx.replicas.replica import Replica, replicate, stand_in
+from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
+from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replicate import replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
@@ -96,10 +97,10 @@ class ReplicaSet:
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self._keep = tuple(keep)
-        self.replicas = replicate(module, self.devices, self._keep, existing)
+        self.replicas = replicate(module, self.devices, self._keep, existing, skip)
         seed_apart(self.devices)
         self.state = StateSync(self.replicas, buffers, check_every)
-        self.python_state = PythonState(self.replicas, private, skip)
+        self.python_state = PythonState(self.replicas, private, skip, self._keep)
         self.batch_dim = batch_dim
         self._merge = merge and execution == "auto"
         self._deadline = deadline
@@ -110,6 +111,7 @@ class ReplicaSet:
         self._usual_rows: dict[bool, int] = {}
         self._trains_in_threads = False
         self._turns = InlineExecutor(deadline)
+        self._writes: set[tuple[str, bool]] = set()  # stages and modes that were seen to write shared Python state
         self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
         self._callers_threads: int | None = None
         self._walked_apart = False
@@ -221,6 +223,7 @@ class ReplicaSet:
         if in_turns:
             self.release_cores()
         before = host_random_state() if threads else None
+        state = StateFingerprint(self.root.module, self._keep) if in_turns and len(shares) > 1 else None
         tasks = [
             Task(share.replica.index, share.replica.device, stage, self._as_rank(rank, len(shares), call, share, stage))
             for rank, share in enumerate(shares)
@@ -228,12 +231,15 @@ class ReplicaSet:
         values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, not torch.equal(before, host_random_state()))
+            wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
+            self._note_writes(stage, wrote)
         return values
 
     def _as_rank(
         self, index: int, world_size: int, call: Callable[[Share], Any], share: Share, stage: str
     ) -> Callable[[], Any]:
         rank = ReplicaRank(index, world_size, self._venue)
+        follows_another = index > 0 and self._runs_one_by_one(stage)
         balancer = self._balancer if self.root.module.training else None
         watches = [
             None if balancer is None else balancer.watch(share.replica.index),
@@ -247,6 +253,8 @@ class ReplicaSet:
         def ranked() -> Any:
             with as_rank(rank):
                 try:
+                    if follows_another:
+                        self.python_state.hand_over()
                     for watch in watching:
                         watch.start()
                     with first_nan.watching(module) if searched else nullcontext():
@@ -298,8 +306,26 @@ class ReplicaSet:
         if not isinstance(self._executor, ThreadedExecutor) or self._trains_in_threads:
             return False
         training = self.root.module.training
+        if (stage, training) in self._writes:
+            return True
         draws = [drew for (_, mode), drew in self._draws.items() if mode == training]
         return any(draws) or (stage, training) not in self._draws
+
+    def _runs_one_by_one(self, stage: str) -> bool:
+        return isinstance(self._executor, InlineExecutor) or self._takes_turns(stage)
+
+    def _note_writes(self, stage: str, wrote: bool) -> None:
+        """Appending to one list from several threads gives any order: such a stage takes turns from now on."""
+        if not wrote:
+            return
+        self._writes.add((stage, self.root.module.training))
+        if self._trains_in_threads:
+            self._trains_in_threads = False
+            warnings.warn(
+                f"The {stage} writes Python state that its replicas share, so they take their slices as one from "
+                "here on; in this step, which ran in threads, its order is not that of one device.",
+                stacklevel=3,
+            )
 
     def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
         known = any(self._draws.values())

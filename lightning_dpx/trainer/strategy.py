@@ -301,7 +301,7 @@ class DPXStrategy(StepsOfReplicas):
             buffers=self._buffers,
             merge=True,
             keep=[item for item in keep if item is not None],
-            private=frozenset(vars(pl.LightningModule())) | {"_hparams", "_hparams_initial", "_hparams_name"},
+            private=frozenset(vars(pl.LightningModule())),
             skip=(Metric, MetricCollection),
             deadline=self._timeout,
             check_every=self._check_every,

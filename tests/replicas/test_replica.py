@@ -1,4 +1,6 @@
+import functools
 import threading
+import weakref
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replica import replicate
+from lightning_dpx.replicas.replicate import replicate
 
 CPU = torch.device("cpu")
 
@@ -34,17 +36,72 @@ def test_structure_is_kept_and_parameters_on_one_device_share_storage() -> None:
     assert module.steps.item() == 0, "buffers are each replica's own"
 
 
-def test_an_attribute_that_cannot_be_copied_is_named() -> None:
+def test_what_holds_no_tensor_is_the_same_object_on_every_replica() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
-    module[0].guard = threading.Lock()
-    with pytest.raises(dpx.ReplicationError, match=r"'0\.guard' fails with TypeError"):
-        replicate(module, [CPU, CPU])
+    held = {
+        "lock": threading.Lock(),
+        "file": open(__file__),  # noqa: SIM115
+        "words": {"a": 0},
+        "iterator": iter(range(3)),
+        "generator": torch.Generator(),
+        "function": lambda: 0,
+    }
+    vars(module[0]).update(held)
+    _, twin = replicate(module, [CPU, CPU])
+    held["file"].close()
+    for name, value in held.items():
+        assert getattr(twin.module[0], name) is value, name
 
 
-def test_a_closure_over_the_module_is_refused() -> None:
+def test_what_leads_to_tensors_or_submodules_is_each_replicas_own() -> None:
+    module = Tied()
+    module.parts = [module.embed, {"head": module.head}]
+    module.method = functools.partial(module.embed.forward)
+    module.loss = module.head(torch.ones(1, 4)).sum()
+    module.seen = [torch.ones(2)]
+    _, twin = replicate(module, [CPU, CPU])
+    assert twin.module.parts[0] is twin.module.embed
+    assert twin.module.parts[1]["head"] is twin.module.head
+    assert twin.module.method.func.__self__ is twin.module.embed
+    assert twin.module.loss.grad_fn is None, "a history belongs to the one who computed it"
+    assert twin.module.seen is not module.seen
+    assert torch.stack(twin.module.seen).tolist() == [[1, 1]]
+
+
+def test_functions_and_weak_references_lead_to_the_replicas_own_module() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
-    module[0].register_forward_hook(lambda *_: module.train())
-    with pytest.raises(dpx.ReplicationError, match=r"0\._forward_hooks holds the function"):
+    calls: list[nn.Module] = []
+
+    def note(*_: object) -> None:
+        calls.append(module)
+
+    module[0].register_forward_hook(note)
+    module[0].above = weakref.ref(module)
+    module[0].cached = functools.lru_cache(lambda: module)
+    _, twin = replicate(module, [CPU, CPU])
+    twin.module(torch.ones(1, 1))
+    assert twin.module[0].above() is twin.module
+    assert twin.module[0].cached() is twin.module
+    [hook] = twin.module[0]._forward_hooks.values()
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
+    assert cells["module"].cell_contents is twin.module
+    assert calls == [twin.module], "what the closure shares with others stays shared"
+
+
+class HoldsItself:
+    """Refuses to be copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: object) -> "HoldsItself":
+        raise TypeError("one of a kind")
+
+
+def test_what_holds_the_module_and_cannot_be_copied_is_named() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module[0].guard = HoldsItself(module)
+    with pytest.raises(dpx.ReplicationError, match=r"'0\.guard' fails with TypeError: one of a kind"):
         replicate(module, [CPU, CPU])
 
 

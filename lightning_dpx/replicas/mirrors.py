@@ -1,0 +1,247 @@
+"""Containers that hold tensors or submodules: each replica has its own, and what steps change in it comes together.
+
+    root's container --sync, before a step--> replica's mirror --merge, after it--> root's container
+
+A list of tensors cannot be one object for several devices. So a replica gets a mirror of it, in which submodules are
+the replica's own and tensors are on its device (copied when first used). After a step, what it appended, set, added or
+removed happens to the root's container, too, replica after replica: the order in which one device would have seen the
+rows.
+"""
+
+import functools
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.replicas.object_graph import MUTABLE
+
+Translate = Callable[[Any], Any]
+_WITHOUT_STATE = (type, nn.Module, torch.Tensor, FunctionType, MethodType, ModuleType, functools.partial)
+
+
+def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
+    """All containers, and objects with attributes, that ``copied`` has in the place of those that ``source`` has."""
+    waiting = [(source, copied)]
+    seen: set[int] = set()
+    while waiting:
+        mine, other = waiting.pop()
+        if mine is other or type(mine) is not type(other) or id(mine) in seen:
+            continue
+        seen.add(id(mine))
+        if isinstance(mine, (list, tuple, deque)):
+            waiting.extend(zip(mine, other, strict=False))
+        elif isinstance(mine, dict):
+            waiting.extend((mine[key], other[key]) for key in mine if key in other)
+        elif not isinstance(mine, set):
+            if not has_attributes(mine):
+                continue
+            theirs = vars(other)
+            waiting.extend((value, theirs[key]) for key, value in vars(mine).items() if key in theirs)
+        if not isinstance(mine, tuple):
+            yield mine, other
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether ``value`` is an object of somebody's class whose attributes may change."""
+    return hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE)
+
+
+def make_mirror(source: Any) -> "Mirror":
+    """The mirror of a container, by its kind."""
+    if isinstance(source, (list, deque)):
+        return SequenceMirror(source)
+    if isinstance(source, set):
+        return SetMirror(source)
+    return MappingMirror(source)
+
+
+class Mirror:
+    """A container on the root, and its counterparts on other replicas.
+
+    Attributes:
+        source: The root's.
+        copies: By the index of a replica.
+        got_containers: Whether the source got, since it was made, values that are containers themselves.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.got_containers = False
+        self.copies: dict[int, Any] = {}
+        self._seen: Any = self._items(source)
+        self._expected: dict[int, Any] = {}
+
+    def add(self, replica: int, copied: Any) -> None:
+        """``copied`` is the counterpart on ``replica``, and equal to the source now."""
+        self._seen = self._items(self.source)
+        self.copies[replica] = copied
+        self._expected[replica] = self._items(copied)
+
+    def sync(self, replica: int, translate: Translate) -> None:
+        """Makes the counterpart equal to the source, as both were last seen; see :meth:`note`."""
+        copied = self.copies[replica]
+        expected = self._expected[replica]
+        if not self._is_same(self._items_of_source(), self._seen):
+            expected = self._follow(expected, translate)
+            self._expected[replica] = expected
+        if not self._is_same(self._peek(copied), expected):
+            self._fill(copied, expected)
+
+    def note(self) -> None:
+        """After all counterparts were synchronized: remembers what the source holds."""
+        if not self._is_same(self._items_of_source(), self._seen):
+            self._seen = self._items(self.source)
+
+    def merge(self, replica: int, translate_back: Translate) -> bool:
+        """Does to the source what a step did to the counterpart on ``replica``; says whether there was anything."""
+        copied = self.copies[replica]
+        if self._is_same(self._peek(copied), self._expected[replica]):
+            return False
+        self._apply(self._expected[replica], self._peek(copied), translate_back)
+        return True
+
+    def _items_of_source(self) -> Any:
+        return self._peek(self.source)
+
+    # ---- by kind ----
+
+    def _peek(self, container: Any) -> Any:
+        """The container's items, without a copy where that is possible."""
+        return container
+
+    def _items(self, container: Any) -> Any:
+        raise NotImplementedError
+
+    def _is_same(self, now: Any, then: Any) -> bool:
+        raise NotImplementedError
+
+    def _follow(self, expected: Any, translate: Translate) -> Any:
+        raise NotImplementedError
+
+    def _fill(self, copied: Any, items: Any) -> None:
+        raise NotImplementedError
+
+    def _apply(self, before: Any, after: Any, translate_back: Translate) -> None:
+        raise NotImplementedError
+
+
+class SequenceMirror(Mirror):
+    """Of a list or a deque."""
+
+    def _items(self, container: Any) -> list[Any]:
+        return list(container)
+
+    def _is_same(self, now: Any, then: Any) -> bool:
+        return len(now) == len(then) and all(map(operator.is_, now, then))
+
+    def _follow(self, expected: list[Any], translate: Translate) -> list[Any]:
+        known = len(self._seen)
+        if len(self.source) >= known and all(map(operator.is_, self._seen, self.source)):
+            added = list(self.source)[known:]
+            return [*expected[:known], *map(translate, added)]
+        pairs = {id(mine): theirs for mine, theirs in zip(self._seen, expected, strict=True)}
+        return [pairs[id(item)] if id(item) in pairs else translate(item) for item in self.source]
+
+    def _fill(self, copied: Any, items: list[Any]) -> None:
+        copied.clear()
+        copied.extend(items)
+
+    def _apply(self, before: list[Any], after: Any, translate_back: Translate) -> None:
+        now = list(after)
+        dropped = _dropped_from_the_front(before, now)
+        if dropped is None:  # items in the middle were exchanged: the first replica's are kept
+            return
+        added = now[len(before) - dropped :]
+        limit = getattr(self.source, "maxlen", None)
+        if limit is None:  # a deque with a limit drops by itself
+            for _ in range(min(dropped, len(self.source))):
+                del self.source[0]
+        self.source.extend(map(translate_back, added))
+
+
+def _dropped_from_the_front(before: list[Any], after: list[Any]) -> int | None:
+    """How many items of ``before`` are gone, if the rest of it is still in front of ``after``."""
+    for dropped in range(len(before) + 1):
+        rest = before[dropped:]
+        if len(rest) <= len(after) and all(map(operator.is_, rest, after)):
+            return dropped
+    return None
+
+
+class MappingMirror(Mirror):
+    """Of a dict of any kind, or of an object's attributes."""
+
+    def _peek(self, container: Any) -> dict[Any, Any]:
+        return container if isinstance(container, dict) else vars(container)
+
+    def _items(self, container: Any) -> dict[Any, Any]:
+        return dict(self._peek(container))
+
+    def _is_same(self, now: dict[Any, Any], then: dict[Any, Any]) -> bool:
+        return (
+            len(now) == len(then)
+            and all(map(operator.is_, now, then))
+            and all(map(operator.is_, now.values(), then.values()))
+        )
+
+    def _follow(self, expected: dict[Any, Any], translate: Translate) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key, value in self._items_of_source().items():
+            if key in expected and key in self._seen and self._seen[key] is value:
+                result[key] = expected[key]
+                continue
+            result[key] = translate(value)
+            if isinstance(value, MUTABLE) or has_attributes(value):
+                self.got_containers = True
+        return result
+
+    def _fill(self, copied: Any, items: dict[Any, Any]) -> None:
+        own = self._peek(copied)
+        for key in [key for key in own if key not in items]:
+            del own[key]
+        for key, value in items.items():
+            own[key] = value
+
+    def _apply(self, before: dict[Any, Any], after: dict[Any, Any], translate_back: Translate) -> None:
+        if not isinstance(self.source, dict):  # attributes that a step rebinds: the first replica's
+            return
+        for key, value in after.items():
+            if key not in before or before[key] is not value:
+                self._set(key, value, is_new=key not in before, translate_back=translate_back)
+        for key in before:
+            if key not in after:
+                self.source.pop(key, None)
+
+    def _set(self, key: Any, value: Any, *, is_new: bool, translate_back: Translate) -> None:
+        theirs = translate_back(value)
+        mine = self.source.get(key)
+        if is_new and isinstance(mine, list) and isinstance(theirs, list):  # made in this step by several replicas
+            mine.extend(theirs)
+        elif not (is_new and key in self.source and isinstance(theirs, torch.Tensor)):
+            self.source[key] = theirs  # of a cache that all replicas fill, the first one's entry stays
+
+
+class SetMirror(Mirror):
+    """Of a set."""
+
+    def _items(self, container: set[Any]) -> set[Any]:
+        return set(container)
+
+    def _is_same(self, now: set[Any], then: set[Any]) -> bool:
+        return now == then
+
+    def _follow(self, expected: set[Any], translate: Translate) -> set[Any]:
+        return set(map(translate, self.source))
+
+    def _fill(self, copied: set[Any], items: set[Any]) -> None:
+        copied.clear()
+        copied.update(items)
+
+    def _apply(self, before: set[Any], after: set[Any], translate_back: Translate) -> None:
+        self.source.update(map(translate_back, after - before))
+        self.source.difference_update(map(translate_back, before - after))

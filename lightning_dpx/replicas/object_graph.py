@@ -1,0 +1,148 @@
+"""Which Python objects lead to a module or a tensor: only those are per replica, all others are shared.
+
+The walk follows what an object refers to, as Python's garbage collector sees it, so that it knows containers, slots,
+closures, partial functions and classes that nobody told it about. It stops at what is code or belongs to the
+framework: classes, modules of Python, the globals of functions, and whatever the caller names.
+"""
+
+import functools
+import gc
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+# Objects that hold nothing, or nothing that a replica could need a version of its own of.
+ATOMS: frozenset[type] = frozenset(
+    {
+        bool, bytearray, bytes, complex, float, int, range, slice, str, type(None), type(Ellipsis),
+        type(NotImplemented), type, property, types.BuiltinFunctionType, types.CodeType, torch.device, torch.dtype,
+        torch.layout, torch.memory_format, torch.Size,
+    }
+)  # fmt: skip
+# Objects that are seen, but whose content is nobody's business.
+_OPAQUE = (types.ModuleType, types.MappingProxyType, types.FrameType, types.TracebackType, memoryview, torch.Generator)
+
+MUTABLE: tuple[type, ...] = (list, dict, set, deque)
+_GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+def children_of_object(value: Any) -> Iterable[Any]:
+    """What ``value`` refers to, without classes, code and globals."""
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset, deque):
+        items: Iterable[Any] = value
+        return items
+    if kind is dict:
+        values: Iterable[Any] = value.values() if all(map(_is_text, value)) else [*value, *value.values()]
+        return values
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, types.FunctionType):
+        return _children_of_function(value)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return [value.__wrapped__]
+    if isinstance(value, _GENERATORS):
+        return _locals_of_generator(value)
+    if isinstance(value, _OPAQUE):
+        return []
+    return gc.get_referents(value)
+
+
+def _is_text(key: object) -> bool:
+    return type(key) is str
+
+
+def _children_of_function(function: types.FunctionType) -> list[Any]:
+    """Closure, defaults and attributes; not the globals, which lead everywhere."""
+    found: list[Any] = [content_of(cell) for cell in function.__closure__ or ()]
+    found.extend(function.__defaults__ or ())
+    found.extend((function.__kwdefaults__ or {}).values())
+    found.extend(vars(function).values())
+    return found
+
+
+def _locals_of_generator(generator: Any) -> list[Any]:
+    frame = getattr(generator, "gi_frame", None)
+    return [] if frame is None else list(frame.f_locals.values())
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a closure captured; ``None`` for a cell that is still empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+class ObjectGraph:
+    """What was seen by a walk from some roots: which objects lead to a target.
+
+    Args:
+        is_target: Whether the walk ends at an object because a replica needs its own.
+        is_boundary: Whether the walk ends at an object because all replicas share it.
+        descend: Of the targets, those whose own content is looked at, too.
+    """
+
+    def __init__(
+        self,
+        is_target: Callable[[Any], bool],
+        is_boundary: Callable[[Any], bool] = lambda value: False,
+        descend: Callable[[Any], bool] = lambda value: False,
+    ) -> None:
+        self._is_target, self._is_boundary, self._descend = is_target, is_boundary, descend
+        self._parents: dict[int, list[int]] = {}
+        self._targets: list[int] = []
+        self.objects: dict[int, Any] = {}  # by id; holding them keeps their ids theirs
+
+    def walk(self, roots: Iterable[Any]) -> None:
+        """Visits everything that can be reached from ``roots``, each object once."""
+        waiting: list[tuple[int | None, Any]] = [(None, root) for root in roots]
+        while waiting:
+            parent, value = waiting.pop()
+            if type(value) in ATOMS or isinstance(value, (type, np.generic)):
+                continue
+            key = id(value)
+            if parent is not None:
+                self._parents.setdefault(key, []).append(parent)
+            if key in self.objects:
+                continue
+            self.objects[key] = value
+            is_target = self._is_target(value)
+            if is_target:
+                self._targets.append(key)
+            if (not is_target or self._descend(value)) and not self._is_boundary(value):
+                children = children_of_object(value)
+                if not _all_atoms(children):
+                    waiting.extend((key, child) for child in children)
+
+    def leading(self) -> set[int]:
+        """The ids of all objects that are a target or lead to one."""
+        found = set(self._targets)
+        waiting = list(self._targets)
+        while waiting:
+            for parent in self._parents.get(waiting.pop(), ()):
+                if parent not in found:
+                    found.add(parent)
+                    waiting.append(parent)
+        return found
+
+
+def _all_atoms(values: Iterable[Any]) -> bool:
+    """Decided in C: a vocabulary of 200,000 words is one look at its values' types."""
+    return isinstance(values, Collection) and ATOMS.issuperset(set(map(type, values)))
+
+
+def is_tensor_or_module(value: Any) -> bool:
+    """What a replica has a version of its own of."""
+    return isinstance(value, (torch.Tensor, nn.Module))
+
+
+def is_module_or_parameter(value: Any) -> bool:
+    """What differs even between replicas on one device."""
+    return isinstance(value, (nn.Parameter, nn.Module))

@@ -1,0 +1,382 @@
+"""Makes replicas: copies of a module that share with it whatever neither is nor holds a tensor or a submodule.
+
+    module --walk--> what leads to tensors or modules --copy only that--> replica
+                     everything else -----------------same objects------> replica
+
+So plain Python state exists once: what a hook changes, every replica sees. Parameters and buffers keep their structure
+(tied weights, parameter lists, flattened RNN weights, parametrizations). Replicas on one physical device share the
+storage of their parameters (no copy, no broadcast); each has gradients and buffers of its own. Functions whose closure
+captures the module, and weak references to it, lead to the replica's own module in the copy.
+"""
+
+import copy
+import copyreg
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas.object_graph import ObjectGraph, content_of, is_module_or_parameter, is_tensor_or_module
+from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
+from lightning_dpx.replicas.replica import Replica
+
+# One object serves all replicas, whatever it holds: data, and what acts on the parameters once a step.
+SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler)
+_LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+Memo = dict[int, Any]
+
+
+def replicate(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    keep: Iterable[object] = (),
+    existing: Sequence[Mapping[str, nn.Parameter]] = (),
+    private: tuple[type, ...] = (),
+) -> tuple[Replica, ...]:
+    """K replicas; the first is ``module`` itself, which must already live on ``devices[0]``.
+
+    Args:
+        module: The module to copy.
+        devices: K devices, repeated ones allowed.
+        keep: Objects that all replicas share by reference, whatever they hold.
+        existing: Per replica, parameters by name that it takes instead of copies.
+        private: Types of submodules of which nothing is shared, because somebody else brings their state together.
+
+    Raises:
+        ReplicationError: something that holds the module or a part of it cannot be copied; names the attribute.
+    """
+    check_materialized(module)
+    if len(devices) > 1:
+        _check_not_parallel(module)
+    kept = list(keep)
+    root = canonical_device(devices[0])
+    replicas = [Replica(0, root, module)]
+    for index, device in enumerate(devices[1:], start=1):
+        target = canonical_device(device)
+        given = existing[index] if existing else {}
+        parameters = _own_parameters(module, None if target == root else target, given)
+        copied = ModuleCopy(module, target, kept, parameters, private).make()
+        replicas.append(Replica(index, target, copied))
+    return tuple(replicas)
+
+
+def stand_in(replica: Replica, keep: Iterable[object] = ()) -> nn.Module:
+    """A shadow of a replica: it shares the parameters, and has a deep copy of all other state.
+
+    For runs that must leave no trace. Every tensor stays on its device, also where parts of the replica are shifted
+    to another one.
+
+    Raises:
+        ReplicationError: something cannot be copied; names the attribute.
+    """
+    module = replica.module
+    return ModuleCopy(module, None, list(keep), _own_parameters(module, None, {}), (nn.Module,)).make()
+
+
+def _own_parameters(
+    module: nn.Module, device: torch.device | None, existing: Mapping[str, nn.Parameter]
+) -> dict[int, nn.Parameter]:
+    """By id, a parameter of the copy for each of ``module``; with the same storage where ``device`` is ``None``."""
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        if name in existing:
+            found[id(parameter)] = existing[name]
+            continue
+        data = parameter.detach() if device is None else _copied(parameter, device)
+        found[id(parameter)] = _like(parameter, data)
+    return found
+
+
+class ModuleCopy:
+    """One copy of ``module``.
+
+    Args:
+        module: What is copied.
+        device: Where the copy's tensors live; ``None`` leaves every tensor on its device.
+        keep: Objects that the copy holds by reference.
+        parameters: The copy's parameters, by the id of the original.
+        private: Types of submodules whose state is copied whole, and not only what leads to tensors and modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | None,
+        keep: Sequence[object],
+        parameters: Mapping[int, nn.Parameter],
+        private: tuple[type, ...] = (),
+    ) -> None:
+        self._module, self._device, self._private = module, device, private
+        self._kept: Memo = {id(kept): kept for kept in keep}
+        self._tensors: Memo = dict(parameters)
+        for buffer in module.buffers():
+            self._tensors[id(buffer)] = _copied(buffer, device)
+
+    def make(self) -> nn.Module:
+        """The copy.
+
+        Raises:
+            ReplicationError: something that must be copied cannot be; names the attribute.
+        """
+        while True:
+            try:
+                return self._attempt()
+            except Exception as error:
+                path, value = self._uncopyable()
+                if nn.Module in self._private or id(value) in self._kept or self._holds_module(value):
+                    where = "" if self._device is None else f" to {self._device}"
+                    raise ReplicationError(
+                        f"The module cannot be copied{where}: attribute {path!r} fails with "
+                        f"{type(error).__name__}: {error}. Remove the attribute before fit, or create it lazily "
+                        "inside the step."
+                    ) from error
+                self._kept[id(value)] = value  # a file, an iterator, a C handle: there is one of it
+
+    def _attempt(self) -> nn.Module:
+        memo = {**self._kept, **self._tensors}
+        shared: list[Any] = []
+        private: list[Any] = []
+        for child in self._module.modules():
+            is_private = isinstance(child, self._private) or not _can_be_a_shell(child)
+            (private if is_private else shared).extend(_attribute_values(child))
+        prepare_memo(memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module)
+        made: nn.Module = copy.deepcopy(self._module, memo)
+        if self._device is not None:
+            made.to(self._device)  # states of metrics, and the device that a LightningModule remembers
+        return made
+
+    def _is_boundary(self, value: Any) -> bool:
+        return id(value) in self._kept or isinstance(value, SHARED_TYPES)
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _copied(tensor, self._device)
+
+    def _uncopyable(self) -> tuple[str, Any]:
+        """The first attribute that fails, by its path; the module itself where none fails alone."""
+        modules = {id(child): child for child in self._module.modules()}
+        for path, child in self._module.named_modules():
+            for key, value in list(vars(child).items()):
+                if key in _STRUCTURE:
+                    continue
+                memo = {**self._kept, **self._tensors, **modules}
+                own = [value] if isinstance(child, self._private) else []
+                try:
+                    prepare_memo(memo, [value], own, place=self._placed, is_boundary=self._is_boundary)
+                    copy.deepcopy(value, memo)
+                except Exception:  # noqa: BLE001  the probe asks which attribute fails, not why
+                    return f"{path}.{key}".lstrip("."), value
+        return type(self._module).__name__, self._module
+
+    def _holds_module(self, value: Any) -> bool:
+        graph = ObjectGraph(is_module_or_parameter, self._is_boundary)
+        graph.walk([value])
+        return id(value) in graph.leading()
+
+
+def _attribute_values(child: nn.Module) -> Iterator[Any]:
+    """The plain attributes of a submodule, and what its hooks are; the dicts of hooks are each module's own."""
+    for key, value in list(vars(child).items()):
+        if key in OF_EVERY_MODULE:
+            if key not in _STRUCTURE and isinstance(value, dict):
+                yield from value.values()
+        else:
+            yield value
+
+
+def prepare_memo(
+    memo: Memo,
+    shared: Iterable[Any],
+    private: Iterable[Any],
+    *,
+    place: Callable[[torch.Tensor], torch.Tensor],
+    is_boundary: Callable[[Any], bool],
+    module: nn.Module | None = None,
+) -> None:
+    """Fills ``memo`` with what ``copy.deepcopy`` would do wrongly, or must not do.
+
+    That is: everything that may be shared, tensors (those with a history cannot be copied), functions and weak
+    references (which it hands over as they are), and locks.
+
+    Args:
+        memo: By id, the counterparts that are known; gets those that are made.
+        shared: Values of which only what leads to tensors or modules is copied.
+        private: Values that are copied whole.
+        place: Makes the counterpart of a tensor.
+        is_boundary: What stays the same object in any case.
+        module: The module whose structure is copied, too, before anything refers to its submodules.
+    """
+    states = [] if module is None else _make_shells(module, memo)
+    known = frozenset(memo)
+
+    def stops(value: Any) -> bool:
+        return id(value) in known or is_boundary(value)
+
+    rest = ObjectGraph(is_tensor_or_module, stops)
+    rest.walk(shared)
+    hidden = [value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value)]
+    whole = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
+    whole.walk([*private, *hidden])
+    memo[id(rest)], memo[id(whole)] = rest, whole  # ids are good as long as their objects live
+    leading = rest.leading() | whole.leading()
+    for key, value in (rest.objects | whole.objects).items():
+        if key in known:
+            continue
+        if isinstance(value, torch.Tensor):
+            memo[key] = place(value)
+        elif is_boundary(value) or isinstance(value, _LOCKS) or not (key in leading or key in whole.objects):
+            memo[key] = value
+    functions = _Functions(memo)
+    for key, value in (rest.objects | whole.objects).items():
+        if key in leading and key not in memo:
+            functions.add(value)
+    for shell, state in states:
+        shell.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+    functions.fill()
+
+
+def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, Any]]:
+    """Empty copies of the submodules, each with the state that it will get.
+
+    Weak references and closures can then lead to a copy that is not made yet. Modules that say themselves how they are
+    copied (scripted, traced and parametrized ones) are left to ``copy.deepcopy``.
+    """
+    states: list[tuple[nn.Module, Any]] = []
+    for child in module.modules():
+        if _can_be_a_shell(child):
+            shell = type(child).__new__(type(child))
+            memo[id(child)] = shell
+            states.append((shell, child.__reduce_ex__(4)[2]))
+    return states
+
+
+def _can_be_a_shell(child: nn.Module) -> bool:
+    """Whether ``child`` is copied by an empty object and a state, as Python does unless told otherwise."""
+    kind = type(child)
+    if hasattr(kind, "__deepcopy__"):
+        return False
+    reduced: Any = child.__reduce_ex__(4)
+    is_plain = reduced[0] is copyreg.__newobj__ and reduced[1] == (kind,)  # type: ignore[attr-defined]
+    return is_plain and all(part is None for part in reduced[3:])
+
+
+class _Functions:
+    """Counterparts of functions and weak references, which lead to what ``memo`` knows instead of the originals."""
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+        self._cells: dict[int, tuple[types.CellType, types.CellType]] = {}
+        self._made: list[tuple[types.FunctionType, types.FunctionType]] = []
+
+    def add(self, value: Any) -> None:
+        """Puts a counterpart of ``value`` into the memo, if it is one of those."""
+        if isinstance(value, types.FunctionType):
+            self._memo[id(value)] = self._function(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            wrapped = value.__wrapped__
+            if isinstance(wrapped, types.FunctionType):
+                if id(wrapped) not in self._memo:
+                    self._memo[id(wrapped)] = self._function(wrapped)
+                options = value.cache_parameters()  # type: ignore[attr-defined]
+                self._memo[id(value)] = functools.lru_cache(**options)(self._memo[id(wrapped)])
+        elif isinstance(value, weakref.WeakMethod):
+            method = value()
+            owner = None if method is None else self._memo.get(id(method.__self__))
+            if method is not None and owner is not None:
+                self._memo[id(value)] = weakref.WeakMethod(types.MethodType(method.__func__, owner))
+        elif type(value) is weakref.ref:
+            counterpart = self._memo.get(id(value()))
+            if counterpart is not None:
+                self._memo[id(value)] = weakref.ref(counterpart)
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        cells = tuple(self._cell(cell) for cell in function.__closure__ or ())
+        made = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        self._made.append((function, made))
+        return made
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        if id(cell) not in self._cells:  # functions that share a variable go on sharing it
+            self._cells[id(cell)] = (cell, types.CellType())
+        return self._cells[id(cell)][1]
+
+    def fill(self) -> None:
+        """Gives the functions what they capture, once everything that they lead to has its counterpart."""
+        for cell, made in self._cells.values():
+            if content_of(cell) is not None:
+                made.cell_contents = copy.deepcopy(content_of(cell), self._memo)
+            elif _is_filled(cell):
+                made.cell_contents = None
+        for function, twin in self._made:
+            twin.__defaults__ = copy.deepcopy(function.__defaults__, self._memo)
+            twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self._memo)
+            twin.__qualname__ = function.__qualname__
+            twin.__doc__ = function.__doc__
+            twin.__module__ = function.__module__
+            twin.__dict__.update(copy.deepcopy(function.__dict__, self._memo))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Values of the replica's own, without history."""
+    if isinstance(tensor, RemoteTensor):
+        tensor = source_of(tensor)
+    return tensor.detach().to(device or tensor.device, copy=True)
+
+
+def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    twin = copy.copy(parameter) if type(parameter) is not nn.Parameter else nn.Parameter(data, parameter.requires_grad)
+    twin.data, twin.grad = data, None
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name)
+        if hooks:
+            twin.requires_grad_(True)  # torch takes hooks only while it does
+            register = twin.register_hook if name == "_backward_hooks" else twin.register_post_accumulate_grad_hook
+            for hook in hooks.values():
+                register(hook)  # type: ignore[no-untyped-call]
+            twin.requires_grad_(parameter.requires_grad)
+    return twin
+
+
+def _check_not_parallel(module: nn.Module) -> None:
+    """What another strategy spreads over devices or processes cannot be a part of a replica."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ReplicationError(f"{name} is a {type(child).__name__}; give the module inside it.")
+    for name, parameter in module.named_parameters():
+        if is_traceable_wrapper_subclass(parameter) and hasattr(parameter, "device_mesh"):
+            raise ReplicationError(f"Parameter {name} is distributed over {parameter.device_mesh}; give whole tensors.")
+
+
+def check_materialized(module: nn.Module) -> None:
+    """Whether all parameters and buffers have values.
+
+    Raises:
+        ReplicationError: one is lazy; names it.
+    """
+    for kind, named in (("Parameter", module.named_parameters()), ("Buffer", module.named_buffers())):
+        for name, tensor in named:
+            if isinstance(tensor, UninitializedTensorMixin):
+                raise ReplicationError(f"{kind} {name} is lazy and has no value yet; run one forward before training.")
