@@ -79,16 +79,38 @@ class TrainingStep:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas, self._loss_reduction = replicas, loss_reduction
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
-        parameters = [replica.parameters for replica in replicas.replicas]
-        self._names = [name for name, _ in replicas.root.module.named_parameters()]
-        self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
-        replicas.state.set_owners(self._owners)
-        several = len(self._reducer.places) > 1 and gradient_packs > 0 and bool(parameters[0])
-        self._eager = EagerReduction(parameters, gradient_packs, self._reduce_only, self._names) if several else None
+        self._gradient_packs = gradient_packs
+        self._take_replicas()
         self._processes, self._rows = processes, 0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._unreduced = self._said_none = False
+
+    def _take_replicas(self) -> None:
+        parameters = [replica.parameters for replica in self._replicas.replicas]
+        self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
+        self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
+        self._replicas.state.set_owners(self._owners)
+        several = len(self._reducer.places) > 1 and self._gradient_packs > 0 and bool(parameters[0])
+        self._eager = (
+            EagerReduction(parameters, self._gradient_packs, self._reduce_only, self._names) if several else None
+        )
+
+    def remake_replicas(self) -> None:
+        """Makes the replicas anew from the user's module; gradients that have accumulated stay.
+
+        Raises:
+            ReplicationError: the module cannot be copied faithfully.
+        """
+        if self._unreduced:
+            self._reduce_here()
+        for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
+            _hand_gradient(owned, parameter)
+        self.close()
+        self._replicas.remake()
+        self._take_replicas()
+        for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
+            _hand_gradient(parameter, owned)  # where the optimizer zeroes it
 
     def forward(
         self, shares: Sequence[Share], call: Callable[[Share], Any], finish: Callable[[Any], Any] | None = None
@@ -232,13 +254,16 @@ class TrainingStep:
         if not self._unreduced:
             return
         self._unreduced = False
+        self._reduce_here()
+        if self._processes is not None:
+            self._reduce_processes(self._processes)
+
+    def _reduce_here(self) -> None:
         done = self._eager.done if self._eager is not None else frozenset()
         for pack in self._packs:
             self._reduce_only([index for index in pack if index not in done])
         if self._eager is not None:
             self._eager.forget()
-        if self._processes is not None:
-            self._reduce_processes(self._processes)
 
     def _reduce_processes(self, processes: ProcessReducer) -> None:
         parameters = self.owner_parameters
@@ -342,6 +367,11 @@ class TrainingStep:
         """Takes its hooks off the parameters; the next backward puts them on again."""
         if self._eager is not None:
             self._eager.close()
+
+
+def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
+    if source is not target and source.grad is not None:
+        target.grad, source.grad = source.grad.to(target.device), None
 
 
 @overload

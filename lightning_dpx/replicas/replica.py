@@ -33,15 +33,25 @@ class Replica:
 
     def refresh(self) -> None:
         """Notes what the module consists of now, in one walk; lists of the same objects as before stay as they are."""
-        modules = _walk(self.module)
-        parameters = _distinct(value for child in modules for value in child._parameters.values())
-        buffers = _distinct(value for child in modules for value in child._buffers.values())
+        modules, parameters, buffers = self.parts()
         if not _same(modules, self.modules):
             self.modules = modules
         if not _same(parameters, self.parameters):
             self.parameters = parameters
         if not _same(buffers, self.buffers):
             self.buffers = buffers
+
+    def parts(self) -> tuple[list[nn.Module], list[nn.Parameter], list[torch.Tensor]]:
+        """The submodules, parameters and buffers as they are now."""
+        modules = _walk(self.module)
+        parameters = _distinct(value for child in modules for value in child._parameters.values())
+        buffers = _distinct(value for child in modules for value in child._buffers.values())
+        return modules, parameters, buffers
+
+    def has_other_structure(self) -> bool:
+        """Whether submodules or parameters were added, removed, exchanged or reordered since :meth:`refresh`."""
+        modules, parameters, _ = self.parts()
+        return not (_same(modules, self.modules) and _same(parameters, self.parameters))
 
 
 def _walk(module: nn.Module) -> list[nn.Module]:

@@ -97,10 +97,10 @@ class ReplicaSet:
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self._keep = tuple(keep)
-        self.replicas = replicate(module, self.devices, self._keep, existing, skip)
+        self._private, self._skip = private, skip
+        self._buffers, self._check_every = buffers, check_every
+        self._take(replicate(module, self.devices, self._keep, existing, skip))
         seed_apart(self.devices)
-        self.state = StateSync(self.replicas, buffers, check_every)
-        self.python_state = PythonState(self.replicas, private, skip, self._keep)
         self.batch_dim = batch_dim
         self._merge = merge and execution == "auto"
         self._deadline = deadline
@@ -128,6 +128,34 @@ class ReplicaSet:
     def root(self) -> Replica:
         """Replica 0: the user's own module."""
         return self.replicas[0]
+
+    def _take(self, replicas: tuple[Replica, ...]) -> None:
+        self.replicas = replicas
+        self.state = StateSync(replicas, self._buffers, self._check_every)
+        self.python_state = PythonState(replicas, self._private, self._skip, self._keep)
+        several = len(replicas) > 1
+        self._shapes = [parameter.shape for parameter in self.root.parameters] if several else []
+        self._names = _names_of_buffers(self.root)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the user's module has other parts than its replicas: pruned, parametrized, extended, resized."""
+        if len(self.replicas) == 1:
+            return False
+        if self.root.has_other_structure():
+            return True
+        if any(parameter.shape != shape for parameter, shape in zip(self.root.parameters, self._shapes, strict=True)):
+            return True
+        return _names_of_buffers(self.root) != self._names
+
+    def remake(self) -> None:
+        """Copies the user's module again, as it is now; what is measured and known of its steps stays.
+
+        Raises:
+            ReplicationError: the module cannot be copied faithfully.
+        """
+        self.root.refresh()
+        self._take(replicate(self.root.module, self.devices, self._keep, (), self._skip))
 
     def stand_in(self, replica: Replica | None = None) -> nn.Module:
         """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone."""
@@ -362,6 +390,10 @@ class ReplicaSet:
         """Ends the workers."""
         self.release_cores()
         self._executor.close()
+
+
+def _names_of_buffers(replica: Replica) -> list[tuple[str, ...]]:
+    return [tuple(child._buffers) for child in replica.modules if child._buffers]
 
 
 def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ def replicate(
     Raises:
         ReplicationError: something that holds the module or a part of it cannot be copied; names the attribute.
     """
-    check_materialized(module)
     if len(devices) > 1:
+        check_materialized(module)
         _check_not_parallel(module)
     kept = list(keep)
     root = canonical_device(devices[0])

@@ -82,6 +82,10 @@ class StepsOfReplicas(RanksOfReplicas):
         self._tightening: Callable[[], str] = planning.advice
         super().__init__(*args)
 
+    def _follow_structure(self) -> None:
+        """Makes the replicas anew where the user's module consists of other parts now."""
+        raise NotImplementedError
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
         if self._replicas is not None and device is None:
@@ -94,6 +98,10 @@ class StepsOfReplicas(RanksOfReplicas):
         Where the module has a method ``training_step_end(outputs)``, the replicas' outputs are merged in sample order
         and it computes the loss from those of the whole batch; gradients flow back through every replica.
         """
+        if self._step is not None:
+            self._follow_structure()
+            if self._step is None:  # given up, when the batch was still where the loader left it
+                args = (super().batch_to_device(args[0]), *args[1:])
         if self._step is None:
             with self._arranged():
                 return self._finished("training_step", super().training_step(*args, **kwargs))
@@ -235,6 +243,10 @@ class StepsOfReplicas(RanksOfReplicas):
     def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stopping is not None:
             self._stopping.before_batch()
+        if self._replicas is not None:
+            self._follow_structure()
+            if self._replicas is None:  # given up, when the batch was still where the loader left it
+                args = (super().batch_to_device(args[0], dataloader_idx=(args[2:] or (0,))[0]), *args[1:])
         if self._replicas is None:
             with self._arranged():
                 return self._finished(name, alone(*args, **kwargs))

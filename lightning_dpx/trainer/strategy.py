@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
@@ -45,6 +46,7 @@ from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
+from lightning_dpx.trainer.owners import move_optimizers
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
 from lightning_dpx.trainer.rank_zero import make_step_aware
@@ -291,25 +293,9 @@ class DPXStrategy(StepsOfReplicas):
         refuse_shifted(module)
         if self._layer_sync is not None:
             synchronize_batch_norm(module)
-        keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
-        replicas = ReplicaSet(
-            module,
-            devices,
-            workload=self._workload,
-            batch_dim=self._batch_dim,
-            execution=self._execution,
-            buffers=self._buffers,
-            merge=True,
-            keep=[item for item in keep if item is not None],
-            private=frozenset(vars(pl.LightningModule())),
-            skip=(Metric, MetricCollection),
-            deadline=self._timeout,
-            check_every=self._check_every,
-            beyond=self._reach_other_processes if self.num_processes > 1 else None,
-        )
-        for replica in replicas.replicas[1:]:
-            copied: Any = replica.module
-            copied._trainer = module._trainer  # LightningModule drops it from its copies
+        replicas = self._make_replicas(module, devices)
+        devices = list(replicas.devices)
+        self._take_trainer(replicas)
         self._shift(replicas)
         elsewhere = [*spare_devices(devices), torch.device("cpu")] if self._auto_shifts else self._shifts.values()
         self._planning.budgets.place(replicas.devices, list(elsewhere))
@@ -329,6 +315,61 @@ class DPXStrategy(StepsOfReplicas):
                 self._consider_threads(module, replicas)
             self._announce_reducer(replicas.devices)
         return model
+
+    def _make_replicas(self, module: "pl.LightningModule", devices: Sequence[torch.device]) -> ReplicaSet:
+        """One replica per device; only the first where the module cannot be copied, which is announced."""
+        keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
+        make = partial(
+            ReplicaSet,
+            module,
+            batch_dim=self._batch_dim,
+            execution=self._execution,
+            buffers=self._buffers,
+            merge=True,
+            keep=[item for item in keep if item is not None],
+            private=frozenset(vars(pl.LightningModule())),
+            skip=(Metric, MetricCollection),
+            deadline=self._timeout,
+            check_every=self._check_every,
+            beyond=self._reach_other_processes if self.num_processes > 1 else None,
+        )
+        try:
+            return make(devices, workload=self._workload)
+        except ReplicationError as error:
+            rank_zero_warn(f"dpx: everything runs on {devices[0]}, the other devices idle: {error}")
+            return make(devices[:1])
+
+    def _take_trainer(self, replicas: ReplicaSet) -> None:
+        for replica in replicas.replicas[1:]:
+            copied: Any = replica.module
+            copied._trainer = self.lightning_module._trainer  # type: ignore[union-attr]  # dropped from copies
+
+    def _follow_structure(self) -> None:
+        """What was pruned, parametrized, added or exchanged on the user's module since the last step: replicas anew."""
+        replicas, step = self._replicas, self._step
+        if replicas is None or step is None or self.shifts_activations or not replicas.is_outdated:
+            return
+        announcement = "dpx: the module has other parts than before; its replicas are made anew."
+        if announcement not in self._announced:
+            self._announced.add(announcement)
+            rank_zero_info(announcement)
+        homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))
+        self._planning.remove(replicas)
+        try:
+            step.remake_replicas()
+        except ReplicationError as error:
+            rank_zero_warn(f"dpx: everything runs on {self.root_device} from here on, the other devices idle: {error}")
+            move_optimizers(self.optimizers, homes)
+            replicas.close()
+            self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
+            return
+        move_optimizers(self.optimizers, homes)
+        self._take_trainer(replicas)
+        self._metrics = ReplicaMetrics(replicas.replicas)
+        self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
+        if step.has_other_owners:
+            mine = replicas.root.parameters
+            move_optimizers(self.optimizers, dict(zip(mine, step.owner_parameters, strict=True)))
 
     def _shift(self, replicas: ReplicaSet) -> None:
         """Moves the chosen parts of every replica, before the optimizers exist."""

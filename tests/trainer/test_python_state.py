@@ -1,8 +1,10 @@
 """What hooks and steps write on a module in plain Python is as on one device."""
 
 import threading
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,175 @@ class Grows(Classifier):
             self.late = nn.Identity()
 
 
-def test_submodules_added_during_fit_are_refused(execution) -> None:
-    with pytest.raises(dpx.ReplicationError, match="other submodules now than its replicas"):
-        fitted(Grows, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+def test_submodules_added_during_fit_are_on_every_replica(execution) -> None:
+    ours = fitted(Grows, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(dict(ours.state_dict()), dict(fitted(Grows).state_dict()))
+
+
+class Schedule:
+    """A plain object that hooks advance and steps read."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.history: list[float] = []
+
+    def advance(self) -> None:
+        self.factor *= 0.5
+        self.history.append(self.factor)
+
+
+class Keeps(Classifier):
+    """Everything that people keep on a module, changed by hooks and by steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"weight": 1.0})
+        self.schedule = Schedule()
+        self.weights = [1.0, 2.0, 3.0]
+        self.ordered: OrderedDict[str, float] = OrderedDict(a=1.0, b=2.0)
+        self.by_label: defaultdict[int, list[float]] = defaultdict(list)
+        self.counter: Counter[int] = Counter()
+        self.recent: deque[float] = deque(maxlen=7)
+        self.confusion = np.zeros((3, 3), dtype=np.int64)
+        self.nested = {"train": {"rows": 0}, "val": {"rows": 0}}
+        self.scale = torch.ones(3)
+        self.norm = lambda rows: rows / self.schedule.factor
+        self.caches: dict[str, torch.Tensor] = {}
+        self.bank: list[torch.Tensor] = []
+        self.records: list[dict[str, torch.Tensor]] = []
+        self.best = float("-inf")
+        self.state: dict[str, Any] = {"last": None}
+        self.heads = [self.net[0], {"out": self.net[-1]}]
+
+    def on_train_epoch_start(self) -> None:
+        self.schedule.advance()
+        self.hparams["weight"] = 1.0 + self.current_epoch
+        self.weights[0] += 1.0
+        self.ordered.move_to_end("a")
+        self.ordered["b"] += 1.0
+        self.scale = self.scale.to(self.device)
+        self.scale.mul_(1.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, labels = batch
+        for label in labels.tolist():
+            self.by_label[label].append(self.schedule.factor)
+            self.recent.append(label)
+        self.counter.update(labels.tolist())
+        hidden = self.heads[0](self.norm(rows)).tanh()
+        logits = self.heads[1]["out"](hidden)
+        np.add.at(self.confusion, (labels.cpu().numpy(), 0), 1)
+        self.nested["train"]["rows"] += len(rows)
+        if "ramp" not in self.caches:
+            self.caches["ramp"] = torch.linspace(0, 1, 3, device=rows.device)
+        self.bank.append(rows[:, 0].detach())
+        self.records.append({"labels": labels, "logits": logits.detach()})
+        self.state["last"] = rows.detach().mean()
+        self.last_loss = F.cross_entropy(logits * self.scale + self.caches["ramp"], labels)
+        self.fresh = {"seen": [batch_idx]}
+        factor = self.hparams["weight"] * self.weights[0] * next(iter(self.ordered.values()))
+        return self.last_loss * factor / 20
+
+    def on_train_epoch_end(self) -> None:
+        self.best = max(self.best, float(torch.cat(self.bank).max()))
+        self.seen_labels = torch.cat([record["labels"] for record in self.records]).tolist()
+        self.bank.clear()
+        self.records = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.nested["val"]["rows"] += len(batch[0])
+        self.nested["val"].setdefault("first", self.schedule.factor)
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]) + self.caches.get("ramp", 0.0), batch[1]))
+
+    def on_train_end(self) -> None:
+        self.final = self.nested["train"]["rows"] + self.nested["val"]["rows"]
+
+
+KEPT = ("weights", "ordered", "by_label", "counter", "recent", "nested", "final", "seen_labels", "fresh", "hparams")
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_all_that_people_keep_on_a_module_is_as_on_one_device(num_replicas: int, execution: str) -> None:
+    one = fitted(Keeps, precision="64-true")
+    strategy = dpx.DPXStrategy(execution=execution)
+    ours = fitted(Keeps, strategy=strategy, devices=num_replicas, precision="64-true")
+    for name in KEPT:
+        assert getattr(ours, name) == getattr(one, name), name
+    assert ours.schedule.history == one.schedule.history
+    assert (ours.confusion == one.confusion).all()
+    assert ours.best == pytest.approx(one.best)
+    torch.testing.assert_close(ours.scale.cpu(), one.scale)
+    torch.testing.assert_close(ours.caches["ramp"].cpu(), one.caches["ramp"])
+    assert_equal(dict(ours.state_dict()), dict(one.state_dict()))
+
+
+def test_tensors_with_a_history_are_no_obstacle_to_a_test_or_a_second_fit(execution: str) -> None:
+    model, loader = fitted(Keeps, strategy=dpx.DPXStrategy(execution=execution), devices=2), make_loader()
+    assert model.last_loss.grad_fn is not None
+    again = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=2, max_epochs=1)
+    again.test(model, loader)
+    again.fit(model, loader, loader)
+    one = fitted(Keeps)
+    plain = make_trainer(max_epochs=1)
+    plain.test(one, loader)
+    plain.fit(one, loader, loader)
+    assert_equal(dict(model.state_dict()), dict(one.state_dict()))
+
+
+class ClosesOverItself(Classifier):
+    """An optimizer that is made by a closure, as notebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure_optimizers = lambda: torch.optim.SGD(self.parameters(), lr=0.1)  # type: ignore[method-assign]
+
+
+def test_a_closure_over_the_module_may_configure_its_optimizers(execution: str) -> None:
+    ours = fitted(ClosesOverItself, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(dict(ours.state_dict()), dict(fitted(ClosesOverItself).state_dict()))
+
+
+class ReadsItsQueue(Classifier):
+    """A queue of tensors that steps fill and read: what other replicas put there must be on the reader's device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[torch.Tensor] = []
+        self.read: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mean = torch.stack(self.queue).mean(0) if self.queue else batch[0].new_zeros(8)
+        self.read.append(len(self.queue))
+        self.queue.append(torch.ones(8, device=batch[0].device))
+        if len(self.queue) > 4:
+            self.queue.pop(0)
+        return F.cross_entropy(self.net(batch[0] + mean), batch[1])
+
+
+def test_a_queue_of_tensors_is_read_on_every_device(execution: str) -> None:
+    ours = fitted(ReadsItsQueue, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert ours.read[:3] == [0, 1, 2], "in turns each replica sees what the one before it put there"
+    assert len(ours.queue) == 4
+    assert {item.device for item in ours.queue} == {ours.queue[0].device}
+
+
+class Words(Classifier):
+    """A vocabulary, which a step's cost must not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary = {f"word {index}": index for index in range(1000)}
+        self.looked_at = 0
+
+
+def test_a_vocabulary_is_one_object_on_all_replicas() -> None:
+    model = Words()
+    strategy = dpx.DPXStrategy(execution="inline")
+    trainer = make_trainer(strategy=strategy, devices=3, max_epochs=1)
+    seen: list[Any] = []
+    model.on_train_batch_end = lambda *_: seen.extend(  # type: ignore[method-assign]
+        replica.vocabulary for replica in strategy.replica_modules
+    )
+    trainer.fit(model, make_loader(), make_loader())
+    assert seen
+    assert all(words is model.vocabulary for words in seen)
