@@ -192,7 +192,9 @@ class PythonState:
             self._send_new_containers()
 
     def wrote_shared(self) -> bool:
-        """Whether the step changed a container that all replicas share."""
+        """Whether the step that is under way changed a container that all replicas share."""
+        if not self._begun:
+            return False
         return any(_mark(container) != mark for entries in self._watched.values() for container, mark in entries)
 
     def collect(self, active: Sequence[Replica]) -> None:

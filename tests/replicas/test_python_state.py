@@ -1,0 +1,137 @@
+"""Random programs that write Python state, in steps and between them, leave what one device leaves."""
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_dpx import ReplicaGroup
+from tests.conftest import SIMULATED
+
+NAMES = ("items", "tensors", "table", "cache", "seen", "counts", "lists", "recent", "nested", "array", "number")
+# What a step does with each row, and what a hook does between two steps.
+STEP_ACTS = ("add", "remove")
+HOOK_ACTS = ("add", "clear", "replace", "rebind", "delete")
+ACTS = st.one_of(
+    st.tuples(st.just("step"), st.sampled_from(NAMES), st.sampled_from(STEP_ACTS)),
+    st.tuples(st.just("hook"), st.sampled_from(NAMES), st.sampled_from(HOOK_ACTS)),
+)
+
+
+def fresh(name: str) -> Any:
+    """An empty value of the attribute's kind."""
+    kinds: dict[str, Any] = {
+        "items": list, "tensors": list, "table": dict, "cache": OrderedDict, "seen": set, "counts": Counter,
+        "lists": lambda: defaultdict(list), "recent": lambda: deque(maxlen=5), "nested": lambda: {"in": {"deep": []}},
+        "array": lambda: np.zeros(8, dtype=np.int64), "number": int,
+    }  # fmt: skip
+    return kinds[name]()
+
+
+class Program(nn.Module):
+    """Rows (B, 1) with integers from 0 to 7; runs its acts for every row, as code that sees a whole batch would."""
+
+    def __init__(self, acts: list[tuple[str, str, str]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.acts = acts
+        self.step = 0
+        for name in NAMES:
+            setattr(self, name, fresh(name))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for row in rows:
+            for where, name, act in self.acts:
+                if where == "step":
+                    self.on_row(name, act, row)
+        return self.linear(rows)
+
+    def on_row(self, name: str, act: str, row: torch.Tensor) -> None:
+        value, held, key = int(row), getattr(self, name, None), f"key {int(row)}"
+        if held is None:
+            return
+        if name == "number":
+            self.number = self.step
+        elif name in ("items", "recent"):
+            held.append(value) if act != "remove" or value not in held else held.remove(value)
+        elif name == "tensors":
+            held.append(row.detach().clone())
+        elif name == "table":
+            held.pop(value, None) if act == "remove" else held.update({value: key})
+        elif name == "cache":
+            held.setdefault(key, row.detach() * 2)
+        elif name == "seen":
+            held.discard(value) if act == "remove" else held.add(value)
+        elif name == "counts":
+            held[value] += 1
+        elif name == "lists":
+            held[value].append(key)
+        elif name == "nested":
+            held.setdefault("in", {"deep": []})["deep"].append(value)
+        elif name == "array":
+            held[value] += 1
+
+    def between_steps(self) -> None:
+        """What hooks do, on the user's module only."""
+        self.step += 1
+        for where, name, act in self.acts:
+            if where != "hook":
+                continue
+            if act in ("replace", "rebind"):
+                setattr(self, name, fresh(name))
+            elif act == "delete" and hasattr(self, name) and name not in ("number", "array"):
+                delattr(self, name)
+            elif act == "clear" and hasattr(getattr(self, name, None), "clear"):
+                getattr(self, name).clear()
+            elif act == "add" and hasattr(self, name):
+                self.on_row(name, "add", torch.tensor([float(self.step % 8)]))
+
+
+def state_of(module: Program) -> dict[str, Any]:
+    """All attributes as plain values."""
+    plain: dict[str, Any] = {}
+    for name in NAMES:
+        value = getattr(module, name, "deleted")
+        if name == "tensors" and isinstance(value, list):
+            value = [float(item) for item in value]
+        elif name == "cache" and isinstance(value, dict):
+            value = {key: float(item) for key, item in value.items()}
+        elif isinstance(value, np.ndarray):
+            value = value.tolist()
+        plain[name] = copy.deepcopy(value)
+    return plain
+
+
+def check(acts: list[tuple[str, str, str]], devices: list[str], execution: Any) -> None:
+    batches = [torch.randint(8, (rows, 1), generator=torch.Generator().manual_seed(rows)).float() for rows in (6, 4, 7)]
+    one, ours = Program(acts), Program(acts)
+    group = ReplicaGroup(ours, devices, execution=execution)
+    for batch in batches:
+        one(batch)
+        group.forward(batch)
+        assert state_of(ours) == state_of(one)
+        one.between_steps()
+        ours.between_steps()
+    homes = {item.device for item in getattr(ours, "tensors", [])}
+    assert homes <= {ours.linear.weight.device, torch.device("cpu")}, "moved to the first device"
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+@given(acts=st.lists(ACTS, min_size=1, max_size=6), num_replicas=st.sampled_from([2, 3]))
+@settings(max_examples=25, deadline=None)
+def test_random_programs_on_one_device(execution: str, acts: list[tuple[str, str, str]], num_replicas: int) -> None:
+    check(acts, ["cpu"] * num_replicas, execution)
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+@given(acts=st.lists(ACTS, min_size=1, max_size=6), num_replicas=st.sampled_from([2, 3]))
+@settings(max_examples=25, deadline=None)
+def test_random_programs_on_devices(execution: str, acts: list[tuple[str, str, str]], num_replicas: int) -> None:
+    check(acts, [f"sim:{index}" for index in range(num_replicas)], execution)
