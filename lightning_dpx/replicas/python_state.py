@@ -12,6 +12,7 @@ The cost of a step grows with the number of attributes, not with what they hold.
 """
 
 import copy
+import operator
 import types
 import weakref
 import zlib
@@ -68,6 +69,9 @@ class PythonState:
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
+        self._quick: dict[int, list[tuple[Any, ...] | None]] = {
+            replica.index: [None] * len(self._modules[0]) for replica in replicas
+        }  # all that a submodule holds, where nothing in it changes
         self._hooks = [_users_hooks(child) for child in self._modules[0]]
         self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
         if not self._others:
@@ -114,6 +118,7 @@ class PythonState:
         if self._root.modules is not known:
             self._check_modules()
             self._modules[0] = self._looked_after(self._root)
+            self._quick = {index: [None] * len(self._modules[0]) for index in self._quick}
         if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
             for replica in self._others:
                 replica.refresh()
@@ -121,8 +126,11 @@ class PythonState:
 
     def _send_attributes(self, index: int, child: nn.Module) -> None:
         """What was set or deleted on the user's submodule goes to its counterparts."""
+        if _is_exactly(vars(child), self._quick[0][index]):
+            return
         seen = self._seen[index]
         now = self._own(child)
+        self._quick[0][index] = _all_of(child)
         if len(seen) == len(now) and all(map(_is_still, seen.values(), now.values())) and seen.keys() == now.keys():
             return
         for key, value in now.items():
@@ -147,10 +155,15 @@ class PythonState:
 
     def _restore(self, replica: Replica) -> None:
         """What a step rebound on another replica than the first is forgotten."""
-        for child, expected in zip(self._modules[replica.index], self._expected[replica.index], strict=True):
+        quick = self._quick[replica.index]
+        pairs = zip(self._modules[replica.index], self._expected[replica.index], strict=True)
+        for index, (child, expected) in enumerate(pairs):
             state = vars(child)
+            if _is_exactly(state, quick[index]):
+                continue
             is_as_expected = all(state.get(key, _MISSING) is value for key, value in expected.items())
             if is_as_expected and len(state) - len(expected) == self._num_private(child):
+                quick[index] = tuple(state.values())
                 continue
             for key in [key for key in state if key not in self._private and key not in expected]:
                 del state[key]
@@ -214,6 +227,8 @@ class PythonState:
                         mirror.merge(replica.index, translate_back)
         self._bring_home()
         for index, child in enumerate(self._modules[0]):
+            if _is_exactly(vars(child), self._quick[0][index]):
+                continue
             seen = self._seen[index]
             for key, value in self._own(child).items():
                 if key not in seen or not _is_still(seen[key], value):
@@ -411,6 +426,16 @@ def _mark(container: Any) -> Any:
     return list(map(id, container.values() if isinstance(container, dict) else container))
 
 
+def _all_of(child: nn.Module) -> tuple[Any, ...] | None:
+    """Everything that a submodule holds; ``None`` with a tensor among it, which this must not keep alive."""
+    values = tuple(vars(child).values())
+    return None if any(isinstance(value, torch.Tensor) for value in values) else values
+
+
+def _is_exactly(state: dict[str, Any], quick: tuple[Any, ...] | None) -> bool:
+    return quick is not None and len(quick) == len(state) and all(map(operator.is_, quick, state.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class _SeenTensor:
     """A tensor as it was; held weakly, or the graph behind it would outlive the step."""
@@ -441,4 +466,6 @@ def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
     """By attribute and number; what the plan or a shift put there is not the user's."""
     state = vars(child)
     held = [(key, state[key]) for key in _HOOKS if state.get(key)]
+    if not held:
+        return {}
     return {(key, number): hook for key, hooks in held for number, hook in hooks.items() if not _is_ours(hook)}
