@@ -32,6 +32,7 @@ from lightning_dpx.recompute import (
     search_plan,
 )
 from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
+from lightning_dpx.replicas import Slicer, register_slicer
 from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
 from lightning_dpx.simulate import simulate
 from lightning_dpx.trainer import (
@@ -66,6 +67,7 @@ __all__ = [
     "ReplicaGroup",
     "ReplicationError",
     "SliceError",
+    "Slicer",
     "TensorMonitor",
     "UnsupportedError",
     "apply_plan",
@@ -74,6 +76,7 @@ __all__ = [
     "park_activations",
     "register_planner",
     "register_reducer",
+    "register_slicer",
     "remove_plan",
     "search_plan",
     "shift_activations",

@@ -8,8 +8,10 @@ from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
 from lightning_dpx.replicas.replicate import stand_in
+from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
 from lightning_dpx.replicas.slicing import (
     BatchDim,
+    BatchSlicer,
     UncuttableBatch,
     batch_size,
     check_batch_dim,
@@ -27,6 +29,7 @@ from lightning_dpx.replicas.trial import Trial, first_loss
 
 __all__ = [
     "BatchDim",
+    "BatchSlicer",
     "Beyond",
     "BufferMode",
     "Execution",
@@ -35,6 +38,7 @@ __all__ = [
     "ReplicaSet",
     "Roots",
     "Share",
+    "Slicer",
     "StepTimes",
     "Trial",
     "UncuttableBatch",
@@ -48,10 +52,13 @@ __all__ = [
     "current_rank",
     "first_loss",
     "gather",
+    "make_slicer",
     "parse_workload",
     "rebuild",
     "restore_batch_norm",
+    "register_slicer",
     "slice_batch",
+    "slicer_of",
     "split_sizes",
     "stand_in",
     "synchronize_batch_norm",

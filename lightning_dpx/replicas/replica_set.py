@@ -26,7 +26,7 @@ from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import replicate, stand_in
-from lightning_dpx.replicas.slicing import BatchDim, batch_size, parse_workload, slice_batch, split_sizes
+from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes, user_slicer
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
@@ -51,6 +51,7 @@ class ReplicaSet:
         devices: K devices.
         workload: ``"even"``, ``"auto"`` (measured; even where all devices are one) or K positive shares.
         batch_dim: See :func:`lightning_dpx.replicas.slicing.slice_batch`.
+        batch_slicer: See :func:`lightning_dpx.replicas.slicing.user_slicer`.
         execution: ``"inline"`` runs the replicas one after the other in the calling thread, ``"threads"`` each in a
             thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one.
         buffers: What replica 0's buffers become after a step.
@@ -76,6 +77,7 @@ class ReplicaSet:
         *,
         workload: str | Sequence[float] = "even",
         batch_dim: BatchDim = 0,
+        batch_slicer: Any = None,
         execution: Execution = "auto",
         buffers: BufferMode = "broadcast",
         merge: bool = False,
@@ -102,6 +104,7 @@ class ReplicaSet:
         self._take(replicate(module, self.devices, self._keep, existing, skip))
         seed_apart(self.devices)
         self.batch_dim = batch_dim
+        self.slicer = user_slicer(batch_slicer, module, batch_dim)
         self._merge = merge and execution == "auto"
         self._deadline = deadline
         self._executor = make_executor(execution, self.devices, deadline)
@@ -216,18 +219,17 @@ class ReplicaSet:
         Raises:
             UncuttableBatch: the batch cannot be cut for certain.
         """
-        num_rows = batch_size(batch, self.batch_dim)
+        num_rows = self.slicer.num_rows(batch)
         if num_rows == 0:
             return [self.whole_share(batch, 0)]
         sizes = self.sizes(num_rows)
+        # Who gets all rows needs no slice, so that what could not be cut is nobody's concern.
+        one_gets_all = sum(size > 0 for size in sizes) == 1
+        parts = [batch if size else None for size in sizes] if one_gets_all else self.slicer.cut(batch, sizes)
         if self._balancer is not None and self.root.module.training:
             self._balancer.begin(sizes)
         if self.times is not None:
             self.times.begin(sizes)
-        if sum(size > 0 for size in sizes) == 1:
-            active = next(index for index, size in enumerate(sizes) if size)
-            return [Share(self.replicas[active], sizes[active], batch)]
-        parts = slice_batch(batch, sizes, self.batch_dim)
         return [
             Share(replica, size, part) for replica, size, part in zip(self.replicas, sizes, parts, strict=True) if size
         ]

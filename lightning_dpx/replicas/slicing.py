@@ -2,38 +2,25 @@
 
 Legend: B rows in the batch, K replicas, n_i rows of replica i (n_1 + ... + n_K = B). The rules are those of MXNet's
 DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give it whole to everybody").
+
+    batch_reading   how many rows, which lists hold one item per row, what stands in the way
+    slicers         what is cut by an extension, or by the library that it comes from
+    array_slices    tensors, arrays and tensordicts
+    containers      what holds them, rebuilt as its own type
 """
 
-import copy
-import dataclasses
-import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
-import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree
 
 from lightning_dpx.errors import ConfigurationError, SliceError
-
-PLAIN = (str, bytes, int, float, complex, bool, type(None))
-BatchDim = int | Mapping[str, int]
-
-
-class UncuttableBatch(SliceError):  # noqa: N818  no error where one device takes it whole
-    """A batch that cannot be cut for certain; one device can do with it what it does.
-
-    Args:
-        reason: Why, as a sentence that names all inputs at fault.
-        advice: What to do about it, in sentences.
-        kind: What is the same for all batches with these faults, whatever their sizes.
-    """
-
-    def __init__(self, reason: str, advice: str, kind: Hashable) -> None:
-        super().__init__(f"{reason} {advice}".rstrip())
-        self.reason, self.advice, self.kind = reason, advice, kind
+from lightning_dpx.replicas.array_slices import cut_array
+from lightning_dpx.replicas.batch_reading import BatchDim, BatchReading, UncuttableBatch, call_slicer, check_paths
+from lightning_dpx.replicas.containers import PLAIN, children_of, rebuild
+from lightning_dpx.replicas.slicers import FunctionSlicer, Slicer, make_slicer
 
 
 def parse_workload(workload: Any, num_replicas: int) -> tuple[float, ...]:
@@ -124,178 +111,172 @@ def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
     """B: the common size of all inputs along their batch dims.
 
     Raises:
-        SliceError: two inputs disagree (both are named), there are no rows, a dim is out of range, or nothing in
-            the batch has a batch dim.
+        UncuttableBatch: something stands in the way of cutting the batch; names all of it.
+        SliceError: a dim is out of range.
     """
-    found: tuple[str, int] | None = None
-    for path, size in _sized_inputs(batch, batch_dim):
-        if found is None:
-            found = path, size
-        elif found[1] != size:
-            raise UncuttableBatch(
-                f"The batch has two batch sizes: {found[0]} has {found[1]} rows and {path} has {size}.",
-                f"All inputs must agree; an input without a batch dim is given whole to every replica by "
-                f"batch_dim={{{path!r}: -1}}.",
-                ("sizes", path),
-            )
-    if found is None:
-        raise UncuttableBatch(
-            f"Nothing in the batch ({type(batch).__name__}) has a batch dim.",
-            "Give tensors, lists of plain items, or containers of them.",
-            "nothing",
-        )
-    return found[1]
+    if (size := _size_of_plain_tensors(batch, batch_dim)) is not None:
+        return size
+    reading = BatchReading(batch, batch_dim)
+    reading.check()
+    return reading.num_rows()
 
 
-def slice_batch(batch: Any, sizes: Sequence[int], batch_dim: BatchDim = 0) -> list[Any]:
+def slice_batch(
+    batch: Any, sizes: Sequence[int], batch_dim: BatchDim = 0, loaders: Collection[str] = ("",)
+) -> list[Any]:
     """K slices of ``batch``, each of the batch's own type; a replica with no rows gets ``None``.
 
     Args:
-        batch: Nested tuples, lists, dicts, namedtuples, dataclasses and registered pytree nodes. Tensors are cut
-            (views, no copy), and so are lists and tuples of B plain items; everything else is handed to each replica.
-        sizes: K numbers of rows.
-        batch_dim: One dim for all inputs, or ``{path: dim}`` with paths such as ``"0"`` or ``"image.mask"``.
+        batch: Nested containers of tensors, arrays, and whatever else has a slicer. Tensors are cut (views, no copy),
+            and so are lists of B items, whatever these are; numbers and texts are handed to each replica.
+        sizes: K numbers of rows, with sum B.
+        batch_dim: One dim for all inputs, or ``{path: dim}`` with paths such as ``"0"`` or ``"image.mask"``; -1 gives
+            an input, or all that is in a container, whole to every replica. A list that is named has one item per row.
+        loaders: The paths of what each loader returned, where a batch has a part of each of several.
+
+    Raises:
+        UncuttableBatch: something stands in the way of cutting the batch; names all of it.
+        SliceError: a dim is out of range.
     """
-    slices = _cut(batch, "", list(sizes), sum(sizes), batch_dim)
+    if (size := _size_of_plain_tensors(batch, batch_dim)) is not None and size == sum(sizes):
+        columns = [cut_array(tensor, sizes, batch_dim) for tensor in batch]  # type: ignore[arg-type]
+        slices: list[Any] = [type(batch)(parts) for parts in zip(*columns, strict=True)]
+    else:
+        reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
+        reading.check()
+        present = iter(reading.cut([size for size in sizes if size]))
+        slices = [next(present) if size else None for size in sizes]
     return [part if size else None for part, size in zip(slices, sizes, strict=True)]
 
 
-def _dim_of(path: str, batch_dim: BatchDim) -> int:
-    return batch_dim if isinstance(batch_dim, int) else batch_dim.get(path, 0)
+def _size_of_plain_tensors(batch: Any, batch_dim: BatchDim) -> int | None:
+    """B of the usual batch, a flat list or tuple of dense tensors of equal size, without reading it any further."""
+    if type(batch) not in (list, tuple) or not isinstance(batch_dim, int) or batch_dim < 0 or not batch:
+        return None
+    size = None
+    for tensor in batch:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested:
+            return None
+        if tensor.ndim <= batch_dim or size not in (None, tensor.shape[batch_dim]):
+            return None
+        size = tensor.shape[batch_dim]
+    return None if size == len(batch) else size  # as many columns as rows may be rows
 
 
-def children_of(node: Any) -> list[tuple[str, Any]] | None:
-    """Named children of a container, or ``None`` for a leaf."""
-    if isinstance(node, PackedSequence):
-        raise UncuttableBatch(
-            "A PackedSequence cannot be cut by rows; give the padded tensor and the lengths, and pack inside the step.",
-            "",
-            "packed",
-        )
-    if isinstance(node, Mapping):
-        return [(str(key), value) for key, value in node.items()]
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    if isinstance(node, list | tuple):
-        return [(str(index), value) for index, value in enumerate(node)]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
-    if type(node) in _pytree.SUPPORTED_NODES:
-        children, _ = _pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
-        return [(str(index), value) for index, value in enumerate(children)]
-    return None
+class BatchSlicer:
+    """Cuts whole batches: as a user's slicer does, or along ``batch_dim``.
+
+    Args:
+        batch_dim: See :func:`slice_batch`; not looked at where there is a user's slicer.
+        slicer: A user's slicer of whole batches, if there is one, and ...
+        name: ... what to call it in messages.
+
+    Attributes:
+        loaders: See :func:`slice_batch`; whoever knows the loaders sets it.
+    """
+
+    def __init__(self, batch_dim: BatchDim, slicer: Slicer | None = None, name: str = "") -> None:
+        self.batch_dim = batch_dim
+        self.slicer = slicer
+        self.name = name
+        self.loaders: Collection[str] = ("",)
+
+    def num_rows(self, batch: Any) -> int:
+        """B, in so far as it is certain; whether the batch can be cut is only known in :meth:`cut`.
+
+        Raises:
+            UncuttableBatch: it is not.
+        """
+        if self.slicer is not None:
+            return self._num_rows_by_user(self.slicer, batch)
+        size = _size_of_plain_tensors(batch, self.batch_dim)
+        return BatchReading(batch, self.batch_dim, None, self.loaders).num_rows() if size is None else size
+
+    def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """K slices, ``None`` for a replica without rows.
+
+        Raises:
+            UncuttableBatch: something stands in the way of cutting the batch; names all of it.
+            SliceError: a user's slicer returned something else than a batch for each positive size.
+        """
+        if self.slicer is None:
+            return slice_batch(batch, sizes, self.batch_dim, self.loaders)
+        present = iter(call_slicer(self.name, self.slicer.cut, batch, [size for size in sizes if size]))
+        return [next(present) if size else None for size in sizes]
+
+    def _num_rows_by_user(self, slicer: Slicer, batch: Any) -> int:
+        if isinstance(slicer, FunctionSlicer):
+            rows = _rows_for_function(batch)
+        else:
+            try:
+                rows = slicer.num_rows(batch)
+            except BaseException as error:
+                error.add_note(f"In {self.name}, counting the rows of a {type(batch).__name__}.")
+                raise
+        if rows is None:
+            raise UncuttableBatch(
+                f"{self.name} does not say how many rows a batch ({type(batch).__name__}) has.",
+                "Give a lightning_dpx.Slicer, whose num_rows(batch) does.",
+                ("uncounted", self.name),
+            )
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise SliceError(f"{self.name} counted {rows!r} rows in a {type(batch).__name__}; return an int >= 0.")
+        return rows
 
 
-def check_paths(batch: Any, batch_dim: BatchDim) -> None:
-    """Whether every path that ``batch_dim`` names is there.
+def _rows_for_function(batch: Any) -> int | None:
+    """What a user's function cuts needs sizes, too: of the first input with rows, else of the lists, or its length."""
+    reading = BatchReading(batch)
+    if reading.counted:
+        return reading.counted[0].num_rows
+    lengths = {len(found.node) for found in reading.lists}
+    children = children_of(batch) if len(reading.lists) == 1 and reading.lists[0].node is batch else None
+    if children is not None and all(isinstance(child, list | tuple) for _, child in children):
+        inner = {len(child) for _, child in children}
+        lengths = inner if len(inner) == 1 else lengths
+    if len(lengths) == 1:
+        return lengths.pop()
+    return len(batch) if hasattr(type(batch), "__len__") else None
+
+
+def user_slicer(batch_slicer: Any, module: Any, batch_dim: BatchDim) -> BatchSlicer:
+    """The slicer that was given, or else a method ``slice_batch(self, batch, sizes)`` of ``module``, or else our own.
+
+    A module may also have a method ``num_rows(self, batch)``, as :class:`Slicer` has.
 
     Raises:
-        SliceError: one is not; names those that are.
+        ConfigurationError: ``batch_slicer`` is neither a slicer nor a function.
     """
-    if isinstance(batch_dim, Mapping) and (unknown := set(batch_dim) - set(_paths(batch))):
-        known = ", ".join(repr(path) for path in _paths(batch)) or "no inputs"
-        raise SliceError(f"batch_dim names {', '.join(map(repr, sorted(unknown)))}; the batch has {known}.")
+    if batch_slicer is not None:
+        return BatchSlicer(batch_dim, make_slicer("batch_slicer", batch_slicer), "batch_slicer")
+    method = getattr(type(module), "slice_batch", None)
+    if not callable(method) or list(signature(method).parameters)[-2:] != ["batch", "sizes"]:
+        return BatchSlicer(batch_dim)
+    slicer: Slicer = FunctionSlicer(module.slice_batch)
+    if callable(getattr(type(module), "num_rows", None)):
+        slicer = _MethodSlicer(module)
+    return BatchSlicer(batch_dim, slicer, f"{type(module).__name__}.slice_batch")
 
 
-def _paths(node: Any, path: str = "") -> Iterator[str]:
-    """Of everything that may have a batch dim, containers included."""
-    if path:
-        yield path
-    if not isinstance(node, torch.Tensor) and not _is_plain_list(node):
-        for name, child in children_of(node) or ():
-            yield from _paths(child, f"{path}.{name}" if path else name)
+class _MethodSlicer(Slicer):
+    def __init__(self, module: Any) -> None:
+        self.num_rows = module.num_rows  # type: ignore[method-assign]
+        self.cut = module.slice_batch  # type: ignore[method-assign]
 
 
-def _is_plain_list(node: Any) -> bool:
-    return type(node) in (list, tuple) and bool(node) and all(isinstance(item, PLAIN) for item in node)
-
-
-def _has_no_rows(node: Any) -> bool:
-    """A list of whatever holds no tensor: strings, records, objects; one per row, if there are as many as rows."""
-    return type(node) in (list, tuple) and bool(node) and not any(map(_holds_rows, node))
-
-
-def _holds_rows(node: Any) -> bool:
-    if isinstance(node, torch.Tensor | np.ndarray | PackedSequence):
-        return True
-    return any(_holds_rows(child) for _, child in children_of(node) or ())
-
-
-def _sized_inputs(node: Any, batch_dim: BatchDim, path: str = "") -> Iterator[tuple[str, int]]:
-    if isinstance(node, torch.Tensor):
-        dim = _dim_of(path, batch_dim)
-        if dim == -1 or node.ndim == 0:
-            return
-        if node.layout != torch.strided or node.is_nested:
-            raise UncuttableBatch(
-                f"{path or 'The batch'} is a sparse or nested tensor, which cannot be cut by rows; give it whole to "
-                f"every replica by batch_dim={{{path!r}: -1}}, or give dense tensors.",
-                "",
-                ("layout", path),
-            )
-        if not 0 <= dim < node.ndim:
-            raise SliceError(
-                f"batch_dim={dim} is out of range for {path or 'the batch'} of shape {tuple(node.shape)}; "
-                f"allowed: 0 to {node.ndim - 1}, or -1 for an input without a batch dim."
-            )
-        yield path or "the batch", node.shape[dim]
-    elif isinstance(node, np.ndarray) and node.ndim and _dim_of(path, batch_dim) != -1:
-        yield path or "the batch", len(node)
-    elif not _is_plain_list(node):
-        for name, child in children_of(node) or ():
-            yield from _sized_inputs(child, batch_dim, f"{path}.{name}" if path else name)
-    elif not path:
-        yield "the batch", len(node)
-
-
-def _cut(node: Any, path: str, sizes: list[int], total: int, batch_dim: BatchDim) -> Sequence[Any]:
-    """K parts of ``node``, also for replicas without rows."""
-    if isinstance(node, torch.Tensor):
-        dim = _dim_of(path, batch_dim)
-        if dim == -1 or node.ndim == 0:
-            return [_own(node) for _ in sizes]
-        return [_own(part) for part in torch.split_with_sizes(node, sizes, dim)]
-    if isinstance(node, np.ndarray) and node.ndim and _dim_of(path, batch_dim) != -1:
-        return np.split(node, list(itertools.accumulate(sizes))[:-1])
-    one_per_row = _has_no_rows(node) and len(node) == total and _dim_of(path, batch_dim) != -1
-    if one_per_row and not any(_is_plain_list(child) and len(child) == total for child in node):  # not columns
-        ends = list(itertools.accumulate(sizes))
-        return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    children = children_of(node)
-    if children is None:
-        return [node] * len(sizes)
-    parts = [_cut(child, f"{path}.{name}" if path else name, sizes, total, batch_dim) for name, child in children]
-    return [rebuild(node, [part[index] for part in parts]) for index in range(len(sizes))]
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A replica's part, which it may write in place: views would share a version counter, and autograd complain."""
-    return tensor if tensor.requires_grad else tensor.data  # the caller may want its gradient
-
-
-def rebuild(node: Any, parts: Sequence[Any]) -> Any:
-    """A container of ``node``'s type with other children, in ``node``'s order."""
-    if isinstance(node, dict):
-        fresh = dict(zip(node, parts, strict=True))
-        return fresh if type(node) is dict else _like_mapping(node, fresh)
-    if isinstance(node, Mapping):
-        return type(node)(dict(zip(node, parts, strict=True)))  # type: ignore[call-arg]
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*parts)
-    if isinstance(node, list | tuple):
-        return type(node)(parts)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        clone = copy.copy(node)
-        for field, part in zip(dataclasses.fields(node), parts, strict=True):
-            object.__setattr__(clone, field.name, part)  # frozen ones too, and without a second __post_init__
-        return clone
-    handler = _pytree.SUPPORTED_NODES[type(node)]
-    _, context = handler.flatten_fn(node)
-    return handler.unflatten_fn(list(parts), context)
-
-
-def _like_mapping(node: dict[Any, Any], fresh: dict[Any, Any]) -> Any:
-    """Keeps subclasses of dict, whose constructors may take anything, by refilling a shallow copy."""
-    clone = node.copy()
-    clone.update(fresh)
-    return clone
+__all__ = [
+    "PLAIN",
+    "BatchDim",
+    "BatchSlicer",
+    "UncuttableBatch",
+    "batch_size",
+    "check_batch_dim",
+    "check_paths",
+    "check_workload",
+    "children_of",
+    "parse_workload",
+    "rebuild",
+    "slice_batch",
+    "split_sizes",
+    "user_slicer",
+]

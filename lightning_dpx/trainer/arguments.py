@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers import REDUCERS, GradientReducer
-from lightning_dpx.replicas import BufferMode, Execution, check_batch_dim, check_choice, check_workload
+from lightning_dpx.replicas import BufferMode, Execution, check_batch_dim, check_choice, check_workload, make_slicer
 from lightning_dpx.shifting import check_shifts
 from lightning_dpx.step import LossReduction
 from lightning_dpx.trainer.out_of_memory import OnOOM
@@ -22,6 +22,7 @@ def check_arguments(
     reducer: object,
     workload: object,
     batch_dim: object,
+    batch_slicer: object,
     communication_dtype: object,
     gradient_packs: object,
     process_group_backend: object,
@@ -50,6 +51,8 @@ def check_arguments(
             raise ConfigurationError(f"{name}={count!r} is not allowed; give 0 or a positive integer.")
     check_workload(workload)
     check_batch_dim(batch_dim)
+    if batch_slicer is not None:
+        make_slicer("batch_slicer", batch_slicer)
     if process_group_backend is not None and not isinstance(process_group_backend, str):
         raise ConfigurationError(
             f"process_group_backend={process_group_backend!r} is not allowed; give a name such as 'gloo'."

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.replicas import ReplicaSet, Share, slice_batch
+from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
 
 Step = Callable[[Any, Any, int], Any]
@@ -74,12 +74,22 @@ def _predict(replicas: ReplicaSet, share: Share, run: Step) -> tuple[dict[str, i
         )
     traces: list[list[Activation]] = []
     for rows in (2, 4):
-        few = slice_batch(share.batch, [rows, share.num_rows - rows], replicas.batch_dim)[0]
+        few = _first_rows(replicas, share, rows)
         twin: Any = replicas.stand_in()
         twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
         traces.append(trace_run(twin, lambda t=twin, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
     kept = scaled(traces[0], traces[1], (2, 4), share.num_rows)
     return kept, sum(kept.values())
+
+
+def _first_rows(replicas: ReplicaSet, share: Share, rows: int) -> Any:
+    try:
+        return replicas.slicer.cut(share.batch, [rows, share.num_rows - rows])[0]
+    except UncuttableBatch as error:
+        raise ConfigurationError(
+            f"shifts='auto' extrapolates from two and four rows of the first batch. {error} Or give shifts and "
+            "shift_activations by hand."
+        ) from error
 
 
 def states_of(optimizer: Any) -> int:

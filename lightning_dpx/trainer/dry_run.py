@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_leaves
 
@@ -24,15 +25,15 @@ from lightning_dpx.replicas import (
     BatchDim,
     ReplicaSet,
     Share,
-    batch_size,
+    UncuttableBatch,
     check_paths,
     parse_workload,
-    slice_batch,
     split_sizes,
 )
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
 from lightning_dpx.trainer.profiling import profile_absent_share, profile_share
+from lightning_dpx.trainer.whole_batches import rows_to_weigh_by
 
 Progress = Callable[[str], None]
 
@@ -184,13 +185,27 @@ def _with_callback(trainer: Trainer, callback: Callback) -> Iterator[None]:
         trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
 
 
+def _sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[int, tuple[int, ...]]:
+    """The rows of the batch, and of every device; all are the first one's where the batch cannot be cut."""
+    workload = parse_workload(settings.workload, len(settings.devices))
+    whole = rows_to_weigh_by(batch)
+    if len(settings.devices) == 1:
+        return whole, (whole,)
+    check_paths(batch, settings.batch_dim)
+    try:
+        num_rows = replicas.slicer.num_rows(batch)
+        replicas.slicer.cut(batch, split_sizes(num_rows, workload))
+    except UncuttableBatch as error:
+        rank_zero_warn(f"dpx: the batch goes whole to the first device: {error}")
+        return whole, (whole, *(0,) * (len(settings.devices) - 1))
+    return num_rows, split_sizes(num_rows, workload)
+
+
 def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
     if not module.automatic_optimization:
         raise UnsupportedError("A dry run profiles a step, which manual optimization makes impossible.")
-    check_paths(batch, settings.batch_dim)
-    num_rows = batch_size(batch, settings.batch_dim)
-    sizes = split_sizes(num_rows, parse_workload(settings.workload, len(settings.devices)))
     replicas = ReplicaSet(module, [torch.device("cpu")], batch_dim=settings.batch_dim, keep=[trainer, *trainer.loggers])
+    num_rows, sizes = _sizes(replicas, batch, settings)
     profiles: dict[int, Profile] = {}
     for size in sorted({size for size in sizes if size}, reverse=True):
         if profiles:
@@ -198,7 +213,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             profiles[size] = scaled(profiles[largest], size / largest)
             continue
         progress(f"profiling a step on {size} rows")
-        part = batch if size == num_rows else slice_batch(batch, [size, num_rows - size], settings.batch_dim)[0]
+        part = batch if size == num_rows else replicas.slicer.cut(batch, [size, num_rows - size])[0]
         share, accelerators = Share(replicas.root, size, part), [d for d in settings.devices if not is_host(d)]
         if accelerators:
             profiles[size] = profile_absent_share(replicas, share, _runner(trainer), accelerators[0])

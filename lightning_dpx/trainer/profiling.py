@@ -9,7 +9,7 @@ import torch
 
 from lightning_dpx.errors import PlanError, UnsupportedError
 from lightning_dpx.recompute import Profile, extrapolate, profile_absent, profile_step
-from lightning_dpx.replicas import Replica, ReplicaSet, Share, first_loss, slice_batch
+from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
 from lightning_dpx.shifting import applied_shift
 
 Step = Callable[[Any, Any, int], Any]
@@ -67,6 +67,11 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
     rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
     try:
         few, more = (on_rows(_first_rows(replicas, share, n), n) for n in rows)
+    except UncuttableBatch as error:
+        raise PlanError(
+            f"The step does not fit on {share.replica.device} without a plan, and fewer rows to extrapolate from "
+            f"cannot be had. {error} Or plan the step without running it (dpx.search_plan with device) and give plan."
+        ) from error
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)
         raise PlanError(
@@ -105,4 +110,4 @@ def _twin_of(replicas: ReplicaSet, share: Share) -> Any:
 def _first_rows(replicas: ReplicaSet, share: Share, rows: int) -> Any:
     if rows == share.num_rows:
         return share.batch
-    return slice_batch(share.batch, [rows, share.num_rows - rows], replicas.batch_dim)[0]
+    return replicas.slicer.cut(share.batch, [rows, share.num_rows - rows])[0]

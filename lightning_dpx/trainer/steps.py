@@ -48,7 +48,13 @@ from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.ranks import RanksOfReplicas
 from lightning_dpx.trainer.static_memory import StaticMemory, bytes_of_states
 from lightning_dpx.trainer.stopping import StopTogether
-from lightning_dpx.trainer.whole_batches import WholeBatches, fetches_by_itself, rows_to_weigh_by
+from lightning_dpx.trainer.whole_batches import (
+    RewindableBatches,
+    WholeBatches,
+    fetches_by_itself,
+    paths_of_loaders,
+    rows_to_weigh_by,
+)
 
 _DEFAULT_TRANSFERS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
 
@@ -105,6 +111,8 @@ class StepsOfReplicas(RanksOfReplicas):
         if self._step is None:
             with self._arranged():
                 return self._finished("training_step", super().training_step(*args, **kwargs))
+        if self._plans_memory and fetches_by_itself(args[0]):
+            args = (RewindableBatches(args[0]), *args[1:])  # rehearsals and repetitions fetch what the step fetches
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
         if self._shifts_open:
@@ -285,7 +293,10 @@ class StepsOfReplicas(RanksOfReplicas):
                 "dataloader_iter",
             )
             return None
-        check_paths(batch, self._batch_dim)
+        if self._replicas.slicer.slicer is None:  # a user's slicer need not look at it
+            check_paths(batch, self._batch_dim)
+            module: Any = self._replicas.root.module
+            self._replicas.slicer.loaders = paths_of_loaders(module.trainer, name)
         try:
             return self._replicas.shares(batch)
         except UncuttableBatch as error:
@@ -305,6 +316,8 @@ class StepsOfReplicas(RanksOfReplicas):
         """Moves a slice to its replica through the user's batch hooks."""
         module: Any = share.replica.module
         batch = share.batch
+        if isinstance(batch, RewindableBatches):
+            batch.rewind()
         if fetches_by_itself(batch):
             return batch
         source = module.trainer._data_connector._datahook_selector

@@ -1,7 +1,7 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from lightning_dpx.replicas import (
     BufferMode,
     Execution,
     ReplicaSet,
+    Slicer,
     StepTimes,
     restore_batch_norm,
     synchronize_batch_norm,
@@ -66,7 +67,8 @@ class DPXStrategy(StepsOfReplicas):
             GradientReducer. With "colocate" parameters have owners on all devices, where their gradients and the
             optimizer's state live; gradients of your module's own parameters are None where another device owns them.
         workload: "even", "auto" (in proportion to measured speed), or one positive number per device.
-        batch_dim: The batch dim of all inputs, or {input path: dim}; -1 gives an input whole to every replica.
+        batch_dim: The batch dim of all inputs, or {input path: dim}; -1 gives an input whole to every replica, and
+            0 says that a list has one item per row.
         execution: "inline" runs replicas one after the other, "threads" each in its own thread. "auto" uses one
             thread per physical device; replicas on one device (CPU) take their slices as one.
         buffers: After a step, the module's buffers are those of the first replica ("broadcast") or the mean ("mean").
@@ -92,6 +94,10 @@ class DPXStrategy(StepsOfReplicas):
         timeout: Seconds that processes, and replicas in threads, wait for each other.
         check_replicas_every_n_steps: How often the replicas' parameters are compared with those of your module, to the
             bit, to notice writes that leave no trace; 0 never does. See also check_replicas().
+        batch_slicer: How a batch is cut: a Slicer, or a function (batch, sizes) -> one batch for each of the sizes,
+            which sum to the rows of the batch's first input. Unless given, a method slice_batch(self, batch, sizes) of
+            the module does it, if there is one (and num_rows(self, batch) counts); or else batch_dim and
+            register_slicer() decide. What cannot be cut goes whole to the first replica.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -124,6 +130,7 @@ class DPXStrategy(StepsOfReplicas):
         process_group_backend: str | None = None,
         timeout: float = 300.0,
         check_replicas_every_n_steps: int = 100,
+        batch_slicer: Slicer | Callable[[Any, list[int]], list[Any]] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -134,6 +141,7 @@ class DPXStrategy(StepsOfReplicas):
             reducer=reducer,
             workload=workload,
             batch_dim=batch_dim,
+            batch_slicer=batch_slicer,
             execution=execution,
             buffers=buffers,
             loss_reduction=loss_reduction,
@@ -157,6 +165,7 @@ class DPXStrategy(StepsOfReplicas):
         self._wire = None if communication_dtype is None else getattr(torch, communication_dtype)
         self._gradient_packs = gradient_packs
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
+        self._batch_slicer = batch_slicer
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
         files = checkpoint_io or WholeFiles()
         super().__init__(
@@ -323,6 +332,7 @@ class DPXStrategy(StepsOfReplicas):
             ReplicaSet,
             module,
             batch_dim=self._batch_dim,
+            batch_slicer=self._batch_slicer,
             execution=self._execution,
             buffers=self._buffers,
             merge=True,

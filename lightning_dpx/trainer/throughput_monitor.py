@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dpx.devices import Stopwatch, canonical_device, synchronize
-from lightning_dpx.replicas import StepTimes, batch_size
+from lightning_dpx.replicas import StepTimes
 from lightning_dpx.trainer.reports import Pace, check_file, log_figures, show_rows, steps_taken, write_rows
 from lightning_dpx.trainer.strategy import DPXStrategy
+from lightning_dpx.trainer.whole_batches import rows_to_weigh_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class DeviceThroughputMonitor(Callback):
         self._times = trainer.strategy.watch_replicas() if isinstance(trainer.strategy, DPXStrategy) else None
         if self._times is None:
             self._times = StepTimes([canonical_device(trainer.strategy.root_device)])
-            self._times.begin([batch_size(batch)])
+            self._times.begin([rows_to_weigh_by(batch)])
         for device in {canonical_device(device) for device in self._times.devices}:
             synchronize(device)
         self._whole = Stopwatch(self._times.devices[0])

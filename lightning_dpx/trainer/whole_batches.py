@@ -7,9 +7,12 @@ gets all of its batches whole. Either is announced once for every stage and reas
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.data import _extract_batch_size
+
+from lightning_dpx.replicas import children_of
 
 
 class WholeBatches:
@@ -59,9 +62,50 @@ class WholeBatches:
         )
 
 
+class RewindableBatches(Iterator[Any]):
+    """``dataloader_iter`` for a step that may run several times: each time it fetches the same batches.
+
+    Args:
+        batches: What Lightning gave the step.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._fetched: list[Any] = []
+        self._position = 0
+
+    def rewind(self) -> None:
+        """The step begins anew."""
+        self._position = 0
+
+    def __next__(self) -> Any:
+        if self._position == len(self._fetched):
+            self._fetched.append(next(self._batches))
+        self._position += 1
+        return self._fetched[self._position - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
 def fetches_by_itself(batch: Any) -> bool:
     """Whether a step takes ``dataloader_iter``: it fetches and moves its batches itself."""
-    return isinstance(batch, _DataFetcherWrapper)
+    return isinstance(batch, _DataFetcherWrapper | RewindableBatches)
+
+
+def paths_of_loaders(trainer: Trainer, stage: str) -> list[str]:
+    """Where in a batch the parts are that each training loader returned; ``""`` where there is one loader only."""
+    combined = trainer.fit_loop._combined_loader if stage == "training_step" else None
+    if combined is None or len(combined.flattened) < 2:
+        return [""]
+    return _leaf_paths(combined.iterables, "")
+
+
+def _leaf_paths(node: Any, path: str) -> list[str]:
+    children = children_of(node)
+    if children is None:
+        return [path]
+    return [leaf for name, child in children for leaf in _leaf_paths(child, f"{path}.{name}" if path else name)]
 
 
 def rows_to_weigh_by(batch: Any) -> int:

@@ -1,0 +1,146 @@
+"""What a batch or an output is made of: containers of named children, sequences, and values that belong to all rows.
+
+A container is rebuilt as its own type, in its own order, with its attributes and without running its constructor.
+"""
+
+import copy
+import dataclasses
+import datetime
+import enum
+import numbers
+from collections import UserDict, UserList, deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from lightning_dpx.errors import SliceError
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_VALUES = (
+    *PLAIN, numbers.Number, np.generic, enum.Enum, datetime.date, datetime.time, datetime.timedelta, PurePath,
+    torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype,
+)  # fmt: skip
+
+
+def is_value(node: Any) -> bool:
+    """Whether ``node`` is a number, a text or a setting: it has no rows, so every replica gets it."""
+    return isinstance(node, _VALUES) or (isinstance(node, torch.Tensor | np.ndarray) and node.ndim == 0)
+
+
+def is_sequence(node: Any) -> bool:
+    """Whether ``node`` holds unnamed items, which may be one per row: a list or tuple, but no named one."""
+    if isinstance(node, tuple):
+        named = hasattr(node, "_fields") or hasattr(type(node), "n_sequence_fields")  # torch.max() returns the latter
+        return not named and not isinstance(node, torch.Size)
+    return isinstance(node, list | deque | UserList)
+
+
+def children_of(node: Any) -> list[tuple[str, Any]] | None:
+    """Named children of a container, or ``None`` for a leaf."""
+    if isinstance(node, torch.nn.utils.rnn.PackedSequence | torch.Size):
+        return None
+    if isinstance(node, Mapping):
+        return [(str(key), value) for key, value in node.items()]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, list | tuple | deque | UserList):
+        return [(str(index), value) for index, value in enumerate(node)]
+    if (names := _attribute_names(node)) is not None:
+        return [(name, getattr(node, name)) for name in names]
+    if type(node) in _pytree.SUPPORTED_NODES:
+        children, _ = _pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
+        return [(str(index), value) for index, value in enumerate(children)]
+    return None
+
+
+def _attribute_names(node: Any) -> list[str] | None:
+    """Of a dataclass or attrs object: its fields, and what else was set on it, which may have rows as well."""
+    if isinstance(node, type):
+        return None
+    if dataclasses.is_dataclass(node):
+        declared = [field.name for field in dataclasses.fields(node)]
+    elif hasattr(type(node), "__attrs_attrs__"):
+        declared = [attribute.name for attribute in type(node).__attrs_attrs__]
+    else:
+        return None
+    present = [name for name in declared if hasattr(node, name)]  # a field with init=False may not be set
+    return list(dict.fromkeys([*present, *getattr(node, "__dict__", ())]))
+
+
+def rebuild(node: Any, parts: Sequence[Any]) -> Any:
+    """A container of ``node``'s type with other children, in ``node``'s order.
+
+    Raises:
+        SliceError: a mapping that is neither a dict nor made from one.
+    """
+    if isinstance(node, Mapping):
+        return _rebuild_mapping(node, parts)
+    if isinstance(node, list | tuple | deque | UserList):
+        return rebuild_sequence(node, parts)
+    if (names := _attribute_names(node)) is not None:
+        clone = copy.copy(node)
+        for name, part in zip(names, parts, strict=True):
+            object.__setattr__(clone, name, part)  # frozen ones too, and without a second __post_init__
+        return clone
+    handler = _pytree.SUPPORTED_NODES[type(node)]
+    _, context = handler.flatten_fn(node)
+    return handler.unflatten_fn(list(parts), context)
+
+
+def rebuild_sequence(node: Any, items: Sequence[Any]) -> Any:
+    """A sequence of ``node``'s type with other items, also another number of them."""
+    if type(node) in (list, tuple):
+        return type(node)(items)
+    if isinstance(node, deque):
+        return type(node)(items, node.maxlen)
+    if isinstance(node, list | UserList):
+        clone = copy.copy(node)  # constructors of subclasses may take anything
+        clone[:] = items
+        return clone
+    if hasattr(type(node), "n_sequence_fields"):
+        return type(node)(items)  # type: ignore[call-arg]
+    made = tuple.__new__(type(node), items)
+    if hasattr(node, "__dict__"):
+        vars(made).update(vars(node))
+    return made
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
+    fresh = dict(zip(node.keys(), parts, strict=True))  # a tensordict iterates over its rows
+    if type(node) is dict:
+        return fresh
+    if isinstance(node, dict | UserDict):
+        clone = copy.copy(node)  # with its attributes; its constructor may take anything
+        for key, part in fresh.items():
+            clone[key] = part  # update() is refused by transformers' ModelOutput
+        return clone
+    try:
+        made = type(node)(fresh)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise SliceError(f"{type(node).__name__} cannot be made from a dict: {error}") from error
+    if list(made.keys()) != list(fresh):
+        raise SliceError(f"{type(node).__name__}, made from a dict, has other keys than it.")
+    return made
+
+
+def named_nodes(node: Any, path: str = "") -> Iterator[str]:
+    """The paths of all inputs of a batch, containers included."""
+    if path:
+        yield path
+    if not isinstance(node, torch.Tensor) and not is_list_of_values(node):
+        for name, child in children_of(node) or ():
+            yield from named_nodes(child, join_path(path, name))
+
+
+def is_list_of_values(node: Any) -> bool:
+    """Whether ``node`` is a sequence of at least one item, all of them values."""
+    return is_sequence(node) and len(node) > 0 and all(is_value(item) for item in node)
+
+
+def join_path(path: str, name: str) -> str:
+    """The path of a child."""
+    return f"{path}.{name}" if path else name
