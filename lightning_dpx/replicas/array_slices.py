@@ -128,7 +128,9 @@ def _cut_csr(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         first, last = int(starts[start]), int(starts[stop])
         shape = (stop - start, *tensor.shape[1:])
         row_starts = starts[start : stop + 1] - starts[start]
-        parts.append(torch.sparse_csr_tensor(row_starts, columns[first:last], values[first:last], shape))
+        parts.append(
+            torch.sparse_csr_tensor(row_starts, columns[first:last], values[first:last], shape, check_invariants=False)
+        )
     return parts
 
 
