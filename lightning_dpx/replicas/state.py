@@ -158,6 +158,7 @@ class StateSync:
             self._follow(replica, owned, changed or _versions(replica) != left)
         self._mirrored = [_versions(replica) for replica in self._others]
         self._owned, self._versions, self._changed = owned, versions, False
+        self._sums = []  # those of a step of one replica, which nobody compared, are of no use any more
         if self._unchecked and any(replica.device == self._root.device for replica in self._others):
             self._sums = checksums(owned)
             self._unchecked -= 1

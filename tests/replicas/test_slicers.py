@@ -80,12 +80,22 @@ class Tagged(torch.Tensor):
     """A subclass that loses nothing but its attributes in operations."""
 
 
-def test_a_tensor_subclass_keeps_class_and_attributes_along_any_dim() -> None:
-    tagged = torch.arange(8).view(2, 4).as_subclass(Tagged)
+class Unwrapping(torch.Tensor):
+    """A subclass whose operations return plain tensors, as those of torchvision do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Tagged, Unwrapping])
+def test_a_tensor_subclass_keeps_class_and_attributes_along_any_dim(kind: type[torch.Tensor]) -> None:
+    tagged = torch.arange(8).view(2, 4).as_subclass(kind)
     tagged.tag = "t"
     for dim, expected in ((0, [[4, 5, 6, 7]]), (1, [[3], [7]])):
         part = halves(tagged, -1 + tagged.shape[dim], batch_dim=dim)[1]
-        assert (type(part), part.tag, part.tolist()) == (Tagged, "t", expected)
+        assert (type(part), part.tag, part.tolist()) == (kind, "t", expected)
 
 
 def test_boxes_of_torchvision_keep_their_format() -> None:
