@@ -261,9 +261,10 @@ class BatchReading:
             sizes: Positive numbers of rows, whose sum is that of the batch.
 
         Raises:
-            UncuttableBatch: a library refuses.
+            UncuttableBatch: something stands in the way, or a library refuses; names all of it.
             SliceError: the slicer of a registered class returned something else than a batch for each size.
         """
+        self.check()
         return list(self._cut(self.batch, "", list(sizes)))
 
     def _cut(self, node: Any, path: str, sizes: list[int]) -> Sequence[Any]:

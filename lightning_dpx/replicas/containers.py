@@ -10,6 +10,7 @@ import enum
 import numbers
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -28,7 +29,15 @@ _VALUES = (
 
 def is_value(node: Any) -> bool:
     """Whether ``node`` is a number, a text or a setting: it has no rows, so every replica gets it."""
-    return isinstance(node, _VALUES) or (isinstance(node, torch.Tensor | np.ndarray) and node.ndim == 0)
+    kind = type(node)
+    if _is_kind_of_value(kind):  # type: ignore[arg-type]
+        return True
+    return (kind is torch.Tensor or isinstance(node, torch.Tensor | np.ndarray)) and node.ndim == 0
+
+
+@lru_cache(maxsize=1024)
+def _is_kind_of_value(kind: type) -> bool:
+    return issubclass(kind, _VALUES)
 
 
 def is_sequence(node: Any) -> bool:

@@ -219,13 +219,13 @@ class ReplicaSet:
         Raises:
             UncuttableBatch: the batch cannot be cut for certain.
         """
-        num_rows = self.slicer.num_rows(batch)
-        if num_rows == 0:
+        counted = self.slicer.read(batch)
+        if counted.num_rows == 0:
             return [self.whole_share(batch, 0)]
-        sizes = self.sizes(num_rows)
+        sizes = self.sizes(counted.num_rows)
         # Who gets all rows needs no slice, so that what could not be cut is nobody's concern.
         one_gets_all = sum(size > 0 for size in sizes) == 1
-        parts = [batch if size else None for size in sizes] if one_gets_all else self.slicer.cut(batch, sizes)
+        parts = [batch if size else None for size in sizes] if one_gets_all else counted.cut(sizes)
         if self._balancer is not None and self.root.module.training:
             self._balancer.begin(sizes)
         if self.times is not None:

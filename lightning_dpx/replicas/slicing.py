@@ -11,6 +11,7 @@ DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give 
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -143,7 +144,6 @@ def slice_batch(
         slices: list[Any] = [type(batch)(parts) for parts in zip(*columns, strict=True)]
     else:
         reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
-        reading.check()
         present = iter(reading.cut([size for size in sizes if size]))
         slices = [next(present) if size else None for size in sizes]
     return [part if size else None for part, size in zip(slices, sizes, strict=True)]
@@ -187,10 +187,21 @@ class BatchSlicer:
         Raises:
             UncuttableBatch: it is not.
         """
+        return self.read(batch).num_rows
+
+    def read(self, batch: Any) -> "CountedBatch":
+        """The batch with its rows, ready to be cut.
+
+        Raises:
+            UncuttableBatch: the rows are not certain.
+        """
         if self.slicer is not None:
-            return self._num_rows_by_user(self.slicer, batch)
+            return CountedBatch(self, batch, self._num_rows_by_user(self.slicer, batch))
         size = _size_of_plain_tensors(batch, self.batch_dim)
-        return BatchReading(batch, self.batch_dim, None, self.loaders).num_rows() if size is None else size
+        if size is not None:
+            return CountedBatch(self, batch, size)
+        reading = BatchReading(batch, self.batch_dim, None, self.loaders)
+        return CountedBatch(self, batch, reading.num_rows(), reading)
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """K slices, ``None`` for a replica without rows.
@@ -222,6 +233,30 @@ class BatchSlicer:
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise SliceError(f"{self.name} counted {rows!r} rows in a {type(batch).__name__}; return an int >= 0.")
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBatch:
+    """A batch whose rows are certain.
+
+    Attributes:
+        slicer: What cuts it.
+        batch: The batch.
+        num_rows: B.
+        reading: What was found out about it on the way, if it had to be read.
+    """
+
+    slicer: BatchSlicer
+    batch: Any
+    num_rows: int
+    reading: BatchReading | None = None
+
+    def cut(self, sizes: Sequence[int]) -> list[Any]:
+        """See :meth:`BatchSlicer.cut`."""
+        if self.reading is None:
+            return self.slicer.cut(self.batch, sizes)
+        present = iter(self.reading.cut([size for size in sizes if size]))
+        return [next(present) if size else None for size in sizes]
 
 
 def _rows_for_function(batch: Any) -> int | None:
