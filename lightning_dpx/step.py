@@ -93,7 +93,7 @@ class TrainingStep:
         self._replicas.state.set_owners(self._owners)
         several = len(self._reducer.places) > 1 and self._gradient_packs > 0 and bool(parameters[0])
         self._eager = (
-            EagerReduction(parameters, self._gradient_packs, self._reduce_only, self._names) if several else None
+            EagerReduction(parameters, self._gradient_packs, self._reduce_early, self._names) if several else None
         )
 
     def remake_replicas(self) -> None:
@@ -278,12 +278,22 @@ class TrainingStep:
         """What is reduced at a time: all of it, unless gradients travel in packs."""
         return [list(range(len(self._owners)))] if self._eager is None else self._eager.packs
 
+    def _reduce_early(self, indices: Sequence[int]) -> None:
+        """While backward runs. One that was abandoned meanwhile leaves the gradients alone, they may be of another."""
+        totals = self._totals(indices)
+        if self._eager is not None and self._eager.is_armed:
+            self._place_totals(indices, totals)
+
     def _reduce_only(self, indices: Sequence[int]) -> None:
-        if not indices:
-            return
+        if indices:
+            self._place_totals(indices, self._totals(indices))
+
+    def _totals(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
         columns = [replica.parameters for replica in self._replicas.replicas]
-        totals = self._sums(indices, [[column[index].grad for index in indices] for column in columns])
-        for replica, column in enumerate(columns):
+        return self._sums(indices, [[column[index].grad for index in indices] for column in columns])
+
+    def _place_totals(self, indices: Sequence[int], totals: Sequence[torch.Tensor | None]) -> None:
+        for replica, column in enumerate(replica.parameters for replica in self._replicas.replicas):
             for index, total in zip(indices, totals, strict=True):
                 column[index].grad = total if replica == self._owners[index] else None
 

@@ -71,6 +71,11 @@ class EagerReduction:
             self._armed = False
         self._expected = {i for i in self._split_of if all(self._fired[replica, i] == 1 for replica in active)}
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether a backward is under way whose gradients are wanted."""
+        return self._armed
+
     def forget(self) -> None:
         """After the rest has been reduced, or after an error."""
         self._done = set()

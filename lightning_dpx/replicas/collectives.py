@@ -6,7 +6,9 @@ run in line take turns: whoever has to wait hands over to the next, so that one 
 order; threads for the waiting ones are made only when a step really meets.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.replicas.context import ReplicaRank, outside_step
+
+# Ctrl-C that comes just before a thread begins to wait is heard when it wakes: so nobody waits longer at a time.
+WAIT_SECONDS = 1.0
 
 
 class Meeting:
@@ -45,6 +50,7 @@ class Meeting:
         self._ended: set[int] = set()
         self._turn = 0
         self._started = False
+        self._abandoned = False
 
     def exchange(self, rank: int, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
         """What ``act`` makes of the values of all participants, in rank order; it runs once.
@@ -71,8 +77,7 @@ class Meeting:
             else:
                 self._break_if_hopeless()
             self._hand_over()
-            ready = self._changed.wait_for(lambda: rank in self._results and self._may_run(rank), self._deadline)
-            if not ready:
+            if not self._wait(lambda: rank in self._results and self._may_run(rank)):
                 here = ", ".join(map(str, sorted(self._arrived)))
                 self._break(f"{kind}: only replicas {here} of {self.world_size} came within {self._deadline:g} s")
             result, error = self._results.pop(rank)
@@ -98,10 +103,14 @@ class Meeting:
 
     def abandon(self) -> None:
         """Nobody waits for the participants: those that wait for each other hear of it."""
-        with self._changed:
-            self._refusal = "the step was interrupted"
-            self._break(self._refusal)
-            self._changed.notify_all()
+        self._abandoned, self._refusal = True, "the step was interrupted"
+        # One of them may be in the middle of what all met for, an optimizer's step, say; it tells the others then.
+        if self._changed.acquire(timeout=0.1):
+            try:
+                self._break(self._refusal)
+                self._changed.notify_all()
+            finally:
+                self._changed.release()
 
     def _complete(self, act: Callable[[list[Any]], Any]) -> None:
         kinds = {rank: kind for rank, (kind, _) in sorted(self._arrived.items())}
@@ -134,8 +143,16 @@ class Meeting:
             )
         self._arrived = {}
 
+    def _wait(self, is_ready: Callable[[], bool]) -> bool:
+        """Whether it was ready before the deadline."""
+        end = math.inf if self._deadline is None else time.monotonic() + self._deadline
+        while (left := end - time.monotonic()) > 0:
+            if self._changed.wait_for(is_ready, min(left, WAIT_SECONDS)):
+                return True
+        return is_ready()
+
     def _may_run(self, rank: int) -> bool:
-        return not self._in_turns or self._turn == rank
+        return not self._in_turns or self._turn == rank or self._abandoned
 
     def _hand_over(self) -> None:
         """The turn goes to the lowest rank that neither waits nor has ended."""

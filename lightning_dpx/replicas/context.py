@@ -12,6 +12,9 @@ class MeetingPlace(Protocol):
     def exchange(self, rank: int, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
         """What ``act`` makes of all values."""
 
+    def abandon(self) -> None:
+        """Nobody waits for the participants any more."""
+
 
 class Beyond(Protocol):
     """Reaches the replicas of other processes."""
@@ -36,12 +39,14 @@ class Venue:
         crowded: An accelerator that holds several replicas, if there is one.
         was_used: Whether anybody has ever met here.
         beyond: The way to the other processes, where there are several.
+        abandoned: The run was given up; what is left of it must not meet that of another run.
     """
 
     meeting: MeetingPlace | None = None
     crowded: str = ""
     was_used: bool = False
     beyond: Beyond | None = None
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from lightning_dpx.devices import (
     seed_apart,
 )
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.collectives import Meeting
 from lightning_dpx.replicas.context import Beyond, ReplicaRank, Venue, as_rank
@@ -254,8 +256,16 @@ class ReplicaSet:
             self.release_cores()
         before = host_random_state() if threads else None
         state = StateFingerprint(self.root.module, self._keep) if in_turns and len(shares) > 1 else None
+        if self._venue.abandoned:  # a run that went on would meet this one there
+            self._venue = replace(self._venue, meeting=None, abandoned=False)
         tasks = [
-            Task(share.replica.index, share.replica.device, stage, self._as_rank(rank, len(shares), call, share, stage))
+            Task(
+                share.replica.index,
+                share.replica.device,
+                stage,
+                self._as_rank(rank, len(shares), call, share, stage),
+                partial(keep_gradients_out, share.replica.parameters),
+            )
             for rank, share in enumerate(shares)
         ]
         values = (self._turns if in_turns else self._executor).run(tasks, self._venue)

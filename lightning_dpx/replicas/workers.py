@@ -6,6 +6,7 @@ error (lowest replica) is raised as the original object, with a note that says w
 """
 
 import contextvars
+import math
 import os
 import queue
 import sys
@@ -23,19 +24,33 @@ import torch
 
 from lightning_dpx.devices import autocast_types, device_context
 from lightning_dpx.errors import CollectiveError
-from lightning_dpx.replicas.collectives import Meeting
+from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned, stop_tasks
+from lightning_dpx.replicas.collectives import WAIT_SECONDS, Meeting
 from lightning_dpx.replicas.context import Venue
 from lightning_dpx.replicas.error_notes import note_place
 
 
+def _nothing() -> None:
+    """A task without ties."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One call for one replica."""
+    """One call for one replica.
+
+    Attributes:
+        replica: Whose.
+        device: Where.
+        stage: What it is a part of, for messages.
+        call: The task itself.
+        cut_ties: Called where the task goes on although its caller has stopped waiting for it and it was stopped.
+    """
 
     replica: int
     device: torch.device
     stage: str
     call: Callable[[], Any]
+    cut_ties: Callable[[], None] = _nothing
 
 
 @dataclass(slots=True)
@@ -54,7 +69,7 @@ class Executor(ABC):
 
         Args:
             tasks: One per participant; their order gives the ranks.
-            venue: Gets the meeting of this run.
+            venue: Gets the meeting of this run; and keeps it, if the run is abandoned.
 
         Raises:
             BaseException: the error of the first failed task, the same object, with notes. A failure comes before the
@@ -64,7 +79,8 @@ class Executor(ABC):
         try:
             outcomes = self._outcomes(tasks, venue)
         finally:
-            venue.meeting = None  # it holds what the tasks returned
+            if not venue.abandoned:
+                venue.meeting = None  # it holds what the tasks returned
         if all(outcome.error is None for outcome in outcomes):
             return [outcome.value for outcome in outcomes]
         try:
@@ -81,6 +97,93 @@ class Executor(ABC):
         """Ends the workers; the executor cannot run again."""
 
 
+class _Turns:
+    """One run of an :class:`InlineExecutor`."""
+
+    def __init__(self, tasks: Sequence[Task], deadline: float | None) -> None:
+        self._tasks = tasks
+        self._deadline = deadline
+        self.outcomes = [Outcome() for _ in tasks]
+        self.meeting = Meeting(len(tasks), in_turns=True, start_others=self._start_others, deadline=deadline)
+        self.abandoned = False
+        self._context = CallerContext.capture()
+        self._variables = [contextvars.copy_context() for _ in tasks]
+        self._begun = [False] * len(tasks)
+        self._threads: dict[int, tuple[threading.Thread, RunningTask]] = {}
+
+    def run(self) -> list[Outcome]:
+        """Until all have ended; those in threads are abandoned after Ctrl-C, or beyond the deadline."""
+        try:
+            self._run_here()
+            interrupted = any(isinstance(one.error, KeyboardInterrupt) for one in self.outcomes)
+            late = {} if interrupted else self._join()
+        except BaseException:
+            self._abandon()
+            raise
+        if interrupted or late:
+            self._abandon()
+        for index, error in late.items():
+            self.outcomes[index] = Outcome(error=error)
+        return self.outcomes
+
+    def _run_here(self) -> None:
+        """Runs in the calling thread what no meeting has started elsewhere."""
+        for index, task in enumerate(self._tasks):
+            if self._begun[index]:
+                break
+            self._begun[index] = True
+            self.outcomes[index] = _attempt(task)
+            self.meeting.end(index)
+            if self.outcomes[index].error is not None and not self._threads:
+                break
+
+    def _join(self) -> dict[int, CollectiveError]:
+        """Waits for the threads; those that do not end before the deadline, each with the same error."""
+        end = math.inf if self._deadline is None else time.monotonic() + self._deadline
+        while running := {index: one for index, (_, one) in self._threads.items() if not one.is_over}:
+            left = end - time.monotonic()
+            if left <= 0:
+                threads = [thread for thread, _ in self._threads.values()]
+                return dict.fromkeys(running, _late([self._tasks[index] for index in running], self._deadline, threads))
+            next(iter(running.values())).wait(min(left, WAIT_SECONDS))
+        for thread, _ in self._threads.values():
+            thread.join()
+        return {}
+
+    def _abandon(self) -> None:
+        self.abandoned = True
+        self.meeting.abandon()
+        _give_up(self._tasks, {index: task for index, (_, task) in self._threads.items()})
+        for thread, task in self._threads.values():
+            if task.is_over:
+                thread.join()
+
+    def forget(self) -> None:
+        """Lets go of what the tasks returned; the meeting and this object hold each other."""
+        self.outcomes = []
+        del self.meeting
+
+    def _start_others(self) -> None:
+        for index, begun in enumerate(self._begun):
+            if not begun:
+                self._begun[index] = True
+                running = RunningTask()
+                thread = threading.Thread(target=self._perform, args=(index, running), name="dpx-turn", daemon=True)
+                self._threads[index] = thread, running
+                thread.start()
+
+    def _perform(self, index: int, running: RunningTask) -> None:
+        try:
+            self.meeting.begin(index)
+            running.begin()
+            self.outcomes[index] = self._variables[index].run(_attempt_in, self._context, self._tasks[index])
+        except StepAbandoned:
+            return
+        finally:
+            self.meeting.end(index)
+            running.end()
+
+
 class InlineExecutor(Executor):
     """One task after the other in the calling thread: one random generator, one order, no waiting.
 
@@ -94,36 +197,14 @@ class InlineExecutor(Executor):
         self._deadline = deadline
 
     def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
-        outcomes = [Outcome() for _ in tasks]
-        context, begun, threads = CallerContext.capture(), [False] * len(tasks), []
-        variables = [contextvars.copy_context() for _ in tasks]
-
-        def perform(index: int) -> None:
-            meeting.begin(index)
-            try:
-                outcomes[index] = variables[index].run(_attempt_in, context, tasks[index])
-            finally:
-                meeting.end(index)
-
-        def start_others() -> None:
-            for index in range(len(tasks)):
-                if not begun[index]:
-                    begun[index] = True
-                    threads.append(threading.Thread(target=perform, args=(index,), name="dpx-turn", daemon=True))
-                    threads[-1].start()
-
-        venue.meeting = meeting = Meeting(len(tasks), in_turns=True, start_others=start_others, deadline=self._deadline)
-        for index, task in enumerate(tasks):
-            if begun[index]:
-                break
-            begun[index] = True
-            outcomes[index] = _attempt(task)
-            meeting.end(index)
-            if outcomes[index].error is not None and not threads:
-                break
-        interrupted = any(isinstance(one.error, KeyboardInterrupt) for one in outcomes)
-        for thread in threads:
-            thread.join(1.0 if interrupted else None)
+        turns = _Turns(tasks, self._deadline)
+        venue.meeting = turns.meeting
+        try:
+            outcomes = turns.run()
+        finally:
+            venue.abandoned = turns.abandoned
+        if not turns.abandoned:
+            turns.forget()
         return outcomes
 
     def close(self) -> None:
@@ -133,7 +214,8 @@ class InlineExecutor(Executor):
 class ThreadedExecutor(Executor):
     """One persistent daemon thread per lane; tasks of one lane run in order.
 
-    A lane that is left behind in the middle of a task, by Ctrl-C or by the deadline, is never waited for again.
+    After Ctrl-C, or beyond the deadline, all lanes are given up and what still runs in them is stopped; the next run
+    has new ones.
 
     Args:
         lane_of: The lane (thread) of every replica: the physical device, or the replica itself where concurrency on
@@ -149,7 +231,6 @@ class ThreadedExecutor(Executor):
         self._inboxes: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
         self._threads_per_lane, self._process = intra_op_threads, os.getpid()
-        self._abandoned = False
         weakref.finalize(self, _end, self._inboxes)  # whoever forgets to close it leaves no threads behind
 
     @property
@@ -188,52 +269,83 @@ class ThreadedExecutor(Executor):
         crowded = "" if len(set(lanes)) == len(lanes) else "several replicas take turns in the thread of one device"
         venue.meeting = meeting = Meeting(len(tasks), refusal=crowded, deadline=self._deadline)
         context, outcomes = CallerContext.capture(), [Outcome() for _ in tasks]
+        running = {index: RunningTask() for index in range(len(tasks))}
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def job(index: int, task: Task, variables: contextvars.Context) -> Callable[[], None]:
             def perform() -> None:
+                running[index].begin()
                 try:
                     outcomes[index] = variables.run(_attempt_in, context, task)
                 finally:
                     meeting.end(index)
+                    running[index].end()
                     finished.put(index)
 
             return perform
 
-        for index, task in enumerate(tasks):
-            self._inboxes[self._lane_of[task.replica]].put(job(index, task, contextvars.copy_context()))
         try:
-            self._await(tasks, finished)
-        except BaseException:  # Ctrl-C: whatever still runs, nobody waits for it any more
-            self._abandoned = True
-            meeting.abandon()
+            for index, task in enumerate(tasks):
+                self._inboxes[self._lane_of[task.replica]].put(job(index, task, contextvars.copy_context()))
+            late = self._await(tasks, finished)
+        except BaseException:  # Ctrl-C
+            self._abandon(tasks, running, venue)
             raise
+        if late:
+            self._abandon(tasks, running, venue)
+        for index, error in late.items():
+            outcomes[index] = Outcome(error=error)
         return outcomes
 
-    def _await(self, tasks: Sequence[Task], finished: "queue.SimpleQueue[int]") -> None:
-        end = None if self._deadline is None else time.monotonic() + self._deadline
+    def _await(self, tasks: Sequence[Task], finished: "queue.SimpleQueue[int]") -> dict[int, CollectiveError]:
+        """Waits for the tasks; those that do not end before the deadline, each with the same error."""
+        end = math.inf if self._deadline is None else time.monotonic() + self._deadline
         waiting = dict(enumerate(tasks))
         while waiting:
+            left = end - time.monotonic()
             try:
-                del waiting[finished.get(timeout=None if end is None else max(0.0, end - time.monotonic()))]
+                del waiting[finished.get(timeout=max(0.0, min(left, WAIT_SECONDS)))]
             except queue.Empty:
-                who = ", ".join(f"replica {task.replica} on {task.device}" for task in waiting.values())
-                stage = next(iter(waiting.values())).stage
-                error = CollectiveError(f"The {stage} of {who} did not end within {self._deadline:g} s.")
-                error.add_note(self._stacks())
-                raise error from None
+                if left <= 0:
+                    return dict.fromkeys(waiting, _late(list(waiting.values()), self._deadline, self._threads))
+        return {}
 
-    def _stacks(self) -> str:
-        frames = sys._current_frames()
-        seen = [(thread.name, frames.get(thread.ident or 0)) for thread in self._threads]
-        return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in seen if frame)
+    def _abandon(self, tasks: Sequence[Task], running: "dict[int, RunningTask]", venue: Venue) -> None:
+        """Nobody waits for this run any more: its lanes end, those in the middle of a task as soon as they can."""
+        venue.abandoned = True
+        assert venue.meeting is not None, "of this run"
+        venue.meeting.abandon()
+        _end(self._inboxes)
+        threads, self._threads = self._threads, []
+        _give_up(tasks, running)
+        busy = {self._lane_of[tasks[index].replica] for index, one in running.items() if one.goes_on}
+        for lane, thread in enumerate(threads):
+            if lane not in busy:
+                thread.join()
 
     def close(self) -> None:
         _end(self._inboxes)
         for thread in self._threads:
-            if not self._abandoned:
-                thread.join()
+            thread.join()
         self._threads = []
+
+
+def _late(tasks: Sequence[Task], deadline: float | None, threads: Sequence[threading.Thread]) -> CollectiveError:
+    """These tasks did not end in time; with the stacks of all threads."""
+    who = ", ".join(f"replica {task.replica} on {task.device}" for task in tasks)
+    error = CollectiveError(f"The {tasks[0].stage} of {who} did not end within {deadline:g} s.")
+    frames = sys._current_frames()
+    seen = [(thread.name, frames.get(thread.ident or 0)) for thread in threads]
+    error.add_note("\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in seen if frame))
+    return error
+
+
+def _give_up(tasks: Sequence[Task], running: "dict[int, RunningTask]") -> None:
+    """Stops the tasks that run, and cuts the ties of those that go on all the same."""
+    stop_tasks(list(running.values()))
+    for index, one in running.items():
+        if one.goes_on:
+            tasks[index].cut_ties()
 
 
 def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseException:
@@ -263,9 +375,12 @@ def _serve(
         torch.get_num_threads()  # initialises this thread; left to the first operator, that would undo the next line
         torch.set_num_threads(intra_op_threads)
     ready.put(None)
-    while (job := inbox.get()) is not None:
-        job()
-        del job  # while the lane waits, it must not hold what a step allocated
+    try:
+        while (job := inbox.get()) is not None:
+            job()
+            del job  # while the lane waits, it must not hold what a step allocated
+    except StepAbandoned:  # this run is given up, and its lanes with it
+        return
 
 
 def _attempt(task: Task) -> Outcome:

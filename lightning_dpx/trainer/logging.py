@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas import Share, weighted_mean
+from lightning_dpx.trainer.instance_methods import instance_methods
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 
 
@@ -32,11 +33,8 @@ class StepLog:
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:
         """``module.log`` (and so ``log_dict``) writes here for a while."""
-        vars(module)["log"] = self.record
-        try:
+        with instance_methods(module, {"log": self.record}):
             yield
-        finally:
-            del vars(module)["log"]
 
 
 def replay(logs: Sequence[StepLog], module: LightningModule, device: torch.device, metrics: ReplicaMetrics) -> None:

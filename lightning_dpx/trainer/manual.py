@@ -17,6 +17,7 @@ from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.replicas import ReplicaSet, Share, current_rank
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.trainer.instance_methods import instance_methods
 from lightning_dpx.trainer.precision import DPXPrecision
 
 
@@ -46,12 +47,8 @@ class ManualOptimization:
         view = _ReplicaView(self, share, module, mirror)
         methods = ("optimizers", "lr_schedulers", "manual_backward", "clip_gradients")
         toggles = ("toggle_optimizer", "untoggle_optimizer")
-        vars(module).update({name: getattr(view, name) for name in (*methods, *toggles)})
-        try:
+        with instance_methods(module, {name: getattr(view, name) for name in (*methods, *toggles)}):
             yield
-        finally:
-            for name in (*methods, *toggles):
-                del vars(module)[name]
 
     def once(self, what: str, value: Any, act: Callable[[list[Any]], Any]) -> Any:
         """``act`` of all replicas' values, run by the last one to arrive."""

@@ -1,0 +1,47 @@
+"""Methods that one module object has instead of its class's while its replica runs a step, and no longer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_NAMES: set[str] = set()  # all that were ever given
+
+
+@contextmanager
+def instance_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within the block ``module.name`` is ``methods[name]``; afterwards it is what it was.
+
+    A step that was abandoned leaves its block late, perhaps when another step has put its own methods on the module:
+    those stay.
+    """
+    _NAMES.update(methods)
+    own = vars(module)
+    before = {name: own[name] for name in methods if name in own and not _is_ours(own[name])}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            if own.get(name) is not method:
+                continue
+            if name in before:
+                own[name] = before[name]
+            else:
+                del own[name]
+
+
+def remove_instance_methods(module: nn.Module) -> None:
+    """Takes off what a step that never left its block has left there."""
+    for child in module.modules():
+        own = vars(child)
+        for name in _NAMES & own.keys():
+            if _is_ours(own[name]):
+                del own[name]
+
+
+def _is_ours(value: Any) -> bool:
+    """A bound method of an object of this package; what the user has put there is not."""
+    owner = getattr(value, "__self__", None)
+    return type(owner).__module__.startswith("lightning_dpx.")
