@@ -7,24 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dpx.errors import ConfigurationError, ReplicationError
+from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas import ReplicaSet
-from lightning_dpx.shifting import applied_shift, shift_activations
-
-
-def refuse_shifted(module: Any) -> None:
-    """A strategy moves the whole module to its devices, so what was shifted before is shifted no longer.
-
-    Raises:
-        ConfigurationError: the module is shifted.
-    """
-    shift = applied_shift(module)
-    if shift is not None:
-        raise ConfigurationError(
-            f"The module is shifted already, {shift.entry}, and the strategy would move it as a whole: call "
-            f"unshift_activations(module), and give DPXStrategy(shifts={{{str(shift.source)!r}: "
-            f"{str(shift.target)!r}}}, shift_activations={shift.chosen})."
-        )
+from lightning_dpx.shifting import shift_activations
 
 
 def rehearse_shifts(

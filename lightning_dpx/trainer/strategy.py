@@ -1,6 +1,7 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
 import signal
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._dynamo.eval_frame import OptimizedModule
@@ -37,21 +38,20 @@ from lightning_dpx.replicas import (
     ReplicaSet,
     Slicer,
     StepTimes,
-    restore_batch_norm,
     synchronize_batch_norm,
 )
-from lightning_dpx.shifting import applied_shift, unshift_activations
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
 from lightning_dpx.trainer.files import WholeFiles
+from lightning_dpx.trainer.leftovers import begin_unshifted, leave, take_over
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.owners import move_optimizers
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
-from lightning_dpx.trainer.rank_zero import make_step_aware
-from lightning_dpx.trainer.shift_rehearsal import refuse_shifted, rehearse_shifts
+from lightning_dpx.trainer.rank_zero import forget_steps, make_step_aware
+from lightning_dpx.trainer.shift_rehearsal import rehearse_shifts
 from lightning_dpx.trainer.steps import StepsOfReplicas
 from lightning_dpx.trainer.stopping import StopTogether
 
@@ -162,6 +162,8 @@ class DPXStrategy(StepsOfReplicas):
         self._check_every = check_replicas_every_n_steps
         self._process_group_backend, self._timeout = process_group_backend, float(timeout)
         self.num_nodes = 1  # Lightning sets it
+        self._trainer: weakref.ref[pl.Trainer] | None = None
+        self._module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
         self._wire = None if communication_dtype is None else getattr(torch, communication_dtype)
         self._gradient_packs = gradient_packs
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
@@ -272,6 +274,18 @@ class DPXStrategy(StepsOfReplicas):
 
     # ---- set-up and tear-down ----
 
+    def connect(self, model: "pl.LightningModule") -> None:
+        """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
+        self.give_up_replicas()
+        take_over(model, self)
+        super().connect(model)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a Trainer is in the middle of a run with this strategy."""
+        trainer = None if self._trainer is None else self._trainer()
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+
     def setup_environment(self) -> None:
         """Sets up the root device and joins the other processes, if there are any."""
         super().setup_environment()
@@ -280,10 +294,11 @@ class DPXStrategy(StepsOfReplicas):
             connect(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
         if isinstance(self.precision_plugin, DPXPrecision):
             self.precision_plugin.place(self.root_device)
-        make_step_aware(self.process_rank)
+        make_step_aware(self, self.process_rank)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
+        self._trainer = weakref.ref(trainer)
         if self.num_processes > 1:
             self._stopping = trainer._signal_connector = StopTogether(trainer)
         super().setup(trainer)
@@ -293,13 +308,14 @@ class DPXStrategy(StepsOfReplicas):
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
         assert self.model is not None, "connect() sets the model first"
+        begin_unshifted(self.model, self.shifts_activations, self._plans_memory)
         self.model.to(self.root_device)
 
     def _setup_model(self, model: Module) -> Module:
         """Makes the replicas, after the module reached its device and before the optimizers exist."""
         module, devices = self.lightning_module, self.parallel_devices or []
         assert module is not None, "connect() sets the module first"
-        refuse_shifted(module)
+        self._module_in_use = module
         if self._layer_sync is not None:
             synchronize_batch_norm(module)
         replicas = self._make_replicas(module, devices)
@@ -419,7 +435,7 @@ class DPXStrategy(StepsOfReplicas):
         agree(mine)
         counts = gather_objects("counting the replicas", num_replicas)
         self._replica_offset, self._all_replicas = sum(counts[: self.process_rank]), sum(counts)
-        make_step_aware(self.process_rank, self._replica_offset)
+        make_step_aware(self, self.process_rank, self._replica_offset)
         start_equal(module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -504,24 +520,28 @@ class DPXStrategy(StepsOfReplicas):
             exception.add_note(describe_loss("the run"))
         super().on_exception(exception)
 
-    def teardown(self) -> None:
-        """Ends the workers and gives up the replicas."""
+    def give_up_replicas(self) -> None:
+        """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
         if self._step is not None:
             self._step.close()
         if self._replicas is not None:
             self._replicas.close()
-        if self.lightning_module is not None:
-            restore_batch_norm(self.lightning_module)
-            if self._replicas is not None:
+            if self._plans_memory:
                 self._planning.remove(self._replicas)
-            if applied_shift(self.lightning_module) is not None:
-                unshift_activations(self.lightning_module, "cpu")  # where all of it goes now; the source may be full
+        if self._module_in_use is not None:
+            leave(self._module_in_use, "cpu")  # where all of it goes now; the source of a shift may be full
+        self._module_in_use = None
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
-        self._stopping = None
+        self._accumulating, self._stopping = False, None
         self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch
         self._shifts_open = self._auto_shifts
         self._planning.forget()
         self._whole_batches.forget()
+
+    def teardown(self) -> None:
+        """Ends the workers and gives up the replicas."""
+        self.give_up_replicas()
+        forget_steps(self)
         Strategy.teardown(self)
 
     # ---- moments after which parameters may have been written without a trace ----

@@ -92,16 +92,18 @@ class Stuck(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         blocked = batch_idx == 1 and self.global_rank == self.which and self.phase in ("forward", "backward")
         loss = F.cross_entropy(self(batch[0], self.phase if blocked else ""), batch[1])
-        self.seen.append(batch_idx)
-        self.steps += 1
         self.log("train_loss", loss)
+        if blocked:  # a step that always writes would run in turns, in the calling thread
+            self.seen.append(batch_idx)
+            self.steps += 1
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         blocked = batch_idx == 1 and self.global_rank == self.which and self.phase == "evaluation"
         self.log("val_loss", F.cross_entropy(self(batch[0], self.phase if blocked else ""), batch[1]))
-        self.seen.append(batch_idx)
-        self.steps += 1
+        if blocked:
+            self.seen.append(batch_idx)
+            self.steps += 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -154,8 +156,10 @@ def trains_as_new(model: Stuck) -> None:
     assert_equal(*({name: value.cpu() for name, value in each.state_dict().items()} for each in (model, new)))
 
 
-@pytest.mark.parametrize("kind", [Stuck, StuckByHand])
-@pytest.mark.parametrize(("phase", "which"), [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)])
+@pytest.mark.parametrize(
+    ("kind", "phase", "which"),
+    [(Stuck, "forward", 0), (Stuck, "backward", 0), (Stuck, "backward", 1), (StuckByHand, "backward", 0)],
+)
 def test_a_step_that_ctrl_c_abandoned_changes_nothing_after_the_fit(
     kind: type[Stuck], phase: str, which: int, hardware: str
 ) -> None:
@@ -172,7 +176,7 @@ def test_a_step_that_ctrl_c_abandoned_changes_nothing_after_the_fit(
     trains_as_new(model)
 
 
-def test_a_step_that_a_deadline_abandoned_changes_nothing_after_the_fit(hardware: str) -> None:
+def test_a_step_that_a_deadline_abandoned_changes_nothing_after_the_fit() -> None:
     model = Stuck("backward", 0, lambda: None)
     with pytest.raises(dpx.CollectiveError, match="replica 0"):
         fit(model, timeout=0.2)
@@ -182,7 +186,8 @@ def test_a_step_that_a_deadline_abandoned_changes_nothing_after_the_fit(hardware
     trains_as_new(model)
 
 
-def test_a_fit_may_begin_while_the_abandoned_step_is_blocked_still(hardware: str) -> None:
+def test_a_fit_may_begin_while_the_abandoned_step_is_blocked_still() -> None:
+    """On the host: an accelerator has one thread for its backwards, and that is blocked."""
     model = Stuck("backward")
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         fit(model)
@@ -200,7 +205,7 @@ def test_an_abandoned_evaluation_changes_nothing_either() -> None:
     left = state(model)
     let_go()
     same(state(model), left)
-    trains_as_new(model)
+    trains_as_new(model.train())
 
 
 class Meets(Stuck):
