@@ -1,5 +1,9 @@
 """Batch norm over the whole batch: every replica normalises its slice by the statistics of all slices."""
 
+import copy
+import copyreg
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -8,6 +12,7 @@ from lightning_dpx.replicas.collectives import sum_over_replicas
 from lightning_dpx.replicas.context import ReplicaRank, current_rank
 
 _synced: dict[type, type] = {}
+_plain: dict[type, type] = {}  # the other way round
 
 
 class SyncedBatchNorm(_BatchNorm):
@@ -20,6 +25,18 @@ class SyncedBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         return self._normalised(input, rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncedBatchNorm":
+        """A copy is synchronized, too: replicas are copies."""
+        copied: SyncedBatchNorm = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """In a file it is the batch norm that it was: its class is made here, and means nothing elsewhere."""
+        # What pickle protocols 0 and 1 call; the later ones insist on the object's own class.
+        return copyreg._reconstructor, (_plain[type(self)], object, None), vars(self)  # type: ignore[attr-defined]
 
     def _normalised(self, input: torch.Tensor, rank: ReplicaRank) -> torch.Tensor:
         values = input if input.dtype == torch.float64 else input.float()
@@ -55,12 +72,12 @@ def synchronize_batch_norm(module: nn.Module) -> None:
             kind: type = type(child)
             if kind not in _synced:
                 _synced[kind] = type(f"Synced{kind.__name__}", (SyncedBatchNorm, kind), {})
+                _plain[_synced[kind]] = kind
             child.__class__ = _synced[kind]
 
 
 def restore_batch_norm(module: nn.Module) -> None:
     """Undoes :func:`synchronize_batch_norm`."""
-    originals = {synced: kind for kind, synced in _synced.items()}
     for child in module.modules():
-        if type(child) in originals:
-            child.__class__ = originals[type(child)]
+        if type(child) in _plain:
+            child.__class__ = _plain[type(child)]
