@@ -399,7 +399,7 @@ class ReplicaSet:
             self._callers_threads = None
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the workers; whatever runs after this starts them again."""
         self.release_cores()
         self._executor.close()
 

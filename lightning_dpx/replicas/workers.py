@@ -94,7 +94,7 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers; the executor cannot run again."""
+        """Ends the workers; another run starts them again."""
 
 
 class _Turns:

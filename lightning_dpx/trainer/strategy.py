@@ -43,6 +43,7 @@ from lightning_dpx.replicas import (
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
 from lightning_dpx.trainer.files import WholeFiles
+from lightning_dpx.trainer.launcher import InThisProcess
 from lightning_dpx.trainer.leftovers import begin_unshifted, leave, take_over
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import ReplicaMetrics
@@ -273,6 +274,13 @@ class DPXStrategy(StepsOfReplicas):
         self._precision_plugin = precision_plugin
 
     # ---- set-up and tear-down ----
+
+    def _configure_launcher(self) -> None:
+        self._launcher = InThisProcess(self._end_workers)
+
+    def _end_workers(self) -> None:
+        if self._replicas is not None:
+            self._replicas.close()
 
     def connect(self, model: "pl.LightningModule") -> None:
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""

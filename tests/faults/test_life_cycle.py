@@ -197,6 +197,77 @@ def test_case_68_two_fits_at_the_same_time_in_two_threads(execution: str) -> Non
         assert_equal(state(model), state(plain))
 
 
+class Breaks(Callback):
+    """Fails where Lightning skips the teardown then; a batch ended just before."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise LookupError("on purpose")
+
+    def on_exception(self, *_: Any) -> None:
+        raise OSError("no teardown")
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "threads": ({"execution": "threads"}, {}),
+    "shifts": ({"shifts": {"sim:0": "sim:4", "sim:1": "sim:5"}, "shift_activations": ["net.2"]}, {}),
+    "batch norm": ({}, {"sync_batchnorm": True}),
+    "plan": ({"memory_budget": "1GiB"}, {}),
+    "colocate": ({"reducer": "colocate"}, {}),
+}
+
+
+def broken_off(kind: str) -> tuple[Classifier, Trainer]:
+    """After a fit on two simulated devices that never reached its teardown; the weights are fresh again."""
+    options, more = OPTIONS[kind]
+    model = seeded(norm=True)
+    trainer = make_trainer(
+        strategy=dpx.DPXStrategy(**options), accelerator="sim", devices=2, max_epochs=1, callbacks=[Breaks()], **more
+    )
+    with pytest.raises(OSError, match="no teardown"):
+        trainer.fit(model, make_loader(48), make_loader(48))
+    del trainer.callbacks[[type(one) for one in trainer.callbacks].index(Breaks)]
+    with torch.no_grad():
+        for name, value in seeded(norm=True).state_dict().items():
+            model.state_dict()[name].copy_(value)
+    return model, trainer
+
+
+@on_sim
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("how", ["the same trainer", "another strategy", "one device"])
+def test_case_68_a_run_that_never_reached_its_teardown_leaves_nothing_that_the_next_one_minds(
+    kind: str, how: str
+) -> None:
+    model, trainer = broken_off(kind)
+    if how == "another strategy":
+        trainer = make_trainer(strategy=dpx.DPXStrategy(), accelerator="sim", devices=3, max_epochs=1)
+    elif how == "one device":
+        trainer = make_trainer(max_epochs=1)
+    trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_progress.current.ready + 1
+    trainer.fit(model, make_loader(48), make_loader(48))
+    if how == "one device":
+        return  # nothing of ours has run that could clear away; it trained
+    assert all(type(child).__module__.startswith(("torch", "tests")) for child in model.modules())
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+    assert "log" not in vars(model)
+    copied = pickle.loads(pickle.dumps(model))
+    assert_equal(state(copied), state(model))
+
+
+@on_sim
+@pytest.mark.parametrize("kind", ["shifts", "plan", "batch norm"])
+def test_case_68_what_such_a_run_left_can_be_taken_off_by_hand(kind: str) -> None:
+    model, _ = broken_off(kind)
+    if kind == "shifts":
+        dpx.unshift_activations(model)
+    elif kind == "plan":
+        dpx.remove_plan(model)
+    plain = seeded(norm=True)
+    copied = pickle.loads(pickle.dumps(model)).cpu()
+    rows = torch.randn(4, 8)
+    torch.testing.assert_close(copied.train().net(rows), plain.net(rows))
+
+
 def leftovers() -> tuple[int, int, int, int]:
     gc.collect()
     everything = gc.get_objects()

@@ -1,0 +1,36 @@
+"""Runs what a Trainer does in this process, and ends the workers of replicas before it handles an error."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+
+class InThisProcess(_Launcher):
+    """Takes the place of no launcher.
+
+    Lightning never tears a strategy down where a callback fails in ``on_exception`` or a logger in ``finalize``; idle
+    threads would stay as long as the Trainer. What runs replicas after this starts them again.
+
+    Args:
+        end_workers: Called when a run fails.
+    """
+
+    def __init__(self, end_workers: Callable[[], None]) -> None:
+        self._end_workers = end_workers
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Notebooks are fine: nothing is started anew."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """What ``function`` returns."""
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            self._end_workers()
+            raise
+
+    def kill(self, signum: Any) -> None:
+        """Nothing was started that would have to be told."""
