@@ -10,6 +10,7 @@ from lightning_dpx.reducers.nccl import NCCLReducer
 from lightning_dpx.reducers.overlap import EagerReduction
 from lightning_dpx.reducers.packing import GradientPacker
 from lightning_dpx.reducers.placement import least_loaded_placement, small_aside_placement
+from lightning_dpx.reducers.roll_call import current_roll_call, declare_failed, start_roll_call, stop_roll_call
 
 __all__ = [
     "REDUCERS",
@@ -26,8 +27,12 @@ __all__ = [
     "describe_loss",
     "is_loss_of_a_process",
     "choose_reducer",
+    "current_roll_call",
+    "declare_failed",
     "least_loaded_placement",
     "make_reducer",
     "register_reducer",
     "small_aside_placement",
+    "start_roll_call",
+    "stop_roll_call",
 ]

@@ -1,8 +1,7 @@
 """Between processes: the mean of the owners' gradients over torch.distributed, weighted by samples."""
 
-import datetime
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -11,11 +10,10 @@ from lightning_dpx.devices import wire_device
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
+from lightning_dpx.reducers.roll_call import current_roll_call, waits_for_others
 from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
 
 Result = TypeVar("Result")
-
-ROLL_CALL_SECONDS = 3.0  # how long a survivor waits for the others to report, before it names the lost ones
 
 
 class ProcessReducer:
@@ -132,6 +130,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 
+@waits_for_others
 def between_processes(what: str, call: Callable[[], Result]) -> Result:
     """What ``call``, a collective of torch.distributed, returns.
 
@@ -153,25 +152,14 @@ def is_loss_of_a_process(error: BaseException) -> bool:
     return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
+@waits_for_others
 def describe_loss(during: str) -> str:
-    """Calls the roll: every survivor of a failed collective reports to the store; the others are lost."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    store = distributed.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    lost: list[int] = []
+    """Which processes are lost, after a collective has failed; see :class:`RollCall`."""
+    rank, world, calling = distributed.get_rank(), distributed.get_world_size(), current_roll_call()
     try:
-        store.set(f"dpx/alive/{during}/{rank}", "yes")
-        for other in range(world):
-            if other != rank and not _reports(store, f"dpx/alive/{during}/{other}"):
-                lost.append(other)
+        lost = {} if calling is None else calling.lost()
     except RuntimeError:  # the store itself went with the process that kept it
-        lost = [0]
+        lost = {0: ""}
     who = f"rank {', '.join(map(str, lost))} of {world} processes" if lost else "an unknown rank"
-    return f"Process {rank} lost {who} during {during}: it ended, or did not come within the timeout"
-
-
-def _reports(store: Any, key: str) -> bool:
-    try:
-        store.wait([key], datetime.timedelta(seconds=ROLL_CALL_SECONDS))
-    except distributed.DistStoreError:
-        return False
-    return True
+    known = "".join(f"; rank {other} {what}" for other, what in lost.items() if what)
+    return f"Process {rank} lost {who} during {during}: it ended, or did not come within the timeout{known}"

@@ -1,6 +1,7 @@
 """Third sibling: parts of a model, with what they keep for backward, on another device (Caffe2's device shifts)."""
 
 from lightning_dpx.shifting.auto import Part, choose_parts, parts_of, scaled
+from lightning_dpx.shifting.between_steps import BetweenSteps
 from lightning_dpx.shifting.park import park_activations, unpark_activations
 from lightning_dpx.shifting.shift import (
     Shift,
@@ -13,6 +14,7 @@ from lightning_dpx.shifting.shift import (
 )
 
 __all__ = [
+    "BetweenSteps",
     "Part",
     "Shift",
     "applied_shift",

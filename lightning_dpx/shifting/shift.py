@@ -28,7 +28,7 @@ from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 
 _PAUSES = threading.local()
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
-_LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
+LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
                     "cpu", "cuda", "data_ptr", "requires_grad_", "register_hook", "backward", "detach", "__len__",
                     "untyped_storage", "storage_offset", "is_contiguous", "type", "item", "tolist"})  # fmt: skip
 _READS = frozenset({"to", "cpu", "cuda", "type", "item", "tolist"})  # those of them that look at the values
@@ -266,11 +266,13 @@ class Shift:
             yield
             return
         self._local.mode = mode = _OnDevice(self)
+        _PAUSES.steps = getattr(_PAUSES, "steps", 0) + 1
         try:
             with mode:
                 yield
         finally:
             self._local.mode = None
+            _PAUSES.steps -= 1
 
     @property
     def entry(self) -> str:
@@ -376,7 +378,7 @@ class _OnDevice(TorchFunctionMode):
         if getattr(_PAUSES, "paused", False) or threading.get_ident() != self._thread:
             return func(*args, **kwargs)  # autograd's threads get this mode too, if backward runs inside of the step
         name = getattr(func, "__name__", "")
-        if name in _LOOKS:
+        if name in LOOKS:
             if name in _READS and args:
                 self._copies.check(args[0])
             return func(*args, **kwargs)
@@ -394,7 +396,7 @@ class _OnDevice(TorchFunctionMode):
             return self._copies.copy(tensor, here)
 
         brought_args, brought_kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
-        if foreign and _writes(name, kwargs) and args and args[0] is not brought_args[0]:
+        if foreign and writes_in_place(name, kwargs) and args and args[0] is not brought_args[0]:
             raise UnsupportedError(
                 f"{self.shift.entry}: {resolve_name(func) or name} writes into a tensor on {foreign[0].device} from "
                 f"{self.shift.describe(self.running[-1])}, which runs on {here}: an in-place operator cannot cross the "
@@ -425,7 +427,13 @@ class _OnDevice(TorchFunctionMode):
         return tree_map_only(torch.Tensor, bring, value)
 
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+def in_shifted_step() -> bool:
+    """Whether the calling thread is inside :meth:`Shift.active`, of whatever module."""
+    return getattr(_PAUSES, "steps", 0) > 0
+
+
+def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator of this name writes its first operand, or ``out``."""
     return (name.endswith("_") and not name.endswith("__")) or name in _WRITES or "out" in kwargs
 
 

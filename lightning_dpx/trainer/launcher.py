@@ -1,6 +1,7 @@
 """Runs what a Trainer does in this process, and ends the workers of replicas before it handles an error."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -13,10 +14,12 @@ class InThisProcess(_Launcher):
     threads would stay as long as the Trainer. What runs replicas after this starts them again.
 
     Args:
+        context: Makes what the whole run is in.
         end_workers: Called when a run fails.
     """
 
-    def __init__(self, end_workers: Callable[[], None]) -> None:
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]], end_workers: Callable[[], None]) -> None:
+        self._context = context
         self._end_workers = end_workers
 
     @property
@@ -27,7 +30,8 @@ class InThisProcess(_Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """What ``function`` returns."""
         try:
-            return function(*args, **kwargs)
+            with self._context():
+                return function(*args, **kwargs)
         except BaseException:
             self._end_workers()
             raise

@@ -14,7 +14,7 @@ from torch import distributed, nn
 
 from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ReplicationError
-from lightning_dpx.reducers import between_processes
+from lightning_dpx.reducers import between_processes, start_roll_call
 
 Fingerprint = Mapping[str, Any]
 _GRACE = 20  # seconds in which torch, where it notices by itself, says more than we can
@@ -48,6 +48,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     thread.join(timeout + _GRACE)
     why = failures[0] if failures else "somebody answers there who is not one of them" if thread.is_alive() else None
     if why is None:
+        start_roll_call()
         return
     if isinstance(why, BaseException) and not isinstance(why, RuntimeError | ValueError):
         raise why

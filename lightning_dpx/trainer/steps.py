@@ -35,7 +35,7 @@ from lightning_dpx.replicas import (
     first_loss,
     gather,
 )
-from lightning_dpx.shifting import applied_shift
+from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.example_input import profile_example
@@ -81,6 +81,7 @@ class StepsOfReplicas(RanksOfReplicas):
         self._step: TrainingStep | None = None
         self._metrics: ReplicaMetrics | None = None
         self._stopping: StopTogether | None = None  # where there are several processes
+        self._hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
         self._whole_batches = WholeBatches()
@@ -412,6 +413,13 @@ class StepsOfReplicas(RanksOfReplicas):
             )
         self._step.close()  # its hooks hold on to where the parameters were
         shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs), self.optimizers)
+        self._note_shifts(self._replicas)
+
+    def _note_shifts(self, replicas: ReplicaSet) -> None:
+        """From now on, hooks may use parameters of both sides of these cuts at once."""
+        if self._hooks_mode is not None:
+            found = [applied_shift(replica.module) for replica in replicas.replicas]
+            self._hooks_mode.pairs = [(shift.source, shift.target) for shift in found if shift is not None]
 
     def _needs_plan(self, batch: Any) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""

@@ -3,6 +3,7 @@
 import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -22,15 +23,17 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
-from lightning_dpx.errors import BudgetError, ConfigurationError, ReplicationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, CollectiveError, ConfigurationError, ReplicationError, UnsupportedError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile
 from lightning_dpx.reducers import (
     REDUCERS,
     GradientReducer,
     ProcessReducer,
     choose_reducer,
+    declare_failed,
     describe_loss,
     is_loss_of_a_process,
+    stop_roll_call,
 )
 from lightning_dpx.replicas import (
     BufferMode,
@@ -276,7 +279,14 @@ class DPXStrategy(StepsOfReplicas):
     # ---- set-up and tear-down ----
 
     def _configure_launcher(self) -> None:
-        self._launcher = InThisProcess(self._end_workers)
+        self._launcher = InThisProcess(self._between_steps, self._end_workers)
+
+    def _between_steps(self) -> AbstractContextManager[Any]:
+        """What hooks run in."""
+        if not self.shifts_activations:
+            return nullcontext()
+        self._hooks_mode = shifting.BetweenSteps()  # a run within a run has its own
+        return self._hooks_mode
 
     def _end_workers(self) -> None:
         if self._replicas is not None:
@@ -425,6 +435,7 @@ class DPXStrategy(StepsOfReplicas):
                 shift = shifting.apply_shift(replica.module, self._shifted_parts, shifts)
                 parts = ", ".join(shift.chosen)
                 rank_zero_info(f"dpx: of the replica on {replica.device}, {parts} runs on {shift.target}.")
+        self._note_shifts(replicas)
 
     def _meet_processes(self, module: "pl.LightningModule", num_replicas: int) -> None:
         """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
@@ -526,6 +537,8 @@ class DPXStrategy(StepsOfReplicas):
             exception.add_note(self._planning.advice())
         if self._is_connected and is_loss_of_a_process(exception):  # in a collective that is not ours
             exception.add_note(describe_loss("the run"))
+        elif self._is_connected and not isinstance(exception, CollectiveError):
+            declare_failed(exception)
         super().on_exception(exception)
 
     def give_up_replicas(self) -> None:
@@ -550,6 +563,7 @@ class DPXStrategy(StepsOfReplicas):
         """Ends the workers and gives up the replicas."""
         self.give_up_replicas()
         forget_steps(self)
+        stop_roll_call()
         Strategy.teardown(self)
 
     # ---- moments after which parameters may have been written without a trace ----

@@ -1,0 +1,82 @@
+"""Of four processes one is lost: all others name it, and it alone."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from lightning_dpx.errors import CollectiveError
+from lightning_dpx.reducers import between_processes, declare_failed, start_roll_call
+from tests.trainer.test_processes import free_port
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning"),
+]
+
+WORLD_SIZE = 4
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed() -> None:
+    declare_failed(LookupError("on purpose"))
+    os._exit(1)
+
+
+def asleep() -> None:
+    threading.Event().wait(60)
+
+
+def one_process(rank: int, port: int, lost: int, act: Callable[[], None], folder: Path) -> None:
+    """Reduces again and again; leaves what it was told when that failed."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=4 if act is asleep else 30), WORLD_SIZE, rank
+    )
+    start_roll_call()
+    told = "nothing"
+    try:
+        for step in range(10):
+            if step == 3 and rank == lost:
+                act()
+            between_processes("reduction", lambda: distributed.all_reduce(torch.ones(10)))
+    except CollectiveError as error:
+        told = str(error)
+    (folder / str(rank)).write_text(json.dumps(told))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("lost", "act"), [(2, killed), (1, killed), (3, failed), (0, killed), (2, asleep)])
+def test_the_survivors_name_the_lost_process_and_no_other(lost: int, act: Callable[[], None], tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    port = free_port()
+    processes = [fork.Process(target=one_process, args=(rank, port, lost, act, tmp_path)) for rank in range(WORLD_SIZE)]
+    for process in processes:
+        process.start()
+    try:
+        survivors = [rank for rank in range(WORLD_SIZE) if rank != lost]
+        for rank in survivors:
+            processes[rank].join(60)
+        for rank in survivors:
+            told = json.loads((tmp_path / str(rank)).read_text())
+            assert f"Process {rank} lost rank {lost} of 4 processes during reduction:" in told
+            assert ("failed with LookupError" in told) is (act is failed)
+            assert ("is in wait" in told) is (act is asleep)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
