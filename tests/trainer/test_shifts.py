@@ -174,3 +174,53 @@ def test_a_shifted_fit_that_runs_out_of_memory_gives_everything_back() -> None:
     gc.collect()
     after = [torch.get_device_module("sim").memory_allocated(index) for index in range(2)]
     assert all(now <= then for now, then in zip(after, before, strict=True)), (after, before)
+
+
+class UsesBothSides(Classifier):
+    """Between the steps it uses the second layer, its parameters, and all gradients at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen.append(torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm())
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5).add_(parameter.detach(), alpha=1e-3)
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **_: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        rows = torch.ones(2, 16, device=self.device)
+        with torch.no_grad():
+            self.net[2].bias.add_(self.net[0].bias.mean(), alpha=1e-2)  # the written one is on the other side
+            self.seen.append(self.net[2](rows).sum() + sum(parameter.sum() for parameter in self.parameters()))
+            self.seen.append(F.linear(rows, self.net[2].weight, self.net[2].bias).mean())
+
+    on_train_epoch_end = on_fit_start = on_train_batch_end
+
+
+class UsesBothSidesToo(Callback):
+    """Callbacks do so as well."""
+
+    def on_train_batch_end(self, trainer: Any, module: UsesBothSides, *_: Any) -> None:
+        module.seen.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).norm())
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+def test_hooks_between_the_steps_use_both_sides_of_the_cut(devices: int, optimizer: str) -> None:
+    shifts = {f"sim:{index}": f"sim:{index + 4}" for index in range(devices)}
+    strategy = dpx.DPXStrategy(shifts=shifts, shift_activations=["net.2"])
+    seen = []
+    for options in ({"strategy": strategy, "accelerator": "sim", "devices": devices}, {}):
+        torch.manual_seed(0)
+        model = UsesBothSides()
+        model.optimizer = optimizer
+        trainer = make_trainer(max_epochs=1, callbacks=[UsesBothSidesToo()], **options)
+        trainer.fit(model, make_loader(32), make_loader(16))
+        seen.append([*model.seen, *model.state_dict().values()])
+    for ours, theirs in zip(*seen, strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs, rtol=1e-4, atol=1e-5)
+    assert not torch.overrides._get_current_function_mode_stack(), "the run has taken its mode along"
