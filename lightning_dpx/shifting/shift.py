@@ -8,16 +8,18 @@ operators use it there; autograd brings its gradient back once.
 """
 
 import difflib
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
 from torch.utils._pytree import tree_map_only
 
 from lightning_dpx.activations import example_run, nothing_changed, step_on
@@ -244,6 +246,7 @@ class Shift:
 
     def remove(self, device: torch.device | None = None) -> None:
         """Takes the hooks off and moves everything back, or to ``device``."""
+        self._clear_interrupted_call()
         module = self._module()
         if module is None:
             return
@@ -304,14 +307,28 @@ class Shift:
 
     def _begin(self, module: nn.Module) -> bool:
         """Whether this is an outermost call: of the module, or of a part of it that backward recomputes."""
+        self._clear_interrupted_call()
         outermost = self._mode is None
         if outermost:
             self._local.entered, self._local.depth = self.active(), 0
             self._local.entered.__enter__()
+            assert self._mode is not None, "just entered"
+            self._mode.caller = sys._getframe(2)  # of the module call that has called the hook that calls this
         self._local.depth = getattr(self._local, "depth", 0) + 1
         assert self._mode is not None, "entered"
         self._mode.running.append(module)
         return outermost
+
+    def _clear_interrupted_call(self) -> None:
+        """After Ctrl-C torch calls no hooks, not even those that it always calls; so the mode of that call is here."""
+        mode, entered = self._mode, getattr(self._local, "entered", None)
+        if mode is None or entered is None or not mode.is_left_behind():
+            return
+        while len(mode.stack) > 1:
+            mode.leave()
+        self._local.entered, self._local.mode = None, None
+        if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
+            entered.__exit__(None, None, None)
 
     def _enter_home(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._begin(module) or self._mode is None:
@@ -356,6 +373,14 @@ class _OnDevice(TorchFunctionMode):
         self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
         self.running: list[nn.Module | None] = [None]  # calls of hooked modules; at first the step itself
         self._copies = Copies(self.running, shift.refuse_written)
+        self.caller: FrameType | None = None  # the module call that this mode is for, if it is for one
+
+    def is_left_behind(self) -> bool:
+        """Whether the module call that this mode is for has ended without telling."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.caller:
+            frame = frame.f_back
+        return self.caller is not None and frame is None
 
     def enter(self, device: torch.device) -> None:
         """What follows runs on ``device``, under the autocast that was meant for the other one."""
@@ -377,6 +402,8 @@ class _OnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(_PAUSES, "paused", False) or threading.get_ident() != self._thread:
             return func(*args, **kwargs)  # autograd's threads get this mode too, if backward runs inside of the step
+        if self.caller is not None and self.is_left_behind():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in LOOKS:
             if name in _READS and args:

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -205,6 +206,25 @@ class Breaks(Callback):
 
     def on_exception(self, *_: Any) -> None:
         raise OSError("no teardown")
+
+
+@pytest.mark.parametrize("where", ["", "step", "optimizer", "epoch end"])
+def test_case_68_a_fit_leaves_the_process_as_it_was(where: str, execution: str) -> None:
+    """Also one that fails; ``rank_zero_only`` is one for the process."""
+
+    def process() -> list[Any]:
+        modes = torch.overrides._get_current_function_mode_stack()
+        return [type(rank_zero_only.rank), rank_zero_only.rank, modes, gc.isenabled(), torch.get_num_threads()]
+
+    before = process()
+    torch.manual_seed(0)
+    model = Fails()
+    Fails.where = where
+    try:
+        fit(model, **dpx_on(2, execution))
+    except LookupError:
+        assert where
+    assert process() == before
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

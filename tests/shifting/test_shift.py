@@ -407,3 +407,38 @@ def test_pickling_is_refused_by_name() -> None:
         pickle.dumps(model)
     unpark_activations(model)
     pickle.dumps(model.cpu())
+
+
+class Interrupted(nn.Module):
+    """Rows to rows; raises ``error`` if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.error = nn.Linear(4, 4), None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.linear(rows)
+
+
+@pytest.mark.parametrize("error", [LookupError(), KeyboardInterrupt()])
+def test_a_call_that_ctrl_c_ended_leaves_no_mode_behind(sim: Any, error: BaseException) -> None:
+    """Torch calls no hooks then, not even those that it always calls."""
+    module = nn.Sequential(nn.Linear(4, 4), Interrupted(), nn.Linear(4, 4)).to("sim:0")
+    rows = torch.ones(2, 4, device="sim:0")
+    expected = module(rows)
+    dpx.shift_activations(module, "1", {"sim:0": "sim:4"})
+    module[1].error = error
+    with pytest.raises(type(error)):
+        module(rows)
+    assert (rows + rows).device == rows.device
+    module[1].error = None
+    ours = module(rows)
+    assert ours.device == rows.device
+    torch.testing.assert_close(ours, expected)
+    module[1].error = error
+    with pytest.raises(type(error)):
+        module(rows)
+    dpx.unshift_activations(module)
+    assert not torch.overrides._get_current_function_mode_stack()
