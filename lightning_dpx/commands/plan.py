@@ -119,6 +119,7 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         devices=places,
         workload=own.workload,
         batch_dim=own.batch_dim,
+        batch_slicer=own.batch_slicer,
         reducer=own.reducer,
         budget={place: _bytes(given[str(place)]) for place in places}
         if isinstance(given, dict)

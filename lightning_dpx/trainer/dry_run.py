@@ -46,6 +46,7 @@ class Settings:
         devices: One per replica; they need not exist.
         workload: As in the strategy; ``"auto"`` counts as even.
         batch_dim: As in the strategy.
+        batch_slicer: As in the strategy.
         reducer: As in the strategy.
         budget: Bytes on each device, by device where they differ; or ``None``.
         planner: As in the strategy.
@@ -54,6 +55,7 @@ class Settings:
     devices: tuple[torch.device, ...]
     workload: str | Sequence[float] = "even"
     batch_dim: BatchDim = 0
+    batch_slicer: Any = None
     reducer: str | GradientReducer = "auto"
     budget: int | Mapping[torch.device, int] | None = None
     planner: str | Planner = "auto"
@@ -204,7 +206,13 @@ def _sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[int, t
 def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
     if not module.automatic_optimization:
         raise UnsupportedError("A dry run profiles a step, which manual optimization makes impossible.")
-    replicas = ReplicaSet(module, [torch.device("cpu")], batch_dim=settings.batch_dim, keep=[trainer, *trainer.loggers])
+    replicas = ReplicaSet(
+        module,
+        [torch.device("cpu")],
+        batch_dim=settings.batch_dim,
+        batch_slicer=settings.batch_slicer,
+        keep=[trainer, *trainer.loggers],
+    )
     num_rows, sizes = _sizes(replicas, batch, settings)
     profiles: dict[int, Profile] = {}
     for size in sorted({size for size in sizes if size}, reverse=True):

@@ -48,7 +48,8 @@ def replay(logs: Sequence[StepLog], module: LightningModule, device: torch.devic
         present = [(log.share.num_rows, *log.entries[key]) for log in logs if key in log.entries]
         options = dict(present[0][2])
         weights = [given.get("batch_size") or rows for rows, _, given in present]
-        options["batch_size"] = sum(weights)
+        if any(given.get("batch_size") for _, _, given in present):
+            options["batch_size"] = sum(weights)  # else Lightning counts the rows of the whole batch, as it always does
         if isinstance(present[0][1], Metric):
             module.log(key[0], metrics.owner_of(present[0][1]), **options)
             continue

@@ -196,6 +196,11 @@ class DPXStrategy(StepsOfReplicas):
         return self._batch_dim
 
     @property
+    def batch_slicer(self) -> Slicer | Callable[[Any, list[int]], list[Any]] | None:
+        """As given."""
+        return self._batch_slicer
+
+    @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
         """As given, a text as bytes."""
         budget: dict[str, int | float | str] | int | float | str | None = self._planning.budgets.given

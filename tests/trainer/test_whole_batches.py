@@ -130,7 +130,7 @@ FALLBACKS: dict[str, tuple[type[Scored], list[Any], str]] = {
 
 
 @pytest.mark.usefixtures("hardware")
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(("devices", "execution"), [(2, "inline"), (3, "threads")])
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_a_batch_that_cannot_be_cut_does_in_every_stage_what_it_does_on_one_device(
     name: str, devices: int, execution: str
@@ -306,6 +306,32 @@ def test_packed_sequences_are_cut_and_equal_to_one_device(execution: str) -> Non
     ours = outcome(model, batches, strategy=dpx.DPXStrategy(execution=execution), devices=2)
     assert max(model.seen) == 2
     assert_equal(ours, outcome(Packed(), batches))
+
+
+class Weighted(Scored):
+    """Logs without a batch size; Lightning counts one row, that of the first tensor."""
+
+    def rows(self, batch: Any) -> torch.Tensor:
+        return batch["x"] * batch["weight"]
+
+    def loss(self, batch: Any, name: str) -> torch.Tensor:
+        loss = self.scores(batch).square().mean()
+        self.log(name, loss, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_logged_means_weigh_a_batch_as_on_one_device(execution: str) -> None:
+    batches = [{"weight": torch.tensor(0.5), "x": tensor(8)}, {"weight": torch.tensor(2.0), "x": tensor(4)}]
+    ours = outcome(Weighted(), batches, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(ours, outcome(Weighted(), batches))
+
+
+@pytest.mark.usefixtures("hardware")
+def test_a_batch_of_too_few_rows_for_two_replicas_is_not_announced() -> None:
+    batches = [{"x": tensor(1), "box": Box(tensor(1))}]
+    ours = outcome(Several(), batches, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert_equal(ours, outcome(Several(), batches))
 
 
 class SlicesItself(Detection):
