@@ -4,12 +4,13 @@ One batch that cannot be cut goes whole, the next one may be cut again. A stage 
 gets all of its batches whole. Either is announced once for every stage and reason, with what to do about it.
 """
 
+import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcherWrapper
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.data import _extract_batch_size
 
 from lightning_dpx.replicas import children_of
@@ -57,9 +58,13 @@ class WholeBatches:
         if (stage, kind) in self._announced:
             return
         self._announced.add((stage, kind))
-        rank_zero_warn(
-            f"dpx: {stage} {what} whole, on the first replica, while the others idle: {reason} {advice}".rstrip()
-        )
+        process = getattr(rank_zero_only, "rank", 0)
+        where = f"the first replica of process {process}" if process else "the first replica"
+        text = f"dpx: {stage} {what} whole, on {where}, while the others idle: {reason} {advice}".rstrip()
+        if process:  # every process decides about its own batches, and the first one may see no reason
+            warnings.warn(text, stacklevel=3)
+        else:
+            rank_zero_warn(text)
 
 
 class RewindableBatches(Iterator[Any]):
