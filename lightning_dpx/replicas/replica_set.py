@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from lightning_dpx.backward_threads import finish_backward_at_exit
 from lightning_dpx.devices import (
     canonical_device,
     distinct_devices,
@@ -105,6 +106,8 @@ class ReplicaSet:
         self._buffers, self._check_every = buffers, check_every
         self._take(replicate(module, self.devices, self._keep, existing, skip))
         seed_apart(self.devices)
+        for device in distinct_devices(self.devices):
+            finish_backward_at_exit(device)
         self.batch_dim = batch_dim
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
         self._merge = merge and execution == "auto"

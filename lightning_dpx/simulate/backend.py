@@ -2,12 +2,13 @@
 
 import atexit
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
+from lightning_dpx.backward_threads import finish_backward
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.simulate.build import load_library
 
@@ -60,22 +61,15 @@ def _require_autograd_threads() -> None:
             "simulate() must come before the first backward of the process, because autograd starts its device "
             "threads then; call lightning_dpx.simulate() at the top of the program."
         ) from error
-    atexit.register(_let_autograd_finish)
+    atexit.register(_finish_backward)
 
 
-_LAST: list[torch.Tensor] = []  # held until the process is gone: letting go of them would begin it all anew
-
-
-def _let_autograd_finish() -> None:
-    """Autograd's thread of a device lets go of a graph a moment after backward has returned.
-
-    If the interpreter ends in that moment, and the graph has hooks in Python, the thread ends the process: "terminate
-    called without an active exception". One more backward there comes back when that is over.
-    """
+def _finish_backward() -> None:
+    """Lets autograd's threads of all devices finish, also of those that a later ``simulate()`` has taken away."""
+    torch.ops.dpx_sim.set_devices(MAX_DEVICES)
     for index in range(MAX_DEVICES):
-        with suppress(RuntimeError):  # a device that is full, or not simulated any more, is left alone
-            _LAST.append(torch.ones((), device=f"sim:{index}", requires_grad=True))
-            torch.autograd.backward(_LAST[-1] * 1)
+        torch.ops.dpx_sim.set_capacity(index, 0)  # a device that is full has room for it, too
+        finish_backward(torch.device("sim", index))
 
 
 class SimEvent:

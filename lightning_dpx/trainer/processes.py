@@ -1,5 +1,6 @@
 """Several processes, each with its own replicas: connecting, agreeing on what is trained, and starting out equal."""
 
+import atexit
 import datetime
 import functools
 import threading
@@ -33,6 +34,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
         CollectiveError: not all processes came in time.
     """
     failures: list[BaseException] = []
+    ours = not distributed.is_initialized()
 
     def join() -> None:
         try:
@@ -49,6 +51,8 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     why = failures[0] if failures else "somebody answers there who is not one of them" if thread.is_alive() else None
     if why is None:
         start_roll_call()
+        if ours:
+            atexit.register(disconnect)
         return
     if isinstance(why, BaseException) and not isinstance(why, RuntimeError | ValueError):
         raise why
@@ -56,6 +60,16 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
         f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
         f"{environment.main_address}:{environment.main_port} for the others ({why})"
     ) from (why if isinstance(why, BaseException) else None)
+
+
+def disconnect() -> None:
+    """Leaves the default process group, if there is one; returns when its threads have ended.
+
+    A thread of gloo lets go of the tensors of a collective after those who waited for it go on. In an interpreter that
+    is ending, that ends the process with SIGABRT; see :mod:`lightning_dpx.backward_threads`.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def on_wire(tensor: torch.Tensor) -> torch.Tensor:

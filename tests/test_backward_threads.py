@@ -1,0 +1,60 @@
+"""Autograd's thread of a device has let go of everything when the interpreter ends."""
+
+import contextvars
+import threading
+
+import pytest
+import torch
+
+from lightning_dpx.backward_threads import finish_backward, finish_backward_at_exit
+
+Events = list[str]
+held: contextvars.ContextVar[object] = contextvars.ContextVar("held")
+
+
+class LetGo:
+    """Takes its time to go: until the thread that waits for it says so."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __del__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        self.events.append(f"gone, in the main thread: {threading.current_thread() is threading.main_thread()}")
+
+
+def backward_that_holds(value: LetGo) -> None:
+    """A graph holds the context variables of its backward, and nothing else holds these."""
+    context = contextvars.copy_context()
+    context.run(held.set, value)
+    rows = torch.ones(3, device="sim:1", requires_grad=True)
+    context.run(torch.autograd.backward, (rows * 2).sum())
+
+
+@pytest.mark.usefixtures("sim")
+def test_it_returns_when_the_thread_has_let_go_of_earlier_graphs() -> None:
+    events: Events = []
+    value = LetGo(events)
+    begun, may_end = value.begun, value.may_end
+    helper = threading.Thread(target=lambda: begun.wait(60) and may_end.set())
+    helper.start()
+    backward_that_holds(value)
+    del value  # if the graph has gone already, here
+    finish_backward(torch.device("sim:1"))
+    assert len(events) == 1
+    helper.join()
+
+
+@pytest.mark.usefixtures("sim")
+def test_modes_that_the_program_left_on_change_nothing() -> None:
+    with torch.autograd.set_detect_anomaly(True), torch.inference_mode():
+        finish_backward(torch.device("sim:0"))
+        assert torch.is_anomaly_enabled()
+        assert torch.is_inference_mode_enabled()
+
+
+def test_the_host_has_no_such_thread_and_a_device_that_is_not_there_is_left_alone() -> None:
+    finish_backward_at_exit(torch.device("cpu"))
+    finish_backward(torch.device("sim:9"))
