@@ -161,13 +161,14 @@ def compare_reductions(
         BenchError: a size is not known, or a process of the peer failed.
     """
     placed = [canonical_device(device) for device in devices]
+    shapes = {size: shapes_of(size) for size in sizes}  # before processes start that nobody will ask
     backend = "nccl" if has_nccl(placed) else "gloo"
     progress(f"starting {len(placed)} processes for {PEER} ({backend})")
     peers, results = _Peers(len(placed), backend), []
     try:
         for size in sizes:
             progress(f"{size} on {', '.join(map(str, placed))}")
-            results += _compare(size, shapes_of(size), placed, rounds, peers)
+            results += _compare(size, shapes[size], placed, rounds, peers)
     finally:
         peers.close()
     return results
