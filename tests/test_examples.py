@@ -1,22 +1,22 @@
 """The programs that the README names do what they say."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests import programs
 from tests.conftest import SIMULATED
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run_example(name: str, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), "--quiet", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
+    done = programs.run(EXAMPLES / name, "--quiet", *options, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_digits_reaches_97_percent_with_the_weights_of_one_device() -> None:

@@ -5,9 +5,6 @@ three replicas, in line and in threads, on the host and on simulated devices.
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
+from tests import programs
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run, seeded
 
 pytestmark = pytest.mark.usefixtures("hardware")
@@ -485,5 +483,5 @@ def test_it_runs_where_there_is_no_main_module_to_import() -> None:
         "trainer.fit(M(), DataLoader(torch.randn(16, 4), 4))\n"
         "print('steps', trainer.global_step)\n"
     )
-    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, env={**os.environ})
+    done = programs.run("-c", program, timeout=100)
     assert "steps 3" in done.stdout, done.stderr

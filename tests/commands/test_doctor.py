@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_dpx.cli import main
+from tests import programs
 
 
 def test_versions_devices_choices_and_what_is_missing(capsys: Any) -> None:
@@ -21,8 +23,9 @@ def test_versions_devices_choices_and_what_is_missing(capsys: Any) -> None:
         assert ("missing" in finding["value"]) == bool(finding["remedy"])
 
 
-def test_as_a_module() -> None:
-    command = [sys.executable, "-m", "lightning_dpx", "doctor"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    assert printed.splitlines()[0].startswith("Python ")
-    assert "reducer='auto'" in printed
+def test_as_installed_and_as_a_module() -> None:
+    command = [str(Path(sys.executable).with_name("dpx")), "doctor"]
+    installed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    for printed in (installed, programs.run("-m", "lightning_dpx", "doctor", timeout=100).stdout):
+        assert printed.splitlines()[0].startswith("Python ")
+        assert "reducer='auto'" in printed

@@ -1,7 +1,6 @@
 """``dpx fit`` and its siblings: from the shell, from files, with clear words for a wrong value."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_dpx.cli import main
+from tests import programs
 
 ROOT = Path(__file__).parent.parent.parent
 DIGITS = "examples/digits.yaml"
@@ -39,9 +39,8 @@ class TinyData(LightningDataModule):
 
 
 def shell(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-    """``dpx``, as installed, in the folder of the examples."""
-    command = [str(Path(sys.executable).with_name("dpx")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    """``dpx`` in the folder of the examples."""
+    done = programs.run("-m", "lightning_dpx", *arguments, timeout=250, folder=ROOT)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done
 

@@ -164,10 +164,11 @@ def train(case: str, folder: Path) -> None:
     rank = int(os.environ["NODE_RANK"])
     torch.manual_seed(0)
     options: dict[str, Any] = {"num_nodes": 2, "use_distributed_sampler": False, "devices": 2}
-    arguments: dict[str, Any] = {"execution": "inline", "timeout": 20.0}
+    arguments: dict[str, Any] = {"execution": "inline", "timeout": 120.0}
     model, loader = Classifier(optimizer="adam"), own_loader(rank, first=8)
     if case.startswith("replicas"):
         options["devices"], loader = (3, 1)[rank], own_loader(rank, first=11)
+        options["precision"] = "64-true"
         if case != "replicas":
             options["accelerator"], arguments["reducer"] = "sim", case.partition("-")[2]
             options["devices"] = (3, 2)[rank]
@@ -192,13 +193,13 @@ def train(case: str, folder: Path) -> None:
     elif case in ("raises", "stopped", "stuck", "killed-between", "killed-elsewhere"):
         options["max_epochs"] = 10_000
         options["callbacks"] = [Watched(folder, case)]
-        arguments["timeout"] = 12.0 if case == "stopped" else 30.0
+        arguments["timeout"] = 20.0 if case == "stopped" else 120.0
     elif case in ("alone", "taken", "silent"):
         arguments["timeout"] = 4.0
     evaluated, run = loader, "fit"
     if case in TOLD:
         options["max_epochs"] = 2 if case == "sigterm-last" else 10_000
-        options["callbacks"], arguments["timeout"] = [Told(case)], 30.0
+        options["callbacks"], arguments["timeout"] = [Told(case)], 120.0
         options["accumulate_grad_batches"] = 3 if case == "sigterm-accumulated" else 1
         run = case.partition("-")[2] if case in ("sigterm-validate", "sigterm-test", "sigterm-predict") else "fit"
         fewer = 4 if case in ("sigterm-uneven", "sigterm-validate") and rank == 1 else 0

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 import lightning_dpx as dpx
 from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.simulate import simulate
+from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, places
 from tests.trainer.test_processes import finish, free_port
 
@@ -659,19 +660,13 @@ def test_case_16_it_is_said_once_that_some_replicas_have_no_loss(execution: str)
 @pytest.mark.host
 def test_case_16_processes_are_weighted_by_the_rows_that_have_a_loss(tmp_path: Path) -> None:
     """Rank 0's second replica has none: 4 of its 8 rows count, and 8 of those of rank 1."""
-    program, port = Path(__file__).with_name("none_program.py"), str(free_port())
-    cluster = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(program.parents[2])}
+    program = Path(__file__).with_name("none_program.py")
+    cluster = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(tmp_path)],
-            env={**os.environ, **cluster, "NODE_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        programs.start(program, tmp_path, environment={**cluster, "NODE_RANK": str(rank)}, joint=True)
         for rank in range(2)
     ]
-    texts = finish(processes, 60)
+    texts = finish(processes)
     assert [process.returncode for process in processes] == [0, 0], texts
     rows, labels = next(iter(make_loader()))
     chosen = [*range(4), *range(8, 16)]

@@ -3,11 +3,9 @@
 import asyncio
 import copy
 import gc
-import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from lightning_dpx.replicas import ReplicaSet
+from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded
 from tests.test_parity import strip_rows
 
@@ -48,10 +47,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def program(text: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", text, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return programs.run("-W", "ignore", "-c", text, *arguments, timeout=150)
 
 
 # ---- 68: one run after the other ----

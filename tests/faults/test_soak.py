@@ -1,4 +1,4 @@
-"""2,000 steps with faults at random end with the weights of the steps that counted, and hold nothing of the others."""
+"""Many steps with faults at random end with the weights of the steps that counted, and hold nothing of the others."""
 
 import gc
 import random
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import lightning_dpx as dpx
 from tests.conftest import SIMULATED, make_trainer
 
-NUM_STEPS, ROWS = 2000, 8
+ROWS = 8
 FAULTS = ("forward", "backward", "oom", "none", "short", "all none")
 
 
@@ -68,15 +68,15 @@ def sgd(model: Faulty) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.8)
 
 
-def plan_of_faults() -> dict[int, tuple[str, int]]:
+def plan_of_faults(num_steps: int) -> dict[int, tuple[str, int]]:
     chance = random.Random(7)
-    return {step: (chance.choice(FAULTS), chance.randrange(2)) for step in range(NUM_STEPS) if chance.random() < 0.04}
+    return {step: (chance.choice(FAULTS), chance.randrange(2)) for step in range(num_steps) if chance.random() < 0.04}
 
 
-def batches(faults: dict[int, tuple[str, int]]) -> list[dict[str, torch.Tensor]]:
+def batches(faults: dict[int, tuple[str, int]], num_steps: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     made = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         rows = 3 if faults.get(step, ("",))[0] == "short" else ROWS
         made.append(
             {
@@ -105,20 +105,22 @@ def without_faults(data: list[dict[str, torch.Tensor]], faults: dict[int, tuple[
 
 
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_steps", [300, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:training_step returned None", "ignore:.*returned `None`")
-def test_2000_steps_with_faults() -> None:
-    faults = plan_of_faults()
-    data, model = batches(faults), Faulty(faults)
+def test_steps_with_faults(num_steps: int) -> None:
+    faults = plan_of_faults(num_steps)
+    assert {kind for kind, _ in faults.values()} == set(FAULTS)
+    data, model = batches(faults, num_steps), Faulty(faults)
     OPTIMIZERS[:] = [sgd(model)]
     sim, held, threads, ended = torch.get_device_module("sim"), [], threading.active_count(), 0
     begin = noted = 0
-    while begin < NUM_STEPS:
+    while begin < num_steps:
         strategy = dpx.DPXStrategy(execution="threads", timeout=60)
         trainer = make_trainer(strategy=strategy, accelerator="sim", devices=2, max_epochs=1)
         try:
             trainer.fit(model, DataLoader(data[begin:], batch_size=None))
-            begin = NUM_STEPS
+            begin = num_steps
         except (PlannedError, torch.OutOfMemoryError) as error:
             noted += any("In replica" in note for note in error.__notes__)
             ended += 1

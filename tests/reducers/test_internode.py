@@ -11,7 +11,7 @@ from lightning_dpx.reducers import ProcessReducer
 from tests.reducers.process_program import ROWS, sparse_cases
 from tests.trainer.test_processes import finish, start
 
-pytestmark = [pytest.mark.timeout(170), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 MODES = {"mean": (ROWS[0] / sum(ROWS), ROWS[1] / sum(ROWS)), "sum": (1.0, 1.0)}

@@ -1,8 +1,5 @@
 """Memory, traffic and the accelerator of simulated devices."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -17,6 +14,7 @@ import lightning_dpx as dpx
 from lightning_dpx.bench.models import MODELS, BenchModel
 from lightning_dpx.devices import parse_bytes
 from lightning_dpx.simulate import Transfer, clear_traffic, traffic
+from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded, simulate_room
 from tests.trainer.test_strategy import Dropped, TunableData
 
@@ -200,9 +198,7 @@ def test_sizes_as_text() -> None:
 
 
 def python(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=110, env={**os.environ, **environment}
-    )
+    done = programs.run("-c", script, environment=environment, timeout=150)
     return done.stdout + done.stderr
 
 
@@ -232,13 +228,13 @@ def test_too_late_is_said_so_every_time() -> None:
 
 def test_a_compilation_that_was_killed_is_simply_done_again(tmp_path) -> None:
     program = "import lightning_dpx as dpx; dpx.simulate(2); import torch; print(torch.ones(2, device='sim:1').sum())"
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    killed = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    killed = programs.start("-c", program, environment=environment)
     while not list(tmp_path.glob("building_*/build.ninja")):
         assert killed.poll() is None
     killed.kill()
     killed.wait()
-    again = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    again = programs.run("-c", program, environment=environment, timeout=250)
     assert "tensor(2., device='sim:1')" in again.stdout, again.stderr
     assert len(list(tmp_path.glob("*.so"))) == 1
 

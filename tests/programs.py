@@ -1,0 +1,144 @@
+"""Programs that tests run in processes of their own, without the seconds that importing PyTorch and Lightning takes.
+
+A server (``program_server.py``) imports both once and is forked for every program: a process that is ready at once,
+also on a busy machine. Where there are no handles of processes (only Linux has them), programs start as usual.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+SERVER = Path(__file__).with_name("program_server.py")
+CAN_FORK = hasattr(os, "pidfd_open") and hasattr(socket, "send_fds")
+
+
+class Program:
+    """A running process, with the methods of :class:`subprocess.Popen` that tests use."""
+
+    def __init__(self, request: Mapping[str, Any], *, joint: bool) -> None:
+        self.args = request["arguments"]
+        self.returncode: int | None = None
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  read after the process has ended
+        self._errors = self._output if joint else tempfile.TemporaryFile()  # noqa: SIM115
+        self._joint = joint
+        self.pid = _ask(request, [self._output.fileno(), self._errors.fileno()])
+        self._handle = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; ``None`` while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once there is one.
+
+        Args:
+            timeout: In seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._handle, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1e3):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0, _text(self._output), _text(self._errors))
+            self.returncode = _ask({"wait": self.pid}, [])
+            os.close(self._handle)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str | None]:
+        """What it printed to standard output and standard error, once it has ended."""
+        self.wait(timeout)
+        return _text(self._output), None if self._joint else _text(self._errors)
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens to a process that has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it by force."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    *arguments: object, environment: Mapping[str, str] | None = None, joint: bool = False, folder: Path | None = None
+) -> Any:
+    """Starts a Python program; a :class:`Program`, or a :class:`subprocess.Popen` where there are no servers.
+
+    Args:
+        arguments: As for the interpreter: ``-c`` and a text, ``-m`` and a module, or a file; and what it is given.
+        environment: Variables beside those of the tests.
+        joint: Whether standard error goes where standard output goes.
+        folder: Where it runs; that of the tests unless given.
+    """
+    texts = [str(argument) for argument in arguments]
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+    if CAN_FORK:
+        request = {"arguments": texts, "environment": variables, "folder": str(folder or Path.cwd())}
+        return Program(request, joint=joint)
+    errors = subprocess.STDOUT if joint else subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *texts], env=variables, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+    )
+
+
+def run(*arguments: object, timeout: float, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Starts a Python program and waits until it has ended.
+
+    Args:
+        arguments: As for :func:`start`.
+        timeout: Seconds after which it is killed, and an error.
+        options: As for :func:`start`.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    program = start(*arguments, **options)
+    try:
+        output, errors = program.communicate(timeout=timeout)
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess(program.args, program.returncode, output, errors)
+
+
+def _text(file: Any) -> str:
+    """All of it, from where the process does not see it move."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
+
+
+@cache
+def _server() -> socket.socket:
+    """The connection to the server; it ends when this process does."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, str(SERVER), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+    return ours
+
+
+def _ask(request: Mapping[str, Any], files: Sequence[int]) -> int:
+    connection = _server()
+    message = json.dumps(request).encode()
+    socket.send_fds(connection, [len(message).to_bytes(4)], list(files))
+    connection.sendall(message)
+    answer = connection.recv(4, socket.MSG_WAITALL)
+    if not answer:
+        raise RuntimeError("The server of programs has ended; its own error is above.")
+    return int.from_bytes(answer, signed=True)
