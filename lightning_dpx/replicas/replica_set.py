@@ -106,7 +106,7 @@ class ReplicaSet:
         self._buffers, self._check_every = buffers, check_every
         self._take(replicate(module, self.devices, self._keep, existing, skip))
         seed_apart(self.devices)
-        for device in distinct_devices(self.devices):
+        for device in self._physical:
             finish_backward_at_exit(device)
         self.batch_dim = batch_dim
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
