@@ -96,12 +96,12 @@ def start(
     )
 
 
-def run(*arguments: object, timeout: float, **options: Any) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: object, timeout: float = 300, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Starts a Python program and waits until it has ended.
 
     Args:
         arguments: As for :func:`start`.
-        timeout: Seconds after which it is killed, and an error.
+        timeout: Seconds after which it is killed, and an error; many, for machines that have ten other things to do.
         options: As for :func:`start`.
 
     Raises:

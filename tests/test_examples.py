@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run_example(name: str, *options: str) -> str:
-    done = programs.run(EXAMPLES / name, "--quiet", *options, timeout=250)
+    done = programs.run(EXAMPLES / name, "--quiet", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -44,7 +44,9 @@ def test_the_notebook_runs_and_says_what_its_cells_show() -> None:
     notebook = nbformat.read(EXAMPLES / "tour.ipynb", 4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     shown = [bool(cell.outputs) for cell in cells]
-    NotebookClient(notebook, timeout=110, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    NotebookClient(
+        notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(EXAMPLES)}}
+    ).execute()
     assert [bool(cell.outputs) for cell in cells] == shown, "the file holds the outputs of a run"
     printed = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
     assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.7

@@ -483,5 +483,5 @@ def test_it_runs_where_there_is_no_main_module_to_import() -> None:
         "trainer.fit(M(), DataLoader(torch.randn(16, 4), 4))\n"
         "print('steps', trainer.global_step)\n"
     )
-    done = programs.run("-c", program, timeout=100)
+    done = programs.run("-c", program)
     assert "steps 3" in done.stdout, done.stderr

@@ -25,7 +25,7 @@ def test_versions_devices_choices_and_what_is_missing(capsys: Any) -> None:
 
 def test_as_installed_and_as_a_module() -> None:
     command = [str(Path(sys.executable).with_name("dpx")), "doctor"]
-    installed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    for printed in (installed, programs.run("-m", "lightning_dpx", "doctor", timeout=100).stdout):
+    installed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    for printed in (installed, programs.run("-m", "lightning_dpx", "doctor").stdout):
         assert printed.splitlines()[0].startswith("Python ")
         assert "reducer='auto'" in printed

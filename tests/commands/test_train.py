@@ -40,7 +40,7 @@ class TinyData(LightningDataModule):
 
 def shell(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
     """``dpx`` in the folder of the examples."""
-    done = programs.run("-m", "lightning_dpx", *arguments, timeout=250, folder=ROOT)
+    done = programs.run("-m", "lightning_dpx", *arguments, folder=ROOT)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done
 

@@ -42,7 +42,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def program(text: str, *arguments: object, **more: str) -> "subprocess.CompletedProcess[str]":
-    return programs.run("-W", "ignore", "-c", text, *arguments, environment=more, timeout=150)
+    return programs.run("-W", "ignore", "-c", text, *arguments, environment=more)
 
 
 SAVES = """

@@ -47,7 +47,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def program(text: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    return programs.run("-W", "ignore", "-c", text, *arguments, timeout=150)
+    return programs.run("-W", "ignore", "-c", text, *arguments)
 
 
 # ---- 68: one run after the other ----

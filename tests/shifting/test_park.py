@@ -61,7 +61,7 @@ def allocated(*devices: torch.device) -> list[int]:
 
 def comes_to(expected: list[int]) -> bool:
     """The thread of a device's backward lets go of its last things a moment after the caller goes on."""
-    for _ in range(1000):
+    for _ in range(12_000):  # a minute, for machines that are busy
         if allocated() == expected:
             return True
         time.sleep(0.005)

@@ -58,7 +58,7 @@ def test_the_other_lightning_package_is_refused_with_the_remedy() -> None:
         "try:\n    pl.Trainer(strategy='dpx', accelerator='cpu', devices=2)\n"
         "except lightning_dpx.ConfigurationError as error:\n    print('refused:', error)\n"
     )
-    done = programs.run("-c", script, timeout=100)
+    done = programs.run("-c", script)
     assert "refused:" in done.stdout, done.stderr
     assert "import lightning.pytorch as pl" in done.stdout
 
