@@ -4,6 +4,7 @@ A server (``program_server.py``) imports both once and is forked for every progr
 also on a busy machine. Where there are no handles of processes (only Linux has them), programs start as usual.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -32,6 +34,8 @@ class Program:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  read after the process has ended
         self._errors = self._output if joint else tempfile.TemporaryFile()  # noqa: SIM115
         self._joint = joint
+        for file in (self._output, self._errors):
+            weakref.finalize(self, file.close)
         self.pid = _ask(request, [self._output.fileno(), self._errors.fileno()])
         self._handle = os.pidfd_open(self.pid)
 
@@ -123,13 +127,15 @@ def _text(file: Any) -> str:
 
 @cache
 def _server() -> socket.socket:
-    """The connection to the server; it ends when this process does."""
+    """The connection to the server, which ends when this process does."""
     ours, theirs = socket.socketpair()
     with theirs:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, str(SERVER), str(theirs.fileno())],
             pass_fds=[theirs.fileno()], cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )  # fmt: skip
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # first: that is what ends it
     return ours
 
 

@@ -478,7 +478,7 @@ class Blocked(Faulty):
         return batch
 
 
-GUARD_SECONDS = 8.0
+GUARD_SECONDS = 60.0
 RELEASE = threading.Event()
 ENDED: list[bool] = []  # of every block, whether it was released in time
 
