@@ -157,9 +157,12 @@ class BatchReading:
             return
         try:
             rows = slicer.num_rows(found.node)
-        except BaseException as error:
-            error.add_note(f"In {type(slicer).__name__}, counting the rows of {found}.")
-            raise
+        except Exception as error:
+            if is_registered(found.node):  # its author's
+                error.add_note(f"In {type(slicer).__name__}, counting the rows of {found}.")
+                raise
+            self.opaque.append((found, f"{type(error).__name__}: {error}"))
+            return
         if rows is None:
             self.opaque.append((found, "its slicer cannot count its rows"))
         else:

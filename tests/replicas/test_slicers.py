@@ -326,6 +326,8 @@ def test_graphs_that_belong_to_no_row_are_not_cut() -> None:
     data = pytest.importorskip("torch_geometric.data")
     with pytest.raises(UncuttableBatch, match=r"the batch \(Data\) cannot be cut"):
         batch_size(graphs(data)[0])  # one large graph, as a NeighborLoader gives
+    with pytest.raises(UncuttableBatch, match="cannot be cut: "):
+        batch_size(data.Batch(x=torch.rand(3, 2)))  # made by hand
     changed = data.Batch.from_data_list(graphs(data))
     changed.late = torch.rand(4)
     with pytest.raises(UncuttableBatch, match="'late' was set on the batch of graphs itself"):
