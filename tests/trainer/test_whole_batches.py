@@ -382,10 +382,14 @@ def test_a_stage_that_gets_all_batches_whole_says_so_once() -> None:
 
 @pytest.mark.parametrize("stage", ["training_step", "validation_step"])
 def test_a_stage_that_gets_all_batches_whole_runs_on_the_first_replica(stage: str) -> None:
-    model, strategy = Several(), dpx.DPXStrategy(execution="inline")
-    with pytest.warns(UserWarning, match=f"{stage} gets all of its batches whole"):
-        strategy._whole_batches.give_whole(stage, "It differs.")
-    make_trainer(max_epochs=1, num_sanity_val_steps=0, strategy=strategy, devices=2).fit(
-        model, *[DataLoader([{"x": tensor(6)}], None)] * 2
+    class Given(Several):
+        def on_fit_start(self) -> None:
+            self.trainer.strategy._whole_batches.give_whole(stage, "It differs.")
+
+    model, loader = Given(), DataLoader([{"x": tensor(6)}], None)
+    trainer = make_trainer(
+        max_epochs=1, num_sanity_val_steps=0, strategy=dpx.DPXStrategy(execution="inline"), devices=2
     )
+    with pytest.warns(UserWarning, match=f"{stage} gets all of its batches whole"):
+        trainer.fit(model, loader, loader)
     assert model.seen == ([6, 3, 3] if stage == "training_step" else [3, 3, 6])
