@@ -3,6 +3,7 @@
 DPXError
 ├── ConfigurationError (ValueError)      an argument has a value that is not allowed
 ├── UnsupportedError (NotImplementedError)  a feature that cannot be had in this combination
+│   └── WholeBatchError                  a step that its replicas cannot do on slices; on the whole batch it can be done
 ├── SliceError (ValueError)              a batch that cannot be cut into slices
 ├── ReplicationError (TypeError)         a module that cannot be copied faithfully
 ├── GatherError (ValueError)             replica results that cannot be merged into one
@@ -28,6 +29,20 @@ class ConfigurationError(DPXError, ValueError):
 
 class UnsupportedError(DPXError, NotImplementedError):
     """The requested combination of features is refused instead of run wrongly."""
+
+
+class WholeBatchError(UnsupportedError):
+    """A step does what several replicas cannot do on their slices, so one replica must do it on the whole batch.
+
+    Args:
+        reason: What it does, as a sentence.
+        advice: What to do about it, in sentences.
+    """
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        text = f"training_step cannot be shared by several replicas: {reason} {advice}".rstrip()
+        super().__init__(f"{text} devices=1 can do it.")
+        self.reason, self.advice = reason, advice
 
 
 class SliceError(DPXError, ValueError):

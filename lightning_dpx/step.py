@@ -199,7 +199,6 @@ class TrainingStep:
         """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
         self._replicas.state.synchronize()
         self._replicas.state.remember_buffers()
-        self._rows += sum(share.num_rows for share in shares)
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
         self._collect_buffers()
@@ -219,13 +218,19 @@ class TrainingStep:
         return [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
 
     @property
+    def adds_losses(self) -> bool:
+        """Whether the loss of the whole batch is the sum of the replicas', not their mean."""
+        return self._loss_reduction == "sum"
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether gradients are those of several processes."""
+        return self._processes is not None
+
+    @property
     def has_other_owners(self) -> bool:
         """Whether replicas beside the first own parameters."""
         return any(self._owners)
-
-    def gradients_changed(self) -> None:
-        """Somebody ran a backward, so the next :meth:`reduce` has something to do."""
-        self._unreduced = True
 
     def backward(self, *, last: bool = True) -> None:
         """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward.
@@ -264,6 +269,24 @@ class TrainingStep:
             self._reduce_only([index for index in pack if index not in done])
         if self._eager is not None:
             self._eager.forget()
+
+    def total_gradients(self, columns: Sequence[Sequence[torch.Tensor | None]], rows: int) -> list[torch.Tensor | None]:
+        """The sums of K x N gradients over the replicas, each on the device of its owner; of all processes.
+
+        Args:
+            columns: By replica, a gradient of its part of the loss for every parameter, or ``None``.
+            rows: How many rows of this process's batch they come from.
+        """
+        totals: list[torch.Tensor | None] = [None] * len(self._owners)
+        for pack in self._packs:
+            indices = [index for index in pack if any(column[index] is not None for column in columns)]
+            sums = self._sums(indices, [[column[index] for index in indices] for column in columns]) if indices else []
+            for index, total in zip(indices, sums, strict=True):
+                totals[index] = total
+        if self._processes is not None:
+            weight = -1 if self._loss_reduction == "sum" else rows
+            totals = list(self._processes.mean(totals, self.owner_parameters, weight))
+        return totals
 
     def _reduce_processes(self, processes: ProcessReducer) -> None:
         parameters = self.owner_parameters
@@ -362,6 +385,11 @@ class TrainingStep:
         """After an error in forward: forgets it. Gradients of earlier batches stay."""
         self._pending = []
         self._replicas.state.restore_buffers()
+
+    def keep_earlier_batches(self) -> None:
+        """After an error in forward: forgets it, and leaves the gradients of earlier batches as one device does."""
+        self.discard_forward()
+        self.reduce()
 
     def discard(self) -> None:
         """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""

@@ -26,12 +26,14 @@ from lightning_dpx.replicas.slicing import (
 from lightning_dpx.replicas.state import BufferMode
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.trial import Trial, first_loss
+from lightning_dpx.replicas.workers import CallerContext
 
 __all__ = [
     "BatchDim",
     "BatchSlicer",
     "Beyond",
     "BufferMode",
+    "CallerContext",
     "Execution",
     "Replica",
     "ReplicaRank",

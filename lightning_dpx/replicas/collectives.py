@@ -46,13 +46,22 @@ class Meeting:
         self._deadline = deadline
         self._changed = threading.Condition()
         self._arrived: dict[int, tuple[str, Any]] = {}
+        self._optional: dict[int, Callable[[list[Any]], Any]] = {}  # by waiting rank, what need not be done by all
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._ended: set[int] = set()
         self._turn = 0
         self._started = False
         self._abandoned = False
 
-    def exchange(self, rank: int, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
+    def exchange(
+        self,
+        rank: int,
+        kind: str,
+        value: Any,
+        act: Callable[[list[Any]], Any] = list,
+        *,
+        optional: bool = False,
+    ) -> Any:
         """What ``act`` makes of the values of all participants, in rank order; it runs once.
 
         Args:
@@ -60,6 +69,8 @@ class Meeting:
             kind: What the caller takes part in; all must agree.
             value: The caller's contribution.
             act: Runs outside any replica's context, on the last one to arrive.
+            optional: Once all others have ended, or wait for something else, those that came are enough; the values
+                of the others are ``None``.
 
         Raises:
             CollectiveError: participants disagree, have ended, or do not come before the deadline.
@@ -68,14 +79,17 @@ class Meeting:
             raise CollectiveError(f"{kind} inside a step is not possible here: {self._refusal}.")
         with self._changed:
             self._arrived[rank] = kind, value
+            if optional:
+                self._optional[rank] = act
             first, self._started = not self._started, True
         if self._in_turns and first:
             self._start_others()
         with self._changed:
-            if len(self._arrived) == self.world_size:
-                self._complete(act)
-            else:
-                self._break_if_hopeless()
+            if not self._complete_optional():
+                if len(self._arrived) == self.world_size:
+                    self._complete(act)
+                else:
+                    self._break_if_hopeless()
             self._hand_over()
             if not self._wait(lambda: rank in self._results and self._may_run(rank)):
                 here = ", ".join(map(str, sorted(self._arrived)))
@@ -98,7 +112,8 @@ class Meeting:
             return
         with self._changed:
             self._ended.add(rank)
-            self._break_if_hopeless()
+            if not self._complete_optional():
+                self._break_if_hopeless()
             self._hand_over()
 
     def abandon(self) -> None:
@@ -119,13 +134,30 @@ class Meeting:
                 "the replicas do not agree: " + ", ".join(f"{rank} calls {kind}" for rank, kind in kinds.items())
             )
             return
+        self._act(act, sorted(self._arrived), [value for _, (_, value) in sorted(self._arrived.items())])
+
+    def _complete_optional(self) -> bool:
+        """Whether a meeting that not all must attend was held, because nobody else can come to it any more."""
+        if not self._optional or len(self._arrived) + len(self._ended) < self.world_size:
+            return False
+        speaker = min(self._optional)
+        kind = self._arrived[speaker][0]
+        present = [rank for rank in sorted(self._optional) if self._arrived[rank][0] == kind]
+        act = self._optional[speaker]
+        values = [self._arrived[rank][1] if rank in present else None for rank in range(self.world_size)]
+        self._act(act, present, values)
+        return True
+
+    def _act(self, act: Callable[[list[Any]], Any], present: list[int], values: list[Any]) -> None:
         try:
             with outside_step():
-                result, error = act([value for _, (_, value) in sorted(self._arrived.items())]), None
+                result, error = act(values), None
         except BaseException as raised:  # noqa: BLE001  every participant must hear of it
             result, error = None, raised
-        self._results = dict.fromkeys(self._arrived, (result, error))
-        self._arrived = {}
+        for rank in present:
+            self._results[rank] = result, error
+            self._optional.pop(rank, None)
+            del self._arrived[rank]
 
     def _break_if_hopeless(self) -> None:
         if self._arrived and len(self._arrived) + len(self._ended) == self.world_size:
@@ -142,6 +174,7 @@ class Meeting:
                 ),
             )
         self._arrived = {}
+        self._optional = {}
 
     def _wait(self, is_ready: Callable[[], bool]) -> bool:
         """Whether it was ready before the deadline."""

@@ -9,7 +9,15 @@ from typing import Any, Protocol
 class MeetingPlace(Protocol):
     """Where the replicas of a run exchange values."""
 
-    def exchange(self, rank: int, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
+    def exchange(
+        self,
+        rank: int,
+        kind: str,
+        value: Any,
+        act: Callable[[list[Any]], Any] = list,
+        *,
+        optional: bool = False,
+    ) -> Any:
         """What ``act`` makes of all values."""
 
     def abandon(self) -> None:
@@ -62,11 +70,11 @@ class ReplicaRank:
         """Whether there is nobody to meet, in this process or another."""
         return self.world_size == 1 and self.venue.beyond is None
 
-    def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list) -> Any:
+    def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list, *, optional: bool = False) -> Any:
         """Exchanges ``value`` with the other replicas of the step; see ``Meeting.exchange``."""
         assert self.venue.meeting is not None, "a rank exists during a run only"
         self.venue.was_used = True
-        return self.venue.meeting.exchange(self.rank, kind, value, act)
+        return self.venue.meeting.exchange(self.rank, kind, value, act, optional=optional)
 
     def meet_all(self, kind: str, value: Any, *, each: bool = False, gradients: bool = False) -> tuple[list[Any], int]:
         """Exchanges ``value`` with the replicas of all processes: their values, and the caller's place among them.

@@ -34,6 +34,8 @@ class StateSync:
         self._check_every, self._checked = check_every, 0
         self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
         self._may_restore = False
+        self.watches_writes = False  # of hooks that may write the user's module without a trace, with other owners
+        self._left: list[int] = []  # what such hooks found: the bits of the user's parameters
 
     def mark_changed(self) -> None:
         """The next :meth:`synchronize` copies everything."""
@@ -61,6 +63,16 @@ class StateSync:
         self._versions = [parameter._version for parameter in self._owned]
         self._mirrored = [_versions(replica) for replica in self._others]
         self._changed = False
+        self._left = checksums(self._owned) if self.watches_writes else []
+
+    def follow_hooks(self) -> None:
+        """Hooks may have written the user's parameters: with other owners, these get the values before they step."""
+        if self._owners and (self._changes_known() or self._is_written_unseen()):
+            self.mark_changed()
+            self.synchronize_parameters()
+
+    def _is_written_unseen(self) -> bool:
+        return bool(self._left) and checksums(self._root.parameters) != self._left
 
     def _take_flags_of_owners(self) -> None:
         """Freezing may happen on the user's module or, through an optimizer, on the owner's copy."""
@@ -79,6 +91,8 @@ class StateSync:
         """
         if self._root.module.training:
             self._check_now_and_then()
+        if self._is_written_unseen():
+            self.mark_changed()
         self.synchronize_parameters()
         for replica in self._others:
             for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
@@ -158,6 +172,8 @@ class StateSync:
             self._follow(replica, owned, changed or _versions(replica) != left)
         self._mirrored = [_versions(replica) for replica in self._others]
         self._owned, self._versions, self._changed = owned, versions, False
+        if self.watches_writes and (changed or not self._left):
+            self._left = checksums(owned)
         self._sums = []  # those of a step of one replica, which nobody compared, are of no use any more
         if self._unchecked and any(replica.device == self._root.device for replica in self._others):
             self._sums = checksums(owned)
@@ -187,17 +203,23 @@ class StateSync:
         Raises:
             ReplicationError: the forward wrote a parameter.
         """
+        if name := self.written_by_step():
+            raise ReplicationError(
+                f"The step wrote parameter {name}, which the replicas on {self._root.device} "
+                "share, once for every replica. Write it in a hook between the steps (on_train_batch_end), or make "
+                "it a buffer."
+            )
+
+    def written_by_step(self) -> str:
+        """The name of a parameter that was written since it was synchronized, where replicas share it; else empty."""
         if not any(replica.device == self._root.device for replica in self._others):
-            return
+            return ""
         sums, self._sums = self._sums, []
         now = checksums(self._owned) if sums else []
         for index, (parameter, version) in enumerate(zip(self._owned, self._versions, strict=True)):
             if parameter._version != version or (sums and sums[index] != now[index]):
-                raise ReplicationError(
-                    f"The step wrote parameter {self._name_of(parameter)}, which the replicas on {self._root.device} "
-                    "share, once for every replica. Write it in a hook between the steps (on_train_batch_end), or make "
-                    "it a buffer."
-                )
+                return self._name_of(parameter)
+        return ""
 
     def remember_buffers(self) -> None:
         """Before a step that may fail half-way: replica 0's buffers, for :meth:`restore_buffers`."""

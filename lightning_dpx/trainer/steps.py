@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.errors import CollectiveError, UnsupportedError, WholeBatchError
 from lightning_dpx.recompute import planned
 from lightning_dpx.replicas import (
     Replica,
@@ -37,8 +37,10 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.trainer.acts_once import current_view
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.example_input import profile_example
+from lightning_dpx.trainer.gradient_hooks import GradientHooks
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
@@ -85,6 +87,8 @@ class StepsOfReplicas(RanksOfReplicas):
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
         self._whole_batches = WholeBatches()
+        self._manual: ManualOptimization | None = None
+        self._gradient_hooks = GradientHooks()
         self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
         self._tightening: Callable[[], str] = planning.advice
         super().__init__(*args)
@@ -144,9 +148,21 @@ class StepsOfReplicas(RanksOfReplicas):
         self._tightening = tighten
         try:
             return self._out_of_memory.guarded(forward, tighten, forward if automatic else None)
+        except WholeBatchError as error:
+            self._step.discard()
+            if self._manual is None or not self._manual.undo_first_step():
+                raise
+            self._whole_batches.give_whole("training_step", error.reason, error.advice)
+        except (CollectiveError, torch.OutOfMemoryError):  # some replicas have added theirs, or there is no room
+            self._step.discard()
+            raise
+        except Exception:
+            self._step.keep_earlier_batches()
+            raise
         except BaseException:
             self._step.discard()
             raise
+        return self.training_step(*args, **kwargs)
 
     def _forward_of_replicas(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replicas is not None, "only called with replicas"
@@ -194,13 +210,28 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._replicas is not None, "only called with replicas"
         assert self._step is not None, "only called with replicas"
         assert isinstance(self.precision_plugin, DPXPrecision), "the setter wraps every plugin"
-        manual = ManualOptimization(self._replicas, self._step, self.precision_plugin, shares)
+        if self._manual is None:
+            self._manual = ManualOptimization(self, self._replicas, self._step, self.precision_plugin)
+        manual = self._manual
 
         def with_meetings(share: Share) -> Any:
             with manual.on(share):
                 return run_step(share)
 
-        return self._step.forward_manual(shares, with_meetings)
+        with manual.running(shares):
+            return self._step.forward_manual(shares, with_meetings)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's; in a manual step of several replicas, of every replica's part of the loss."""
+        if (view := current_view()) is not None:
+            loss: Tensor = view.backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @property
+    def lightning_module(self) -> "pl.LightningModule | None":
+        """The user's module; inside a manual step of several replicas, that of the replica."""
+        return super().lightning_module if (view := current_view()) is None else view.module
 
     def _choosing_step(self, alone: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One device's step, watched, to choose between one merged slice and a thread per replica from then on."""
@@ -375,11 +406,15 @@ class StepsOfReplicas(RanksOfReplicas):
 
     def _backward_once(self) -> None:
         assert self._step is not None, "only called with replicas"
+        # Hooks that look at gradients in the middle of an accumulation window must find those of one device.
+        sums_now = not self._accumulating or self._gradient_hooks.within_window
         try:
-            self._step.backward(last=not self._accumulating)
+            self._gradient_hooks.before_backward()
+            self._step.backward(last=sums_now)
             self._planning.end_backward()
-            if not self._accumulating:
+            if sums_now:
                 self._step.reduce()
+                self._gradient_hooks.after_backward()
         except BaseException:
             self._step.discard()
             raise

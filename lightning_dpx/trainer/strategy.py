@@ -44,6 +44,7 @@ from lightning_dpx.replicas import (
     synchronize_batch_norm,
 )
 from lightning_dpx.step import LossReduction, TrainingStep
+from lightning_dpx.trainer.acts_once import held_optimizers
 from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
 from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.launcher import InThisProcess
@@ -479,6 +480,9 @@ class DPXStrategy(StepsOfReplicas):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """The user's optimizers, each over the copies of its parameters that the owners hold."""
         super().setup_optimizers(trainer)
+        if self._step is not None and self._replicas is not None:
+            assert self.lightning_module is not None, "connect() sets the module first"
+            self._gradient_hooks.begin(self.lightning_module, self._replicas, self._step)
         if self._step is None or self._replicas is None or not self._step.has_other_owners:
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -493,15 +497,17 @@ class DPXStrategy(StepsOfReplicas):
                     "LBFGS keeps all parameters in one vector, so reducer='colocate' cannot spread them; use another "
                     "reducer."
                 )
-        self._optimize_owners()
+        self.optimize_owners()
 
-    def _optimize_owners(self) -> None:
+    def optimize_owners(self) -> None:
         """Optimizers change the owners' copies, also in groups that they got later."""
         assert self._step is not None, "only called with replicas"
         assert self._replicas is not None, "only called with replicas"
+        if not self._step.has_other_owners:
+            return
         mine = self._replicas.root.parameters
         owned = {id(one): other for one, other in zip(mine, self._step.owner_parameters, strict=True)}
-        for optimizer in self.optimizers:
+        for optimizer in [*self.optimizers, *held_optimizers(self._replicas.root.module)]:
             for group in optimizer.param_groups:
                 if any(owned.get(id(parameter), parameter) is not parameter for parameter in group["params"]):
                     group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]
@@ -559,6 +565,8 @@ class DPXStrategy(StepsOfReplicas):
         self._module_in_use = None
         self._replicas, self._step, self._metrics, self._undecided = None, None, None, False
         self._accumulating, self._stopping = False, None
+        self._manual = None
+        self._gradient_hooks.end()
         self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch
         self._shifts_open = self._auto_shifts
         self._planning.forget()
@@ -573,14 +581,17 @@ class DPXStrategy(StepsOfReplicas):
 
     # ---- moments after which parameters may have been written without a trace ----
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Steps on the owners; the replicas follow before their next forward."""
-        if self._step is not None and not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
-            self._step.reduce()  # what the replicas accumulated in earlier steps
-        if self._step is not None and self._step.has_other_owners:
-            self._optimize_owners()
-        result = super().optimizer_step(*args, **kwargs)
-        if self._replicas is not None:
+        if self._step is None or self._replicas is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.optimize_owners()
+        if self._replicas.root.module.automatic_optimization:
+            closure = self._gradient_hooks.closure(optimizer, closure, self._replicas, self._step)
+        assert isinstance(self.precision_plugin, DPXPrecision), "the setter wraps every plugin"
+        with self._gradient_hooks.round_step(self.precision_plugin.wrapped):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._manual is None or not self._manual.is_shared:
             self._replicas.state.optimizer_stepped()
         return result
 

@@ -1,0 +1,104 @@
+"""Optimizers, schedulers and scalers as a replica sees them inside a step: what they do, they do once for all replicas.
+
+User code reaches the same optimizer in many ways: ``self.optimizers()``, ``trainer.optimizers``, an attribute, a
+closure. So it is the objects themselves that know who is asking: for the time of a step their class is exchanged for a
+subclass of it (``isinstance`` holds), which asks the calling replica's view for every attribute. Outside of a
+replica's code, as in the meeting where the real step is taken, they are what they were.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_dpx.replicas import current_rank
+
+
+class View(Protocol):
+    """What the attributes of shared objects are to one replica."""
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """The value of ``owner.name``."""
+
+    def assign(self, owner: Any, name: str, value: Any) -> None:
+        """``owner.name = value``."""
+
+
+_VIEW: ContextVar[View | None] = ContextVar("lightning_dpx_view", default=None)
+
+
+def current_view() -> Any:
+    """The view of the replica that the calling code runs in; ``None`` outside of manual steps of several replicas."""
+    view = _VIEW.get()
+    return None if view is None or current_rank() is None else view
+
+
+@contextmanager
+def viewed(view: View | None) -> Iterator[None]:
+    """Shared objects are seen like this by the calling code, for a while."""
+    token = _VIEW.set(view)
+    try:
+        yield
+    finally:
+        _VIEW.reset(token)
+
+
+class ActsOnce:
+    """Asks the view of the calling replica for its attributes."""
+
+    def __getattribute__(self, name: str) -> Any:
+        view = None if name.startswith("__") else current_view()
+        return super().__getattribute__(name) if view is None else view.attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        view = None if name.startswith("__") else current_view()
+        if view is None:
+            super().__setattr__(name, value)
+        else:
+            view.assign(self, name, value)
+
+
+def plain_attribute(owner: Any, name: str) -> Any:
+    """The attribute as it is outside of a step."""
+    with viewed(None):
+        return getattr(owner, name)
+
+
+def held_optimizers(module: Module) -> list[Any]:
+    """Optimizers that a module keeps as attributes, or in a list, tuple or dict of its own."""
+    found = []
+    for value in vars(module).values():
+        items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
+        found += [item for item in items if isinstance(item, Optimizer)]
+    return found
+
+
+class Exchanged:
+    """Objects whose classes are exchanged for the time of a step."""
+
+    def __init__(self) -> None:
+        self._classes: list[tuple[Any, type]] = []
+        self._subclasses: dict[type, type] = {}
+
+    def add(self, owners: Iterable[Any]) -> None:
+        """From here on these are shared by the replicas, too."""
+        for owner in owners:
+            if not isinstance(owner, ActsOnce):
+                self._classes.append((owner, type(owner)))
+                owner.__class__ = self._subclass_of(type(owner))
+
+    def restore(self) -> None:
+        """All have their own class again."""
+        for owner, original in reversed(self._classes):
+            owner.__class__ = original
+        self._classes = []
+
+    def _subclass_of(self, kind: type) -> type:
+        """A class of the same name, a subclass of ``kind`` that asks the calling replica's view."""
+        if kind not in self._subclasses:
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+            self._subclasses[kind] = type(kind.__name__, (ActsOnce, kind), names)
+        return self._subclasses[kind]

@@ -1,0 +1,227 @@
+"""In manual optimization every replica holds the gradients of the whole batch, as one device would.
+
+User code between a backward and a step may read gradients, clip them or write them. So what a backward adds is summed
+over the replicas at once and every replica gets the total: the code sees what it sees on one device, and does the same
+on all replicas. What happens once for all (an optimizer's step, a hook) happens on the owners of the parameters, whose
+gradients the replicas follow afterwards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_dpx.errors import WholeBatchError
+from lightning_dpx.replicas import Replica, ReplicaSet
+from lightning_dpx.step import TrainingStep
+
+Gradient = torch.Tensor | None
+_CHECKED_STEPS = 3  # of every hundred, in which edited gradients are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A gradient as it was left: another tensor, or another version of it, has been written since."""
+
+    gradient: Gradient
+    version: int
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> "Mark":
+        """The gradient of ``parameter`` as it is now."""
+        gradient = parameter.grad
+        return cls(gradient, 0 if gradient is None else gradient._version)
+
+    def is_current(self, parameter: torch.Tensor) -> bool:
+        """Whether nothing was written since."""
+        gradient = parameter.grad
+        return gradient is self.gradient and (gradient is None or gradient._version == self.version)
+
+
+class SharedGradients:
+    """Sums what backwards add and keeps the gradients of all replicas equal.
+
+    Args:
+        replicas: K replicas of N parameters.
+        step: Sums gradients, and knows which replica owns which parameter.
+    """
+
+    def __init__(self, replicas: ReplicaSet, step: TrainingStep) -> None:
+        self._replicas = replicas.replicas
+        self._root = replicas.root
+        self._step = step
+        self._stale: set[int] = set()  # replicas that had no rows in the last step
+        self._of_root: list[Mark] = []
+        self._of_owners: list[Mark] = []
+        self._of_speaker: list[Mark] = []
+        self._checks = 0
+
+    def begin(self, active: Sequence[Replica]) -> None:
+        """Before a step: replicas get what hooks wrote on the user's module, or on the owners, since the last one."""
+        owners = self._step.owner_parameters
+        if not self._of_owners:
+            self._of_owners = [Mark(None, 0)] * len(owners)
+            self._of_root = self._of_owners
+        for index, (owner, root) in enumerate(zip(owners, self._root.parameters, strict=True)):
+            changed = not self._of_owners[index].is_current(owner)
+            if not changed and owner is not root and not self._of_root[index].is_current(root):
+                _give(owner, root.grad)
+                changed = True
+            for replica in active:
+                target = replica.parameters[index]
+                if target is not owner and (changed or replica.index in self._stale):
+                    _give(target, owner.grad)
+        self._stale -= {replica.index for replica in active}
+        self._remember_edits(active[0])
+
+    def end(self, active: Sequence[Replica]) -> None:
+        """After a step: what is owned by replicas without rows follows; they themselves do when they get some."""
+        self.to_owners(active)
+        present = {replica.index for replica in active}
+        owners = self._step.owner_parameters
+        for replica in self._replicas:
+            if replica.index not in present:
+                self._stale.add(replica.index)
+                for parameter, owner in zip(replica.parameters, owners, strict=True):
+                    if parameter is not owner and replica is not self._root:
+                        parameter.grad = None
+        if self._root.index not in present:
+            for parameter, source in zip(self._root.parameters, active[0].parameters, strict=True):
+                _give(parameter, source.grad)
+        self._of_owners = [Mark.of(parameter) for parameter in owners]
+        self._of_root = [Mark.of(parameter) for parameter in self._root.parameters]
+
+    def add(self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: int) -> None:
+        """Adds the sum of what a backward of every replica gave to the gradients of all active ones.
+
+        Args:
+            active: The replicas of this step.
+            columns: By active replica, its N gradients of its part of the loss; ``None`` if it ran no backward.
+            rows: Rows of this process's batch.
+        """
+        totals = self.totals(active, columns, rows)
+        edited = self._edited(active[0])
+        spent: set[int] = set()  # totals that one replica took as they are; the others copy them
+        for replica in active:
+            for index, (parameter, total) in enumerate(zip(replica.parameters, totals, strict=True)):
+                if total is not None and _accumulate(parameter, total, may_take=index not in spent):
+                    spent.add(index)
+        if not edited:
+            self._remember_edits(active[0])
+
+    def totals(
+        self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: int
+    ) -> list[Gradient]:
+        """By parameter, the sum of the active replicas' gradients, on the device of its owner; see :meth:`add`."""
+        pairs = zip(active, columns, strict=True)
+        by_replica = {replica.index: column for replica, column in pairs if column is not None}
+        nothing: list[Gradient] = [None] * len(self._root.parameters)
+        all_columns = [by_replica.get(replica.index, nothing) for replica in self._replicas]
+        return self._step.total_gradients(all_columns, rows)
+
+    def to_owners(self, active: Sequence[Replica]) -> None:
+        """Owners without rows in this step get the gradients that those with rows have, which are equal."""
+        present = {id(parameter) for replica in active for parameter in replica.parameters}
+        for owner, source in zip(self._step.owner_parameters, active[0].parameters, strict=True):
+            if id(owner) not in present and not (owner.grad is None and source.grad is None):
+                _give(owner, source.grad)
+
+    def marks(self) -> list[Mark]:
+        """The owners' gradients as they are now, for :meth:`follow`."""
+        return [Mark.of(parameter) for parameter in self._step.owner_parameters]
+
+    def marks_of_root(self) -> list[Mark]:
+        """Likewise of the user's module, for :meth:`follow_root`."""
+        return [Mark.of(parameter) for parameter in self._root.parameters]
+
+    def follow_all(self, active: Sequence[Replica]) -> None:
+        """The active replicas get the owners' gradients."""
+        written = Mark(torch.empty(0), 0)
+        self.follow(active, [written] * len(self._root.parameters))
+
+    def follow(self, active: Sequence[Replica], before: Sequence[Mark]) -> None:
+        """The active replicas get those of the owners' gradients that were written since ``before``."""
+        for index, (mark, owner) in enumerate(zip(before, self._step.owner_parameters, strict=True)):
+            if mark.is_current(owner):
+                continue
+            for replica in active:
+                target = replica.parameters[index]
+                if target is not owner:
+                    _give(target, owner.grad)
+        self._remember_edits(active[0])
+
+    def follow_root(self, active: Sequence[Replica], before: Sequence[Mark]) -> None:
+        """The same, of what a hook of the user's module wrote on its own parameters."""
+        owners = self._step.owner_parameters
+        marks = self.marks()
+        for mark, root, owner in zip(before, self._root.parameters, owners, strict=True):
+            if root is not owner and not mark.is_current(root):
+                _give(owner, root.grad)
+        self.follow(active, marks)
+
+    def check_edits(self, active: Sequence[Replica], names: Sequence[str]) -> None:
+        """Gradients that the step wrote by hand must be the same on all replicas, for only one is used.
+
+        Raises:
+            WholeBatchError: they differ, so what the step wrote depends on its slice.
+        """
+        if len(active) < 2 or not self._edited(active[0]):
+            return
+        self._checks += 1
+        if self._checks % 100 > _CHECKED_STEPS:
+            return
+        pairs = [_summaries(replica.parameters) for replica in active]
+        for name, *found in zip(names, *pairs, strict=True):
+            if not all(_close(found[0], other) for other in found[1:]):
+                raise WholeBatchError(f"It writes the gradient of {name} by hand, differently on every slice.")
+
+    def _remember_edits(self, speaker: Replica) -> None:
+        self._of_speaker = [Mark.of(parameter) for parameter in speaker.parameters]
+
+    def _edited(self, speaker: Replica) -> bool:
+        pairs = zip(self._of_speaker, speaker.parameters, strict=True)
+        return any(parameter.grad is not None and not mark.is_current(parameter) for mark, parameter in pairs)
+
+
+@torch.no_grad()
+def _give(parameter: torch.Tensor, gradient: Gradient) -> None:
+    """A gradient of its own, equal to ``gradient``."""
+    parameter.grad = None if gradient is None else gradient.detach().to(parameter.device, copy=True)
+
+
+@torch.no_grad()
+def _accumulate(parameter: torch.Tensor, total: torch.Tensor, *, may_take: bool) -> bool:
+    """As autograd does: in place where there is a dense gradient; whether ``total`` itself became the gradient."""
+    kept = parameter.grad
+    if kept is None:
+        takes = may_take and total.device == parameter.device
+        parameter.grad = total if takes else total.to(parameter.device, copy=True)
+        return takes
+    if kept.layout != torch.strided or total.layout != torch.strided:
+        parameter.grad = kept + total.to(parameter.device)
+    else:
+        kept.add_(total.to(parameter.device))
+    return False
+
+
+def _summaries(parameters: Sequence[torch.Tensor]) -> list[tuple[float, float] | None]:
+    """Two numbers of every gradient that would differ if it did, or ``None`` where there is none."""
+    found: list[tuple[float, float] | None] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            found.append(None)
+            continue
+        gradient = parameter.grad.detach()
+        dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        wide = torch.complex128 if dense.is_complex() else torch.float32
+        values = dense.to(wide)
+        found.append((float(values.abs().sum()), float(values.flatten()[::2].abs().sum())))
+    return found
+
+
+def _close(first: tuple[float, float] | None, second: tuple[float, float] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    room = 1e-3 * max(first[0], second[0])
+    finite = all(abs(value) < float("inf") for value in (*first, *second))
+    return not finite or all(abs(one - other) <= room for one, other in zip(first, second, strict=True))

@@ -1,0 +1,129 @@
+"""Everything that a step by hand may change, so that the first one of a fit can be taken again in another way.
+
+Whether replicas can share a manual step shows when they take it: some of it cannot be done on slices. Then the step
+must never have happened: parameters, buffers, gradients, optimizers, schedulers, random generators and the plain Python
+state of the module are put back, in place, before one replica takes it with the whole batch.
+"""
+
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dpx.devices import RandomStates, is_host
+
+_OF_FRAMEWORK = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))
+_STOPS = (
+    nn.Module, pl.Trainer, Strategy, Logger, DataLoader, Dataset, type, types.ModuleType, types.FunctionType,
+    types.BuiltinFunctionType, types.MethodType, torch.Generator,
+)  # fmt: skip
+_CONTAINERS = (list, dict, set, deque)
+
+
+class StepSnapshot:
+    """The state before a step.
+
+    Args:
+        module: The user's module, with its parameters and buffers.
+        others: Objects whose attributes a step changes beside: optimizers, schedulers, a scaler, progress.
+        devices: Those with random generators.
+    """
+
+    def __init__(self, module: nn.Module, others: Sequence[Any], devices: Iterable[torch.device]) -> None:
+        self._random = RandomStates(devices)
+        self._python_random = random.getstate()
+        self._numpy_random = np.random.get_state()
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._seen: dict[int, Any] = {}
+        for parameter in module.parameters():
+            self._keep_tensor(parameter)
+            gradient = parameter.grad
+            self._gradients.append((parameter, None if gradient is None else gradient.detach().clone()))
+        for buffer in module.buffers():
+            self._keep_tensor(buffer)
+        for child in module.modules():
+            own = {key: value for key, value in vars(child).items() if key not in _OF_FRAMEWORK}
+            self._attributes.append((child, own))
+            self._keep(own.values())
+        self._keep(others)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back, in place: whoever holds one of the objects sees it as it was."""
+        for tensor, value in self._tensors:
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for child, own in self._attributes:
+            for key in [key for key in vars(child) if key not in _OF_FRAMEWORK and key not in own]:
+                del vars(child)[key]
+            vars(child).update(own)
+        for container, content in self._contents:
+            _refill(container, content)
+        self._random.restore()
+        random.setstate(self._python_random)
+        np.random.set_state(self._numpy_random)
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        """Notes what can be changed in place, and in everything that it holds."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self._seen or isinstance(value, _STOPS):
+                continue
+            if isinstance(value, torch.Tensor):
+                self._keep_tensor(value)
+            elif isinstance(value, np.ndarray):
+                self._seen[id(value)] = value
+                self._contents.append((value, value.copy()))
+            elif isinstance(value, (tuple, *_CONTAINERS)):
+                self._keep_content(value)
+                waiting.extend(value)
+                waiting.extend(value.values() if isinstance(value, dict) else ())
+            elif hasattr(value, "__dict__"):
+                self._seen[id(value)] = value
+                waiting.append(vars(value))
+
+    def _keep_content(self, container: Any) -> None:
+        self._seen[id(container)] = container
+        if not isinstance(container, tuple):
+            kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+            self._contents.append((container, kind(container)))
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        """A copy on the host, where there is room beside what the step takes."""
+        if id(tensor) in self._seen:
+            return
+        self._seen[id(tensor)] = tensor
+        value = tensor.detach()
+        copied = value.clone() if is_host(value.device) else value.to("cpu")
+        self._tensors.append((tensor, copied))
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, np.ndarray):
+        np.copyto(container, content)
+    elif isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, content)
+    elif isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        if isinstance(container, set):
+            container.update(content)
+        else:
+            container.extend(content)
