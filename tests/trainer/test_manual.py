@@ -297,7 +297,8 @@ class CountsClosures(Manual):
 def test_optimizers_that_call_their_closure_again_or_have_steps_of_their_own(kind, num_replicas, execution) -> None:
     # A line search turns another order of additions into another step: in double precision it stays far below 1e-5.
     ours = trained(kind, strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas, precision="64-true")
-    assert_equal(ours, trained(kind, precision="64-true"))
+    for name, value in trained(kind, precision="64-true").items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-7, atol=1e-9)
 
 
 class ClipsScaled(Manual):
