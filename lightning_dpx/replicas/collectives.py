@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ from lightning_dpx.replicas.context import ReplicaRank, outside_step
 
 # Ctrl-C that comes just before a thread begins to wait is heard when it wakes: so nobody waits longer at a time.
 WAIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What a participant came for."""
+
+    kind: str
+    value: Any
+    act: Callable[[list[Any]], Any]
+    optional: bool
 
 
 class Meeting:
@@ -45,8 +56,8 @@ class Meeting:
         self._in_turns, self._refusal, self._start_others = in_turns, refusal, start_others
         self._deadline = deadline
         self._changed = threading.Condition()
-        self._arrived: dict[int, tuple[str, Any]] = {}
-        self._optional: dict[int, Callable[[list[Any]], Any]] = {}  # by waiting rank, what need not be done by all
+        self._arrived: dict[int, _Arrival] = {}
+        self._appointed: set[int] = set()  # who goes on without the others; the lowest acts
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._ended: set[int] = set()
         self._turn = 0
@@ -68,9 +79,9 @@ class Meeting:
             rank: The caller's rank.
             kind: What the caller takes part in; all must agree.
             value: The caller's contribution.
-            act: Runs outside any replica's context, on the last one to arrive.
-            optional: Once all others have ended, or wait for something else, those that came are enough; the values
-                of the others are ``None``.
+            act: Runs outside any replica's context, on one of those that take part.
+            optional: Not all need come. Once all others have ended or wait too, those that wait for the same kind go
+                on among themselves, the lowest rank first; the values of the others are ``None``.
 
         Raises:
             CollectiveError: participants disagree, have ended, or do not come before the deadline.
@@ -78,26 +89,31 @@ class Meeting:
         if self._refusal:
             raise CollectiveError(f"{kind} inside a step is not possible here: {self._refusal}.")
         with self._changed:
-            self._arrived[rank] = kind, value
-            if optional:
-                self._optional[rank] = act
+            self._arrived[rank] = _Arrival(kind, value, act, optional)
             first, self._started = not self._started, True
         if self._in_turns and first:
             self._start_others()
         with self._changed:
-            if not self._complete_optional():
-                if len(self._arrived) == self.world_size:
-                    self._complete(act)
-                else:
-                    self._break_if_hopeless()
+            self._settle()
             self._hand_over()
-            if not self._wait(lambda: rank in self._results and self._may_run(rank)):
-                here = ", ".join(map(str, sorted(self._arrived)))
-                self._break(f"{kind}: only replicas {here} of {self.world_size} came within {self._deadline:g} s")
+            while rank not in self._results or not self._may_run(rank):
+                if self._appointed and rank == min(self._appointed) and self._may_run(rank):
+                    self._act_for(self._appointed)
+                    self._hand_over()
+                    continue
+                if not self._wait(lambda: self._concerns(rank)):
+                    here = ", ".join(map(str, sorted(self._arrived)))
+                    self._break(f"{kind}: only replicas {here} of {self.world_size} came within {self._deadline:g} s")
+                    break
             result, error = self._results.pop(rank)
         if error is not None:
             raise error
         return result
+
+    def _concerns(self, rank: int) -> bool:
+        """Whether the waiting ``rank`` has something to do."""
+        acts = bool(self._appointed) and rank == min(self._appointed)
+        return (acts or rank in self._results) and self._may_run(rank)
 
     def begin(self, rank: int) -> None:
         """Waits for the first turn."""
@@ -112,8 +128,7 @@ class Meeting:
             return
         with self._changed:
             self._ended.add(rank)
-            if not self._complete_optional():
-                self._break_if_hopeless()
+            self._settle()
             self._hand_over()
 
     def abandon(self) -> None:
@@ -127,43 +142,37 @@ class Meeting:
             finally:
                 self._changed.release()
 
-    def _complete(self, act: Callable[[list[Any]], Any]) -> None:
-        kinds = {rank: kind for rank, (kind, _) in sorted(self._arrived.items())}
-        if len(set(kinds.values())) > 1:
-            self._break(
-                "the replicas do not agree: " + ", ".join(f"{rank} calls {kind}" for rank, kind in kinds.items())
-            )
+    def _settle(self) -> None:
+        """Once nobody else can come: those that wait go on, together or in part, or hear that they cannot."""
+        if not self._arrived or len(self._arrived) + len(self._ended) < self.world_size or self._appointed:
             return
-        self._act(act, sorted(self._arrived), [value for _, (_, value) in sorted(self._arrived.items())])
+        kinds = {rank: arrival.kind for rank, arrival in sorted(self._arrived.items())}
+        alike = len(set(kinds.values())) == 1
+        content = [rank for rank, arrival in sorted(self._arrived.items()) if arrival.optional]
+        if alike and len(self._arrived) == self.world_size:
+            self._appointed = set(self._arrived)
+        elif content:
+            self._appointed = {rank for rank in content if kinds[rank] == kinds[content[0]]}
+        elif len(self._arrived) == self.world_size:
+            calls = ", ".join(f"{rank} calls {kind}" for rank, kind in kinds.items())
+            self._break(f"the replicas do not agree: {calls}")
+        else:
+            waiting = ", ".join(f"{rank} ({kind})" for rank, kind in kinds.items())
+            gone = ", ".join(map(str, sorted(self._ended)))
+            self._break(f"replicas {waiting} wait for replicas {gone}, which have ended their step")
 
-    def _complete_optional(self) -> bool:
-        """Whether a meeting that not all must attend was held, because nobody else can come to it any more."""
-        if not self._optional or len(self._arrived) + len(self._ended) < self.world_size:
-            return False
-        speaker = min(self._optional)
-        kind = self._arrived[speaker][0]
-        present = [rank for rank in sorted(self._optional) if self._arrived[rank][0] == kind]
-        act = self._optional[speaker]
-        values = [self._arrived[rank][1] if rank in present else None for rank in range(self.world_size)]
-        self._act(act, present, values)
-        return True
-
-    def _act(self, act: Callable[[list[Any]], Any], present: list[int], values: list[Any]) -> None:
+    def _act_for(self, ranks: set[int]) -> None:
+        """In the calling participant's thread and context, for those of ``ranks``."""
+        arrivals = {rank: self._arrived.pop(rank) for rank in sorted(ranks)}
+        values = [arrivals[rank].value if rank in arrivals else None for rank in range(self.world_size)]
+        act = arrivals[min(ranks)].act
         try:
             with outside_step():
                 result, error = act(values), None
         except BaseException as raised:  # noqa: BLE001  every participant must hear of it
             result, error = None, raised
-        for rank in present:
-            self._results[rank] = result, error
-            self._optional.pop(rank, None)
-            del self._arrived[rank]
-
-    def _break_if_hopeless(self) -> None:
-        if self._arrived and len(self._arrived) + len(self._ended) == self.world_size:
-            waiting = ", ".join(f"{rank} ({kind})" for rank, (kind, _) in sorted(self._arrived.items()))
-            gone = ", ".join(map(str, sorted(self._ended)))
-            self._break(f"replicas {waiting} wait for replicas {gone}, which have ended their step")
+        self._results.update(dict.fromkeys(ranks, (result, error)))
+        self._appointed = set()
 
     def _break(self, reason: str) -> None:
         for rank in self._arrived:
@@ -173,8 +182,7 @@ class Meeting:
                     f"A collective inside a step cannot complete: {reason}. All replicas must make the same calls."
                 ),
             )
-        self._arrived = {}
-        self._optional = {}
+        self._arrived, self._appointed = {}, set()
 
     def _wait(self, is_ready: Callable[[], bool]) -> bool:
         """Whether it was ready before the deadline."""
@@ -188,14 +196,21 @@ class Meeting:
         return not self._in_turns or self._turn == rank or self._abandoned
 
     def _hand_over(self) -> None:
-        """The turn goes to the lowest rank that neither waits nor has ended."""
+        """The turn goes to the lowest rank that acts, or that neither waits nor has ended."""
         able = [rank for rank in range(self.world_size) if rank not in self._arrived and rank not in self._ended]
-        if able:
+        if self._appointed:
+            self._turn = min(self._appointed)
+        elif able:
             self._turn = able[0]
         self._changed.notify_all()
 
 
-def _check_differentiable(rank: ReplicaRank) -> None:
+def check_differentiable(rank: ReplicaRank) -> None:
+    """Whether gradients can meet between the backwards of the replicas.
+
+    Raises:
+        CollectiveError: several replicas share the autograd thread of one accelerator.
+    """
     if rank.venue.crowded:
         raise CollectiveError(
             f"Gradients through a collective are not possible here: {rank.venue.crowded} holds several replicas, whose "
@@ -208,7 +223,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rank: ReplicaRank, value: torch.Tensor) -> torch.Tensor:
-        _check_differentiable(rank)
+        check_differentiable(rank)
         ctx.rank, ctx.device = rank, value.device
         return _gathered(rank, "all_gather", value, each=True)
 
@@ -234,7 +249,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rank: ReplicaRank, value: torch.Tensor) -> torch.Tensor:
-        _check_differentiable(rank)
+        check_differentiable(rank)
         ctx.rank = rank
         return _gathered(rank, "sum", value).sum(0)
 
@@ -283,4 +298,4 @@ def broadcast(rank: ReplicaRank, value: Any, source: int) -> Any:
     return values[source]
 
 
-__all__ = ["Meeting", "all_gather", "broadcast", "reduce", "sum_over_replicas"]
+__all__ = ["Meeting", "all_gather", "broadcast", "check_differentiable", "reduce", "sum_over_replicas"]

@@ -76,6 +76,16 @@ class ReplicaRank:
         self.venue.was_used = True
         return self.venue.meeting.exchange(self.rank, kind, value, act, optional=optional)
 
+    def meet_present(self, kind: str, value: Any, act: Callable[[list[Any]], Any]) -> Any:
+        """Like :meth:`meet`, but those that do not come, because they have ended or wait elsewhere, are not missed."""
+        assert self.venue.meeting is not None, "a rank exists during a run only"
+        self.venue.was_used = True
+
+        def act_on_present(values: list[Any]) -> Any:
+            return act([value for value in values if value is not None])
+
+        return self.venue.meeting.exchange(self.rank, kind, value, act_on_present, optional=True)
+
     def meet_all(self, kind: str, value: Any, *, each: bool = False, gradients: bool = False) -> tuple[list[Any], int]:
         """Exchanges ``value`` with the replicas of all processes: their values, and the caller's place among them.
 

@@ -16,7 +16,7 @@ import operator
 import types
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, 
 from lightning_dpx.replicas.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, prepare_memo
+from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -117,6 +117,8 @@ class PythonState:
         self._root.refresh()
         if self._root.modules is not known:
             self._check_modules()
+            for replica in self._others:
+                replica.refresh()
             self._modules[0] = self._looked_after(self._root)
             self._quick = {index: [None] * len(self._modules[0]) for index in self._quick}
         if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
@@ -364,7 +366,8 @@ class PythonState:
                 )
 
     def _looked_after(self, replica: Replica) -> list[nn.Module]:
-        return [child for child in replica.modules if not isinstance(child, self._skip)]
+        shared = _modules_of(self._kept.values())
+        return [child for child in replica.modules if not isinstance(child, self._skip) and id(child) not in shared]
 
     def _own(self, child: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in vars(child).items() if key not in self._private}
@@ -398,7 +401,7 @@ class StateFingerprint:
         graph = ObjectGraph(
             is_tensor_or_module, lambda value: id(value) in self._kept or isinstance(value, SHARED_TYPES)
         )
-        for child in self._module.modules():
+        for child in modules_without(self._module, self._kept):
             graph.walk(value for key, value in vars(child).items() if key not in self._private)
         for key, value in graph.objects.items():
             if isinstance(value, np.ndarray):
@@ -413,6 +416,11 @@ class StateFingerprint:
         """Whether something that was there has other contents now."""
         now = dict(self._marks())
         return any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+
+
+def _modules_of(kept: Iterable[Any]) -> set[int]:
+    """The ids of all modules among ``kept``, and of what those hold."""
+    return {id(child) for module in kept if isinstance(module, nn.Module) for child in module.modules()}
 
 
 def _identities(item: Any) -> Any:

@@ -62,6 +62,7 @@ class ReplicaSet:
             until :meth:`choose` says otherwise.
         keep: Objects that the replicas share by reference.
         existing: Per replica, parameters by name that it takes instead of copies.
+        shared: Submodules that all replicas share, and that stay where they are.
         private: See :class:`PythonState`.
         skip: See :class:`PythonState`.
         check_every: Every so many steps, replicas are compared with replica 0; never if 0.
@@ -86,6 +87,7 @@ class ReplicaSet:
         merge: bool = False,
         keep: Iterable[object] = (),
         existing: Sequence[Mapping[str, nn.Parameter]] = (),
+        shared: Sequence[nn.Module] = (),
         private: frozenset[str] = frozenset(),
         skip: tuple[type, ...] = (),
         deadline: float | None = None,
@@ -102,9 +104,9 @@ class ReplicaSet:
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self._keep = tuple(keep)
-        self._private, self._skip = private, skip
+        self._private, self._skip, self.shared = private, skip, tuple(shared)
         self._buffers, self._check_every = buffers, check_every
-        self._take(replicate(module, self.devices, self._keep, existing, skip))
+        self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared))
         seed_apart(self.devices)
         for device in self._physical:
             finish_backward_at_exit(device)
@@ -137,10 +139,14 @@ class ReplicaSet:
         """Replica 0: the user's own module."""
         return self.replicas[0]
 
+    @property
+    def _kept_by_state(self) -> tuple[object, ...]:
+        return (*self._keep, *self.shared)
+
     def _take(self, replicas: tuple[Replica, ...]) -> None:
         self.replicas = replicas
         self.state = StateSync(replicas, self._buffers, self._check_every)
-        self.python_state = PythonState(replicas, self._private, self._skip, self._keep)
+        self.python_state = PythonState(replicas, self._private, self._skip, self._kept_by_state)
         several = len(replicas) > 1
         self._shapes = [parameter.shape for parameter in self.root.parameters] if several else []
         self._names = _names_of_buffers(self.root)
@@ -163,7 +169,7 @@ class ReplicaSet:
             ReplicationError: the module cannot be copied faithfully.
         """
         self.root.refresh()
-        self._take(replicate(self.root.module, self.devices, self._keep, (), self._skip))
+        self._take(replicate(self.root.module, self.devices, self._keep, (), self._skip, self.shared))
 
     def stand_in(self, replica: Replica | None = None) -> nn.Module:
         """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone."""
@@ -258,7 +264,7 @@ class ReplicaSet:
         if in_turns:
             self.release_cores()
         before = host_random_state() if threads else None
-        state = StateFingerprint(self.root.module, self._keep) if in_turns and len(shares) > 1 else None
+        state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(shares) > 1 else None
         if self._venue.abandoned:  # a run that went on would meet this one there
             self._venue = replace(self._venue, meeting=None, abandoned=False)
         tasks = [

@@ -15,7 +15,8 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def replicate(
     keep: Iterable[object] = (),
     existing: Sequence[Mapping[str, nn.Parameter]] = (),
     private: tuple[type, ...] = (),
+    shared: Sequence[nn.Module] = (),
 ) -> tuple[Replica, ...]:
     """K replicas; the first is ``module`` itself, which must already live on ``devices[0]``.
 
@@ -55,6 +57,7 @@ def replicate(
         keep: Objects that all replicas share by reference, whatever they hold.
         existing: Per replica, parameters by name that it takes instead of copies.
         private: Types of submodules of which nothing is shared, because somebody else brings their state together.
+        shared: Submodules that all replicas share, and that stay where they are.
 
     Raises:
         ReplicationError: something that holds the module or a part of it cannot be copied; names the attribute.
@@ -62,16 +65,33 @@ def replicate(
     if len(devices) > 1:
         check_materialized(module)
         _check_not_parallel(module)
-    kept = list(keep)
+    kept = [*keep, *shared]
     root = canonical_device(devices[0])
     replicas = [Replica(0, root, module)]
     for index, device in enumerate(devices[1:], start=1):
         target = canonical_device(device)
         given = existing[index] if existing else {}
         parameters = _own_parameters(module, None if target == root else target, given)
-        copied = ModuleCopy(module, target, kept, parameters, private).make()
+        with _staying(shared):
+            copied = ModuleCopy(module, target, kept, parameters, private).make()
         replicas.append(Replica(index, target, copied))
     return tuple(replicas)
+
+
+@contextmanager
+def _staying(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Moving a module that holds one of ``modules`` leaves that one where it is."""
+    for module in modules:
+        vars(module)["_apply"] = functools.partial(_stay, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)["_apply"]
+
+
+def _stay(module: nn.Module, *_args: Any, **_kwargs: Any) -> nn.Module:
+    return module
 
 
 def stand_in(replica: Replica, keep: Iterable[object] = ()) -> nn.Module:
@@ -123,8 +143,9 @@ class ModuleCopy:
         self._module, self._device, self._private = module, device, private
         self._kept: Memo = {id(kept): kept for kept in keep}
         self._tensors: Memo = dict(parameters)
-        for buffer in module.buffers():
-            self._tensors[id(buffer)] = _copied(buffer, device)
+        for child in modules_without(module, self._kept):
+            for buffer in child.buffers(recurse=False):
+                self._tensors[id(buffer)] = _copied(buffer, device)
 
     def make(self) -> nn.Module:
         """The copy.
@@ -150,7 +171,7 @@ class ModuleCopy:
         memo = {**self._kept, **self._tensors}
         shared: list[Any] = []
         private: list[Any] = []
-        for child in self._module.modules():
+        for child in modules_without(self._module, self._kept):
             is_private = isinstance(child, self._private) or not _can_be_a_shell(child)
             (private if is_private else shared).extend(_attribute_values(child))
         prepare_memo(memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module)
@@ -185,6 +206,18 @@ class ModuleCopy:
         graph = ObjectGraph(is_module_or_parameter, self._is_boundary)
         graph.walk([value])
         return id(value) in graph.leading()
+
+
+def modules_without(module: nn.Module, kept: Collection[int]) -> Iterator[nn.Module]:
+    """The submodules of ``module``, itself first, each once; not those whose id is in ``kept``, nor what they hold."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        child = waiting.pop()
+        if id(child) not in seen and id(child) not in kept:
+            seen.add(id(child))
+            yield child
+            waiting.extend(one for one in reversed(child._modules.values()) if one is not None)
 
 
 def _attribute_values(child: nn.Module) -> Iterator[Any]:
@@ -255,7 +288,7 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, Any]]:
     copied (scripted, traced and parametrized ones) are left to ``copy.deepcopy``.
     """
     states: list[tuple[nn.Module, Any]] = []
-    for child in module.modules():
+    for child in list(modules_without(module, memo)):
         if _can_be_a_shell(child):
             shell = type(child).__new__(type(child))
             memo[id(child)] = shell

@@ -104,13 +104,16 @@ class StateSync:
             with torch.no_grad():
                 for replica in self._others:
                     for source, target in zip(self._root.buffers, replica.buffers, strict=True):
-                        target.copy_(source, non_blocking=True)
+                        if target is not source:
+                            target.copy_(source, non_blocking=True)
 
     def _replace_buffers(self, replica: Replica) -> None:
         """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""
         self._check_names(replica)  # pruning renames parameters without changing them
         memo: dict[int, torch.Tensor] = {}
         for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
+            if target_module is source_module:
+                continue
             for name in set(target_module._buffers) - set(source_module._buffers):
                 del target_module._buffers[name]
             for name, source in source_module._buffers.items():
@@ -184,6 +187,8 @@ class StateSync:
         if owned is not self._owned:
             self._check_names(replica)
         for source, target in zip(owned, mirrored, strict=True):
+            if target is source:  # of a module that all replicas share
+                continue
             if source.shape != target.shape:
                 raise ReplicationError(
                     f"Parameter {self._name_of(source)} was resized to {tuple(source.shape)} after setup; replica "

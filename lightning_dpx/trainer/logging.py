@@ -51,7 +51,10 @@ def replay(logs: Sequence[StepLog], module: LightningModule, device: torch.devic
         if any(given.get("batch_size") for _, _, given in present):
             options["batch_size"] = sum(weights)  # else Lightning counts the rows of the whole batch, as it always does
         if isinstance(present[0][1], Metric):
-            module.log(key[0], metrics.owner_of(present[0][1]), **options)
+            module.log(key[0], present[0][1], **options)  # the replicas share it
+            continue
+        if all(metrics.is_whole(value) for _, value, _ in present):
+            module.log(key[0], present[0][1].to(device), **options)
             continue
         value = _merge([value for _, value, _ in present], weights, options.get("reduce_fx", "mean"), device, key[0])
         module.log(key[0], value, **options)

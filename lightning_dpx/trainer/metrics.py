@@ -1,164 +1,372 @@
-"""Metric objects on replicas: the states of every step are merged into the user's own metrics.
+"""Metric objects on replicas: all replicas share the user's own, and one call of all replicas is one call of it.
 
-Each replica updates its own copy. During a step the user's metric holds the step alone, so that the value of
-``forward`` can be computed over the whole batch; afterwards the step is merged into what was there before.
+A metric need not be additive: ``RunningMean`` counts its updates, ``BootStrapper`` draws random numbers in each,
+``MinMaxMetric`` compares values of whole batches. So the states of copies are never merged. During a step the metric's
+methods collect what every replica gives them, and the user's metric is called once with the joined arguments, in the
+order of the rows: ``update`` and ``reset``, which return nothing, after the step; ``forward`` and ``compute``, whose
+value the step may use, where the replicas meet in them. Nobody but the user ever resets a metric.
 """
 
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.utils import _pytree
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from lightning_dpx.errors import UnsupportedError
-from lightning_dpx.replicas import Replica
+from lightning_dpx.errors import GatherError
+from lightning_dpx.replicas import ReplicaRank, Share, current_rank
+from lightning_dpx.replicas.reachable import reachable
+from lightning_dpx.trainer.metric_arguments import JoinRules, JoinSettings, join, learn
+from lightning_dpx.trainer.metric_values import SharedValue, shared_value
+
+KINDS = (Metric, MetricCollection, MetricTracker)
+DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
+MOVES = ("to", "cuda", "cpu")  # they return the metric
+AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """What a metric holds, and after how many updates."""
+class _Call:
+    """One replica's call of a method."""
 
-    values: dict[str, Any]
-    updates: int
-    computed: Any
-    forward_cache: Any
+    metric: Any
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    @classmethod
-    def of(cls, metric: Metric) -> "_State":
-        values = {name: getattr(metric, name) for name in metric._defaults}
-        values = {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(values, metric._update_count, metric._computed, metric._forward_cache)
 
-    def put_back(self, metric: Metric) -> None:
-        for name, value in self.values.items():
-            setattr(metric, name, value)
-        metric._update_count, metric._computed, metric._forward_cache = self.updates, self.computed, self.forward_cache
+class _Routed:
+    """Stands before a method of a metric during a step, as an attribute of the metric."""
+
+    __slots__ = ("method", "metric", "route")
+
+    def __init__(self, metric: nn.Module, method: str, route: Callable[..., Any]) -> None:
+        self.metric, self.method, self.route = metric, method, route
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.route(_Call(self.metric, self.method, args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A metric that a step clones is the step's own."""
+        clone = memo.get(id(self.metric), self.metric)
+        return types.MethodType(getattr(type(clone), self.method), clone)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the replicas have called in the step that is under way.
+
+    Attributes:
+        shares: The slices, in the order of their ranks.
+        counts: Per replica, how often each method was called.
+        pending: Per replica, calls that wait, by metric, method and number.
+        values: What the metrics gave to the replicas; their storage is held, so that no other has its address.
+    """
+
+    shares: Sequence[Share]
+    counts: list[dict[tuple[int, str], int]]
+    pending: list[dict[tuple[int, str, int], _Call]]
+    values: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ReplicaMetrics:
-    """The metric objects of a module and their copies on the replicas."""
+    """The metric objects of a module, which all its replicas share.
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        columns = [[metric for _, metric in _found(replica.module)] for replica in replicas]
-        names = [name for name, _ in _found(replicas[0].module)]
-        self._rows: list[tuple[str, tuple[Metric, ...]]] = list(zip(names, zip(*columns, strict=True), strict=True))
-        self._owner = {id(copied): copies[0] for _, copies in self._rows for copied in copies}
+    Args:
+        module: The user's module.
+        number: Whether a number that each replica gives is a ``"mean"`` over its rows or part of a ``"sum"``.
 
-    def owner_of(self, metric: Metric) -> Metric:
-        """The user's metric behind a replica's copy."""
-        return self._owner.get(id(metric), metric)
+    Attributes:
+        named: The metrics by path, nested ones, too.
+        dim: The batch dim to look for first in what metrics are given.
+    """
+
+    def __init__(self, module: nn.Module, number: str = "mean") -> None:
+        self._module, self._number, self.dim = module, number, 0
+        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._known: Sequence[nn.Module] = ()
+        self._rules: dict[tuple[int, str], JoinRules] = {}
+        self._step: _Step | None = None
+        self._told: set[str] = set()
+        self.named: dict[str, nn.Module] = {}
+        self.find()
+
+    def __bool__(self) -> bool:
+        return bool(self.named)
+
+    def find(self) -> None:
+        """Looks for metrics: submodules, and those in attributes, containers, helper objects and globals."""
+        self.named = {path: metric for path, metric in reachable(self._module, KINDS)}
+
+    def refresh(self, modules: Sequence[nn.Module]) -> None:
+        """Looks again if the module's submodules, a list that stays the same otherwise, are not those of before."""
+        if modules is not self._known:
+            self._known = modules
+            self.find()
+
+    def is_whole(self, value: Any) -> bool:
+        """Whether a metric gave ``value`` in this step, so that it is that of the whole batch on every replica."""
+        known = isinstance(value, Tensor) and self._step is not None
+        return known and bool(value.numel()) and value.data_ptr() in self._step.values  # type: ignore[union-attr]
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Merges what the replicas update inside the block; after an error nothing has changed."""
-        if not self._rows:
+    def step(self, shares: Sequence[Share], *, restore: bool = False) -> Iterator[None]:
+        """What the replicas call inside the block is called once on the user's metrics.
+
+        Args:
+            shares: The slices of the step, in the order of their ranks.
+            restore: After an error the metrics are what they were, because the step may be repeated.
+        """
+        if not self.named:
             yield
             return
-        before = [_State.of(copies[0]) for _, copies in self._rows]
-        for _, copies in self._rows:
-            for metric in copies:
-                metric.reset()
+        before = self._snapshot() if restore else None
+        self._step = _Step(shares, [{} for _ in shares], [{} for _ in shares])
         try:
-            yield
-            merged = [self._merged_step(name, copies) for name, copies in self._rows]
+            with self._routed():
+                yield
+            self._call_pending()
         except BaseException:
-            for (_, copies), state in zip(self._rows, before, strict=True):
-                state.put_back(copies[0])
+            self._step = None
+            if before is not None:
+                _put_back(before)
             raise
-        for (name, copies), earlier, new in zip(self._rows, before, merged, strict=True):
-            if new is None:
-                earlier.put_back(copies[0])
-            else:
-                _merge(name, copies[0], earlier, new).put_back(copies[0])
+
+    def end_step(self) -> None:
+        """After what was logged has been merged."""
+        self._step = None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Whatever is updated inside the block, nothing has changed afterwards."""
-        before = [(metric, _State.of(metric)) for _, copies in self._rows for metric in copies]
+    def kept(self, shares: Sequence[Share]) -> Iterator[None]:
+        """A step after which nothing has changed."""
+        before = self._snapshot()
+        try:
+            with self.step(shares):
+                yield
+        finally:
+            self._step = None
+            _put_back(before)
+
+    def learn(self, whole: "CallLog", parts: Sequence["CallLog"], rows: Sequence[int]) -> list[str]:
+        """How arguments are joined, from a step on the whole batch and the same one on its slices.
+
+        Args:
+            whole: What a shadow module's metrics were given by the whole batch.
+            parts: Likewise, by each slice.
+            rows: Of each slice.
+
+        Returns:
+            Arguments that no rule makes of those of the slices, by metric, method and path.
+        """
+        settings, missing = JoinSettings(rows=tuple(rows), dim=self.dim, number=self._number), []
+        for (path, method, number), given in whole.calls.items():
+            metric = self.named.get(path)
+            theirs = [part.calls.get((path, method, number)) for part in parts]
+            if metric is not None and all(one is not None for one in theirs):
+                rules = self._rules.setdefault((id(metric), method), JoinRules())
+                missing += [f"{path}.{method}{where}" for where in learn(given, theirs, settings, rules)]
+        return missing
+
+    # ---- routing ----
+
+    @contextmanager
+    def _routed(self) -> Iterator[None]:
+        self._install()
         try:
             yield
         finally:
-            for metric, state in before:
-                state.put_back(metric)
+            self._uninstall()
 
-    def _merged_step(self, name: str, copies: tuple[Metric, ...]) -> _State | None:
-        """The step's own state on the user's metric; ``None`` if no replica updated."""
-        mine, *others = (_State.of(metric) for metric in copies)
-        updated = [state for state in (mine, *others) if state.updates]
-        if not updated:
-            return None
-        total = updated[0]
-        for state in updated[1:]:
-            total = _merge(name, copies[0], total, state)
-        if any(state.forward_cache is not None for state in updated):
-            total.put_back(copies[0])
-            copies[0]._computed = None
-            value = copies[0].compute()
-            total = _State(total.values, total.updates, None, value)
-        return total
+    def _install(self) -> None:
+        self._held = []
+        for metric in self.named.values():
+            for method in (*DEFERRED, *MOVES, *AT_ONCE):
+                if getattr(type(metric), method, None) is not None:
+                    self._held.append((vars(metric), method, vars(metric).get(method)))
+                    vars(metric)[method] = _Routed(metric, method, self._route)
+
+    def _uninstall(self) -> None:
+        for attributes, method, own in self._held:
+            if own is None:
+                attributes.pop(method, None)
+            else:
+                attributes[method] = own
+        self._held = []
+
+    def _route(self, call: _Call) -> Any:
+        rank, step = current_rank(), self._step
+        if rank is None or step is None or len(step.shares) != rank.world_size and rank.venue.beyond is None:
+            return self._call_own(call.metric, call.method, (call.args, call.kwargs))
+        if call.method in AT_ONCE:
+            return self._call_at_once(call, rank, step)
+        key = id(call.metric), call.method
+        number = step.counts[rank.rank].get(key, 0)
+        step.counts[rank.rank][key] = number + 1
+        # The step may go on to change in place what it gave away.
+        args, kwargs = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
+        step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs)
+        return call.metric if call.method in MOVES else None
+
+    def _call_own(self, metric: Any, method: str, arguments: Arguments) -> Any:
+        """The method of the user's metric, with everything as it is outside a step."""
+        args, kwargs = arguments
+        routed = bool(self._held)
+        self._uninstall()
+        try:
+            return getattr(metric, method)(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"In {method} of the metric {self._name(metric)} ({type(metric).__name__}).")
+            raise
+        finally:
+            if routed:
+                self._install()
+
+    def _call_pending(self) -> None:
+        """After the step, or before a value is computed in it: what the replicas have called and nobody waits for."""
+        step = self._step
+        assert step is not None, "only called in a step"
+        keys = dict.fromkeys(key for calls in step.pending for key in calls)
+        for key in keys:
+            calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
+            metric, method = next(iter(calls.values())).metric, key[1]
+            try:
+                arguments = self._joined(calls, step)
+            except GatherError as error:
+                self._tell_separate(metric, method, str(error))
+                for rank, call in calls.items():
+                    self._call_own(metric, method, self._at_home(call, step.shares[rank]))
+            else:
+                self._call_own(metric, method, arguments)
+
+    def _call_at_once(self, call: _Call, rank: ReplicaRank, step: _Step) -> Any:
+        def act(present: list[tuple[int, _Call]]) -> SharedValue:
+            self._call_pending()
+            shared = shared_value(
+                {place: self._at_home(one, step.shares[place]) for place, one in present},
+                lambda arguments: self._join(call.metric, call.method, arguments, step),
+                lambda arguments: self._call_own(call.metric, call.method, arguments),
+                differentiable=getattr(call.metric, "is_differentiable", None) is not False,
+            )
+            if shared.separate:
+                self._tell_separate(call.metric, call.method, shared.separate)
+            return shared
+
+        kind = f"{call.method}() of the metric {self._name(call.metric)}"
+        whole: SharedValue = rank.meet_present(kind, (rank.rank, call), act)
+        value = whole.for_replica(rank, step.shares[rank.rank].replica.device, (call.args, call.kwargs))
+        for leaf in _pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                step.values[leaf.data_ptr()] = leaf.detach()
+        return value
+
+    # ---- arguments ----
+
+    def _joined(self, calls: dict[int, _Call], step: _Step) -> Arguments:
+        one = next(iter(calls.values()))
+        arguments = {rank: self._at_home(call, step.shares[rank]) for rank, call in calls.items()}
+        return self._join(one.metric, one.method, arguments, step)
+
+    def _join(self, metric: Any, method: str, arguments: dict[int, Arguments], step: _Step) -> Arguments:
+        rows = tuple(step.shares[rank].num_rows for rank in arguments)
+        if len(rows) == 1:
+            return next(iter(arguments.values()))
+        rules = self._rules.setdefault((id(metric), method), JoinRules())
+        settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
+        args, kwargs = join(list(arguments.values()), settings, rules)
+        for path, rule in rules.guessed.items():
+            what = "their mean over the rows" if rule == "mean" else "their sum"
+            self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {what}")
+        return args, kwargs
+
+    def _at_home(self, call: _Call, share: Share) -> Arguments:
+        """What a replica gives, on the device of the user's module where it is on the replica's."""
+        home: Any = self._module.device
+        there = share.replica.device
+        if there == home:
+            return call.args, call.kwargs
+
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.to(home) if leaf.device == there else leaf
+            is_there = isinstance(leaf, torch.device | str) and call.method in MOVES and torch.device(leaf) == there
+            return home if is_there else leaf
+
+        args, kwargs = _pytree.tree_map(move, (call.args, call.kwargs))
+        return args, kwargs
+
+    def _name(self, metric: Any) -> str:
+        return next((path for path, known in self.named.items() if known is metric), type(metric).__name__)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            rank_zero_info(f"dpx: {text}.")
+        self._told.add(text)
+
+    def _tell_separate(self, metric: Any, method: str, why: str) -> None:
+        """Once for each metric: what one device would do cannot be done."""
+        text = f"{self._name(metric)}.{method}()"
+        if text not in self._told:
+            rank_zero_warn(f"dpx: {text} is called once per replica, and not once per step: {why}")
+        self._told.add(text)
+
+    def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [
+            (metric, {key: _pytree.tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()})
+            for metric in self.named.values()
+        ]
 
 
-def _found(module: nn.Module) -> list[tuple[str, Metric]]:
-    """All metrics of ``module``, each once: submodules, and those in plain lists and dicts."""
-    found: dict[int, tuple[str, Metric]] = {}
-    for path, child in module.named_modules():
-        if isinstance(child, Metric):
-            found.setdefault(id(child), (path, child))
-            continue
-        for key, value in vars(child).items():
-            if type(value) in (list, dict, tuple) and not key.startswith("_"):
-                for keys, leaf in _pytree.tree_leaves_with_path(value):
-                    if isinstance(leaf, Metric):
-                        name = f"{path}.{key}".lstrip(".") + _pytree.keystr(keys)
-                        found.setdefault(id(leaf), (name, leaf))
-    return list(found.values())
+@dataclass(slots=True)
+class CallLog:
+    """What the metrics of a shadow module were given: positional and named arguments, by path, method and number."""
+
+    calls: dict[tuple[str, str, int], Any] = field(default_factory=dict)
 
 
-def _merge(name: str, metric: Metric, first: _State, second: _State) -> _State:
-    """``second`` after ``first``, by the metric's own reductions; keeps ``second``'s value of ``forward``.
+@contextmanager
+def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
+    """Notes every call of the outermost metrics of ``module``, which go on as always."""
+    log, metrics, depth = CallLog(), reachable(module, KINDS), [0]
+    counts: dict[tuple[str, str], int] = {}
+    held = []
 
-    Raises:
-        UnsupportedError: a state that has no reduction.
-    """
-    if not first.updates:
-        values = {key: _moved(value, metric.device) for key, value in second.values.items()}
-        return _State(values, second.updates, None, second.forward_cache)
-    counts = first.updates, second.updates
-    values = {}
-    for key, earlier in first.values.items():
-        later = _moved(second.values[key], metric.device)
-        values[key] = _reduced(name, metric, key, earlier, later, counts)
-    return _State(values, sum(counts), None, second.forward_cache)
+    def route(path: str, own: Callable[..., Any], call: _Call) -> Any:
+        if depth[0] == 0:
+            number = counts.get((path, call.method), 0)
+            counts[path, call.method] = number + 1
+            arguments = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
+            log.calls[path, call.method, number] = arguments
+        depth[0] += 1
+        try:
+            return own(*call.args, **call.kwargs)
+        finally:
+            depth[0] -= 1
 
-
-def _reduced(name: str, metric: Metric, key: str, first: Any, second: Any, counts: tuple[int, int]) -> Any:
-    reduction = metric._reductions[key]
-    if isinstance(first, list):
-        return [*first, *second]
-    if reduction is dim_zero_sum:
-        return first + second
-    if reduction is dim_zero_cat:
-        return torch.cat([first, second])
-    if reduction is dim_zero_mean:
-        return (first * counts[0] + second * counts[1]) / sum(counts)
-    if reduction is dim_zero_max:
-        return torch.max(first, second)
-    if reduction is dim_zero_min:
-        return torch.min(first, second)
-    if callable(reduction):
-        return reduction(torch.stack([first, second]))
-    raise UnsupportedError(
-        f"{name} ({type(metric).__name__}): its state {key!r} says of no reduction how replicas are merged. Use "
-        "devices=1, execution='auto' on one physical device, or a metric whose states have one."
-    )
+    for path, metric in metrics:
+        for method in ("update", "forward"):
+            own = getattr(metric, method)
+            held.append((vars(metric), method, vars(metric).get(method)))
+            vars(metric)[method] = _Routed(metric, method, lambda call, path=path, own=own: route(path, own, call))
+    try:
+        yield log
+    finally:
+        for attributes, method, mine in held:
+            attributes.pop(method) if mine is None else attributes.update({method: mine})
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_moved(item, device) for item in value]
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:
+    for metric, attributes in before:
+        kept = {key: vars(metric)[key] for key in ("_parameters", "_buffers")}  # others hold them, too
+        vars(metric).clear()
+        vars(metric).update({**attributes, **kept})

@@ -186,7 +186,7 @@ class StepsOfReplicas(RanksOfReplicas):
         def run(share: Share) -> Any:
             return self._call(StepLog(share), "training_step", args[1:], kwargs)
 
-        with self.precision_plugin.train_step_context(), self._metrics.kept():
+        with self.precision_plugin.train_step_context(), self._metrics.kept(shares):
             self._step.forward(shares, run, self._finisher("training_step"))
 
     def _finisher(self, name: str) -> Callable[[Any], Any] | None:
@@ -376,11 +376,13 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._replicas is not None, "only called with replicas"
         assert self._metrics is not None, "only called with replicas"
         self._replicas.python_state.share()
-        with self._metrics.step():
+        self._metrics.refresh(self._replicas.root.modules)
+        with self._metrics.step(shares, restore=self._out_of_memory.repeats_steps):
             yield make
         self._replicas.python_state.collect([share.replica for share in shares])
         assert self.lightning_module is not None, "connect() sets the module first"
         replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
+        self._metrics.end_step()
 
     def _call(self, log: StepLog, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Any:
         """A replica's own step, as every replica runs it; what it logs goes to ``log``."""

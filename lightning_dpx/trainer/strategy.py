@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
-from torchmetrics import Metric, MetricCollection
 
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
@@ -50,7 +49,7 @@ from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.launcher import InThisProcess
 from lightning_dpx.trainer.leftovers import begin_unshifted, leave, take_over
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
-from lightning_dpx.trainer.metrics import ReplicaMetrics
+from lightning_dpx.trainer.metrics import KINDS, ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.owners import move_optimizers
 from lightning_dpx.trainer.precision import DPXPrecision
@@ -342,7 +341,8 @@ class DPXStrategy(StepsOfReplicas):
         self._module_in_use = module
         if self._layer_sync is not None:
             synchronize_batch_norm(module)
-        replicas = self._make_replicas(module, devices)
+        metrics = self._find_metrics(module)
+        replicas = self._make_replicas(module, devices, metrics)
         devices = list(replicas.devices)
         self._take_trainer(replicas)
         self._shift(replicas)
@@ -352,7 +352,8 @@ class DPXStrategy(StepsOfReplicas):
         if self.num_processes > 1:
             self._meet_processes(module, replicas.num_active)
         if len(devices) > 1 or self.num_processes > 1 or self._auto_shifts or self._plans_memory:
-            self._replicas, self._metrics = replicas, ReplicaMetrics(replicas.replicas)
+            self._replicas, self._metrics = replicas, metrics
+            metrics.dim = replicas.output_dim
             several = None
             if self._stopping is not None:
                 told, heed = self._stopping.told_here, self._stopping.heed
@@ -365,7 +366,12 @@ class DPXStrategy(StepsOfReplicas):
             self._announce_reducer(replicas.devices)
         return model
 
-    def _make_replicas(self, module: "pl.LightningModule", devices: Sequence[torch.device]) -> ReplicaSet:
+    def _find_metrics(self, module: "pl.LightningModule") -> ReplicaMetrics:
+        return ReplicaMetrics(module, number="sum" if self._loss_reduction == "sum" else "mean")
+
+    def _make_replicas(
+        self, module: "pl.LightningModule", devices: Sequence[torch.device], metrics: ReplicaMetrics
+    ) -> ReplicaSet:
         """One replica per device; only the first where the module cannot be copied, which is announced."""
         keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
         make = partial(
@@ -378,7 +384,8 @@ class DPXStrategy(StepsOfReplicas):
             merge=True,
             keep=[item for item in keep if item is not None],
             private=frozenset(vars(pl.LightningModule())),
-            skip=(Metric, MetricCollection),
+            shared=list(metrics.named.values()),
+            skip=KINDS,
             deadline=self._timeout,
             check_every=self._check_every,
             beyond=self._reach_other_processes if self.num_processes > 1 else None,
@@ -405,6 +412,8 @@ class DPXStrategy(StepsOfReplicas):
             rank_zero_info(announcement)
         homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))
         self._planning.remove(replicas)
+        metrics = self._find_metrics(replicas.root.module)
+        replicas.shared = tuple(metrics.named.values())
         try:
             step.remake_replicas()
         except ReplicationError as error:
@@ -415,7 +424,7 @@ class DPXStrategy(StepsOfReplicas):
             return
         move_optimizers(self.optimizers, homes)
         self._take_trainer(replicas)
-        self._metrics = ReplicaMetrics(replicas.replicas)
+        self._metrics, metrics.dim = metrics, replicas.output_dim
         self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if step.has_other_owners:
             mine = replicas.root.parameters
@@ -522,7 +531,7 @@ class DPXStrategy(StepsOfReplicas):
 
     def _consider_threads(self, module: "pl.LightningModule", replicas: ReplicaSet) -> None:
         """Whether the first step is worth a trial."""
-        metrics = any(isinstance(child, Metric) for child in module.modules())
+        metrics = bool(self._metrics)
         whole = self._finisher("training_step") is not None
         compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
         if metrics or whole or not module.automatic_optimization:

@@ -65,21 +65,6 @@ def test_metrics_of_every_kind_equal_one_device(num_rows, execution) -> None:
     assert_equal(ours, one)
 
 
-class Correlated(Measured):
-    def __init__(self) -> None:
-        super().__init__()
-        self.correlation = PearsonCorrCoef()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.correlation.update(batch[0][:, 0], batch[0][:, 1])
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_state_without_a_reduction_is_refused_by_name(execution) -> None:
-    with pytest.raises(dpx.UnsupportedError, match=r"correlation \(PearsonCorrCoef\): its state 'mean_x'"):
-        measured(Correlated, make_loader(), strategy=dpx.DPXStrategy(execution=execution), devices=2)
-
-
 class Rows(Metric):
     """A metric of one's own, with a reduction of one's own."""
 

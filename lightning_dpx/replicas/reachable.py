@@ -1,0 +1,121 @@
+"""Objects that the code of a module can reach without an argument: what its attributes hold, and globals that it names.
+
+Random generators and metrics may live anywhere: on a submodule, in a list or a helper object, or at the top of the
+user's script. The search follows attributes, containers, and the functions that the code of those classes calls; it
+leaves out libraries that have no state of the user's, and stops at a bound, so that its cost is some milliseconds.
+"""
+
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+_LIBRARIES = frozenset(
+    {"builtins", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_dpx", "torchmetrics"}
+    | {"numpy", "torchvision", "abc", "typing", "collections", "functools", "dataclasses", "logging", "threading"}
+)
+_MAX_OBJECTS = 20_000
+_MAX_ITEMS = 1_000  # of one container: a vocabulary holds no generators
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype)
+
+
+def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool = True) -> list[tuple[str, Any]]:
+    """All objects of ``kinds`` that ``module`` and the code of its classes can reach, each once, with a path.
+
+    Args:
+        module: Where the search starts; the trainer behind it, loaders and datasets are left out.
+        kinds: What is looked for; the search goes on inside what it finds.
+        follow_code: Also search the globals and closures that the methods name.
+    """
+    found: list[tuple[str, Any]] = []
+    seen: set[int] = set()
+    waiting: deque[tuple[str, Any]] = deque([("", module)])
+    while waiting and len(seen) < _MAX_OBJECTS:
+        path, value = waiting.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            found.append((path, value))
+        waiting.extend(_children(path, value, follow_code))
+    return found
+
+
+def _children(path: str, value: Any, follow_code: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        if len(value) <= _MAX_ITEMS:
+            yield from ((f"{path}[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        if len(value) <= _MAX_ITEMS:
+            yield from ((f"{path}[{index}]", item) for index, item in enumerate(list(value)))
+    elif isinstance(value, types.FunctionType | types.MethodType):
+        if follow_code:
+            yield from _of_function(value)
+    elif isinstance(value, nn.Module):
+        yield from _of_module(path, value)
+        if follow_code:
+            yield from _of_class(type(value))
+    elif not isinstance(value, type | types.ModuleType | Dataset | DataLoader) and not _is_library(type(value)):
+        yield from ((f"{path}.{key}".lstrip("."), item) for key, item in list(getattr(value, "__dict__", {}).items()))
+        if follow_code:
+            yield from _of_class(type(value))
+
+
+def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in list(vars(module).items()):
+        if key == "_modules":
+            yield from ((f"{path}.{name}".lstrip("."), child) for name, child in list(value.items()))
+        elif key not in ("_trainer", "_fabric", "_parameters", "_buffers") and not isinstance(value, _LEAVES):
+            yield f"{path}.{key}".lstrip("."), value
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        if not _is_library(base):
+            for name, value in list(vars(base).items()):
+                function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                function = function.fget if isinstance(function, property) else function
+                yield f"{base.__qualname__}.{name}", function
+
+
+def _of_function(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function names: globals, attributes of imported helpers that it names, and its closure."""
+    function = getattr(function, "__func__", function)
+    if _root_of(getattr(function, "__module__", None)) in _LIBRARIES:
+        return
+    names = set(_names(function.__code__))
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType):
+            if _root_of(value.__name__) not in _LIBRARIES:
+                yield from ((f"{value.__name__}.{one}", vars(value)[one]) for one in names & vars(value).keys())
+        elif isinstance(value, type):
+            yield from _of_class(value)
+        else:
+            yield name, value
+    for cell in function.__closure__ or ():
+        try:
+            yield function.__qualname__, cell.cell_contents
+        except ValueError:  # a cell that is still empty captures nothing
+            continue
+    if isinstance(function, types.FunctionType):
+        yield function.__qualname__, getattr(function, "__wrapped__", None)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_library(kind: type) -> bool:
+    return _root_of(kind.__module__) in _LIBRARIES
+
+
+def _root_of(name: str | None) -> str:
+    return (name or "builtins").partition(".")[0]

@@ -1,0 +1,211 @@
+"""What several replicas give to one call of a metric, put together as one device would have given it.
+
+Tensors and lists are joined by rows. A number is a mean over its rows or a count, which its value does not tell: what a
+rehearsal has learned decides, otherwise the value of :class:`JoinRules` that fits best, which is announced.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dpx.errors import GatherError
+
+MEAN, SUM, SAME, ITEMS, EXTEND = "mean", "sum", "same", "items", "extend"
+
+
+@dataclass(slots=True)
+class JoinRules:
+    """How the arguments of one method of one metric are joined, by their path.
+
+    Attributes:
+        learned: What a rehearsal has found.
+        guessed: Numbers that differed between replicas, and what was made of them.
+    """
+
+    learned: dict[str, str] = field(default_factory=dict)
+    guessed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinSettings:
+    """What is known of the step.
+
+    Attributes:
+        rows: Rows of each part.
+        dim: The batch dim to look for first.
+        number: What floating-point numbers are unless something else is known: ``"mean"`` or ``"sum"``.
+    """
+
+    rows: tuple[int, ...]
+    dim: int = 0
+    number: str = MEAN
+
+
+def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str = "") -> Any:
+    """One value from one per replica, all on one device.
+
+    Args:
+        parts: K values of the same structure.
+        settings: What is known of the step.
+        rules: Of this call; what is guessed is noted there.
+        path: Of the values, for rules and errors.
+
+    Raises:
+        GatherError: the values do not fit together; names their path.
+    """
+    options = dict(_options(list(parts), settings, path))
+    rule = rules.learned.get(path, next(iter(options), ""))
+    if rule not in options:
+        kinds = ", ".join(_describe(part) for part in parts)
+        raise GatherError(f"The replicas gave {kinds} for {path or 'a value'}, which do not fit together.")
+    if rule == ITEMS:
+        keys = list(options[ITEMS])
+        joined = [
+            join([part[key] for part in parts], settings, rules, f"{path}[{key!r}]") for key in keys
+        ]
+        return _rebuild(parts[0], keys, joined)
+    if rule in (MEAN, SUM) and path not in rules.learned and not _are_equal(parts):
+        rules.guessed[path] = rule
+    return _apply(rule, list(parts), settings)
+
+
+def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str = "") -> list[str]:
+    """Finds the rules that make ``whole`` of ``parts``; returns the paths for which there is none."""
+    options = dict(_options(list(parts), settings, path))
+    for rule in options:
+        if rule == ITEMS:
+            keys = list(options[ITEMS])
+            if not _has_items(whole, keys):
+                continue
+            missing = []
+            for key in keys:
+                missing += learn(whole[key], [part[key] for part in parts], settings, rules, f"{path}[{key!r}]")
+            if not missing:
+                rules.learned[path] = rule
+                return []
+        elif _are_equal([_apply(rule, list(parts), settings), whole]):
+            rules.learned[path] = rule
+            return []
+    return [path]
+
+
+def _options(parts: list[Any], settings: JoinSettings, path: str) -> Iterator[tuple[str, Any]]:
+    """The rules that can be applied, the likeliest first; with that of items comes their keys."""
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        return
+    if isinstance(first, Tensor | np.ndarray) and first.ndim > 0:
+        yield from ((rule, None) for rule in _tensor_rules(parts, settings))
+    elif isinstance(first, Tensor | np.ndarray | np.generic | int | float | complex) and not isinstance(first, bool):
+        yield from ((rule, None) for rule in _number_rules(parts, settings))
+    elif isinstance(first, list | tuple):
+        yield from _list_rules(parts, settings)
+    elif isinstance(first, Mapping):
+        if all(part.keys() == first.keys() for part in parts):
+            yield ITEMS, tuple(first)
+    elif _are_equal(parts):
+        yield SAME, None
+
+
+def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
+    shapes = [tuple(part.shape) for part in parts]
+    if any(len(shape) != len(shapes[0]) for shape in shapes):
+        return []
+    fitting = [dim for dim in range(len(shapes[0])) if len({_without(shape, dim) for shape in shapes}) == 1]
+    of_rows = [dim for dim in fitting if all(s[dim] == n for s, n in zip(shapes, settings.rows, strict=True))]
+    varying = [dim for dim in fitting if len({shape[dim] for shape in shapes}) > 1]
+    preferred = [dim for dim in (settings.dim, 0) if dim in of_rows]
+    dims = dict.fromkeys([*preferred, *varying, *of_rows, *fitting])
+    rules = [f"rows {dim}" for dim in dims]
+    if len(set(shapes)) == 1:
+        constant = len(set(settings.rows)) > 1 and not of_rows and _are_equal(parts)
+        rules.insert(0 if constant else len(rules), SAME) if _are_equal(parts) else None
+        rules += [SUM, MEAN]
+    return rules
+
+
+def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
+    if all(part == rows for part, rows in zip(parts, settings.rows, strict=True)):
+        return [SUM, SAME, MEAN]  # the number of rows
+    real = isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point
+    guesses = [settings.number, *(rule for rule in (MEAN, SUM) if rule != settings.number)] if real else [SUM, MEAN]
+    return [SAME, *guesses] if _are_equal(parts) else guesses
+
+
+def _list_rules(parts: list[Any], settings: JoinSettings) -> Iterator[tuple[str, Any]]:
+    lengths = [len(part) for part in parts]
+    named = hasattr(parts[0], "_fields")
+    by_rows = list(lengths) == list(settings.rows)
+    if not named and (by_rows or len(set(lengths)) > 1):
+        yield EXTEND, None
+    if len(set(lengths)) == 1:
+        yield ITEMS, tuple(range(lengths[0]))
+    if not named and not by_rows and len(set(lengths)) == 1:
+        yield EXTEND, None
+
+
+def _apply(rule: str, parts: list[Any], settings: JoinSettings) -> Any:
+    first = parts[0]
+    if rule == SAME:
+        return first
+    if rule == EXTEND:
+        return type(first)(item for part in parts for item in part)
+    if rule == SUM:
+        return sum(parts[1:], first)
+    if rule == MEAN:
+        total = sum(settings.rows)
+        return sum(part * (rows / total) for part, rows in zip(parts, settings.rows, strict=True))
+    dim = int(rule.partition(" ")[2])
+    return np.concatenate(parts, dim) if isinstance(first, np.ndarray) else torch.cat(parts, dim)
+
+
+def _rebuild(like: Any, keys: list[Any], values: list[Any]) -> Any:
+    if isinstance(like, Mapping):
+        pairs = dict(zip(keys, values, strict=True))
+        return pairs if type(like) is dict else type(like)(pairs)
+    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+
+
+def _has_items(value: Any, keys: Sequence[Any]) -> bool:
+    if isinstance(value, Mapping):
+        return list(value) == list(keys)
+    return isinstance(value, list | tuple) and len(value) == len(keys)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _are_equal(values: Sequence[Any]) -> bool:
+    """Whether all are the same, to rounding."""
+    first = values[0]
+    return all(other is first or _is_close(first, other) for other in values[1:])
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor | np.ndarray | np.generic | float | int | complex) and not isinstance(one, bool):
+        if not isinstance(other, Tensor | np.ndarray | np.generic | float | int | complex):
+            return False
+        mine, theirs = torch.as_tensor(one), torch.as_tensor(other)
+        if mine.shape != theirs.shape:
+            return False
+        theirs = theirs.to(mine.device)
+        exact = not (mine.dtype.is_floating_point or mine.dtype.is_complex)
+        return torch.equal(mine, theirs) if exact else torch.allclose(mine, theirs.to(mine), 1e-5, 1e-7, True)
+    if isinstance(one, list | tuple):
+        same = type(one) is type(other) and len(one) == len(other)
+        return same and all(map(_is_close, one, other))
+    if isinstance(one, Mapping):
+        same = type(one) is type(other) and one.keys() == other.keys()
+        return same and all(_is_close(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r:.40}"
