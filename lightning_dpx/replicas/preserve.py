@@ -1,0 +1,134 @@
+"""Every random generator that a step may draw from, remembered and put back.
+
+A run of the user's code that must leave no trace (a rehearsal, a trial, a profile) draws random numbers like any other.
+PyTorch has one generator for the host and one per accelerator, NumPy and ``random`` have one each for the process; and
+modules hold generators of their own, or reach for one in the file that defines them.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dpx.devices import RandomStates
+
+# A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
+_LARGEST_CONTAINER = 64
+_FRAMEWORKS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_dpx", "builtins")
+Restore = Callable[[], None]
+
+
+class GeneratorStates:
+    """The state of every generator in reach, as it is now.
+
+    Args:
+        devices: Those whose generators count, beside the host's.
+        modules: Modules whose own generators count: attributes of any submodule, items of small containers there, and
+            globals of the files that define their classes.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = (), modules: Iterable[nn.Module] = ()) -> None:
+        self._torch = RandomStates(devices)
+        self._numpy: Any = np.random.get_state()
+        self._python = random.getstate()
+        self._held = [(generator, _state_of(generator)) for generator in held_generators(modules)]
+
+    def restore(self) -> None:
+        """All continue as if nothing had been drawn since."""
+        self._torch.restore()
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        for generator, state in self._held:
+            _put_back(generator, state)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GeneratorStates):
+            return NotImplemented
+        return (
+            self._torch == other._torch
+            and _same(self._numpy, other._numpy)
+            and self._python == other._python
+            and len(self._held) == len(other._held)
+            and all(_same(one[1], two[1]) for one, two in zip(self._held, other._held, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def preserve_rng_state(devices: Iterable[torch.device] = (), modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """All generators continue after the block as if nothing had been drawn in it; see :class:`GeneratorStates`."""
+    states = GeneratorStates(devices, modules)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
+    """Generators that ``modules`` hold as attributes, or that the files of their classes hold as globals; each once."""
+    found: dict[int, Any] = {}
+    files: dict[str, None] = {}
+    for module in modules:
+        for child in module.modules():
+            for value in vars(child).values():
+                found.update((id(generator), generator) for generator in _generators_in(value))
+            files.update((kind.__module__, None) for kind in type(child).__mro__)
+    for name in files:
+        if name.partition(".")[0] not in _FRAMEWORKS and name in sys.modules:
+            for value in list(vars(sys.modules[name]).values()):
+                if _is_generator(value):
+                    found[id(value)] = value
+    return list(found.values())
+
+
+def _generators_in(value: Any) -> Iterator[Any]:
+    if _is_generator(value):
+        yield value
+    elif type(value) in (list, tuple, dict) and len(value) <= _LARGEST_CONTAINER:
+        for item in value.values() if isinstance(value, dict) else value:
+            if _is_generator(item):
+                yield item
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, torch.Generator):
+        return value is not torch.default_generator
+    return isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def _put_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two states are equal; NumPy nests arrays in dicts and tuples."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(value, two[key]) for key, value in one.items())
+    if isinstance(one, tuple):
+        return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, two)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    return bool(one == two)
