@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_dpx.errors import GatherError
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 MEAN, SUM, SAME, ITEMS, EXTEND = "mean", "sum", "same", "items", "extend"
 
 
@@ -45,7 +46,40 @@ class JoinSettings:
     number: str = MEAN
 
 
-def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str = "") -> Any:
+def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRules) -> Arguments:
+    """The arguments of one call from those of one per replica; positional ones by their place, others by name.
+
+    Raises:
+        GatherError: arguments do not fit together; names them.
+    """
+    shapes = {(len(args), tuple(kwargs)) for args, kwargs in calls}
+    if len(shapes) > 1:
+        raise GatherError("The replicas gave different numbers of arguments.")
+    first_args, first_kwargs = calls[0]
+    args = [
+        join([args[place] for args, _ in calls], settings, rules, f"argument {place}")
+        for place in range(len(first_args))
+    ]
+    kwargs = {name: join([one[name] for _, one in calls], settings, rules, name) for name in first_kwargs}
+    return tuple(args), kwargs
+
+
+def learn_calls(
+    whole: Arguments, parts: Sequence[Arguments], settings: JoinSettings, rules: JoinRules
+) -> list[str]:
+    """Finds the rules that make the arguments of ``whole`` of those of ``parts``; returns those without a rule."""
+    args, kwargs = whole
+    if any(len(theirs) != len(args) or named.keys() != kwargs.keys() for theirs, named in parts):
+        return ["the number of arguments"]
+    missing = []
+    for place, value in enumerate(args):
+        missing += learn(value, [theirs[place] for theirs, _ in parts], settings, rules, f"argument {place}")
+    for name, value in kwargs.items():
+        missing += learn(value, [named[name] for _, named in parts], settings, rules, name)
+    return missing
+
+
+def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str) -> Any:
     """One value from one per replica, all on one device.
 
     Args:
@@ -61,7 +95,7 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
     rule = rules.learned.get(path, next(iter(options), ""))
     if rule not in options:
         kinds = ", ".join(_describe(part) for part in parts)
-        raise GatherError(f"The replicas gave {kinds} for {path or 'a value'}, which do not fit together.")
+        raise GatherError(f"The replicas gave {kinds} as {path}, which do not fit together.")
     if rule == ITEMS:
         keys = list(options[ITEMS])
         joined = [
@@ -73,7 +107,7 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
     return _apply(rule, list(parts), settings)
 
 
-def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str = "") -> list[str]:
+def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str) -> list[str]:
     """Finds the rules that make ``whole`` of ``parts``; returns the paths for which there is none."""
     options = dict(_options(list(parts), settings, path))
     for rule in options:

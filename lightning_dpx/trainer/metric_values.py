@@ -10,8 +10,7 @@ from torch.utils import _pytree
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas import ReplicaRank, collectives
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from lightning_dpx.trainer.metric_arguments import Arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

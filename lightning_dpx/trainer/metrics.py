@@ -22,14 +22,13 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas import ReplicaRank, Share, current_rank
 from lightning_dpx.replicas.reachable import reachable
-from lightning_dpx.trainer.metric_arguments import JoinRules, JoinSettings, join, learn
+from lightning_dpx.trainer.metric_arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
 from lightning_dpx.trainer.metric_values import SharedValue, shared_value
 
 KINDS = (Metric, MetricCollection, MetricTracker)
 DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
 MOVES = ("to", "cuda", "cpu")  # they return the metric
 AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ class ReplicaMetrics:
             theirs = [part.calls.get((path, method, number)) for part in parts]
             if metric is not None and all(one is not None for one in theirs):
                 rules = self._rules.setdefault((id(metric), method), JoinRules())
-                missing += [f"{path}.{method}{where}" for where in learn(given, theirs, settings, rules)]
+                missing += [f"{path}.{method}: {where}" for where in learn_calls(given, theirs, settings, rules)]
         return missing
 
     # ---- routing ----
@@ -202,7 +201,7 @@ class ReplicaMetrics:
 
     def _route(self, call: _Call) -> Any:
         rank, step = current_rank(), self._step
-        if rank is None or step is None or len(step.shares) != rank.world_size and rank.venue.beyond is None:
+        if rank is None or step is None:
             return self._call_own(call.metric, call.method, (call.args, call.kwargs))
         if call.method in AT_ONCE:
             return self._call_at_once(call, rank, step)
@@ -279,11 +278,11 @@ class ReplicaMetrics:
             return next(iter(arguments.values()))
         rules = self._rules.setdefault((id(metric), method), JoinRules())
         settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
-        args, kwargs = join(list(arguments.values()), settings, rules)
+        joined = join_calls(list(arguments.values()), settings, rules)
         for path, rule in rules.guessed.items():
             what = "their mean over the rows" if rule == "mean" else "their sum"
             self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {what}")
-        return args, kwargs
+        return joined
 
     def _at_home(self, call: _Call, share: Share) -> Arguments:
         """What a replica gives, on the device of the user's module where it is on the replica's."""
