@@ -64,9 +64,7 @@ def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRu
     return tuple(args), kwargs
 
 
-def learn_calls(
-    whole: Arguments, parts: Sequence[Arguments], settings: JoinSettings, rules: JoinRules
-) -> list[str]:
+def learn_calls(whole: Arguments, parts: Sequence[Arguments], settings: JoinSettings, rules: JoinRules) -> list[str]:
     """Finds the rules that make the arguments of ``whole`` of those of ``parts``; returns those without a rule."""
     args, kwargs = whole
     if any(len(theirs) != len(args) or named.keys() != kwargs.keys() for theirs, named in parts):
@@ -98,9 +96,7 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         raise GatherError(f"The replicas gave {kinds} as {path}, which do not fit together.")
     if rule == ITEMS:
         keys = list(options[ITEMS])
-        joined = [
-            join([part[key] for part in parts], settings, rules, f"{path}[{key!r}]") for key in keys
-        ]
+        joined = [join([part[key] for part in parts], settings, rules, f"{path}[{key!r}]") for key in keys]
         return _rebuild(parts[0], keys, joined)
     if rule in (MEAN, SUM) and path not in rules.learned and not _are_equal(parts):
         rules.guessed[path] = rule
@@ -198,10 +194,11 @@ def _apply(rule: str, parts: list[Any], settings: JoinSettings) -> Any:
 
 
 def _rebuild(like: Any, keys: list[Any], values: list[Any]) -> Any:
+    kind: Any = type(like)
     if isinstance(like, Mapping):
         pairs = dict(zip(keys, values, strict=True))
-        return pairs if type(like) is dict else type(like)(pairs)
-    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+        return pairs if kind is dict else kind(pairs)
+    return kind(*values) if hasattr(like, "_fields") else kind(values)
 
 
 def _has_items(value: Any, keys: Sequence[Any]) -> bool:

@@ -33,7 +33,7 @@ class SharedValue:
 
         def hand_out(value: Tensor) -> Tensor:
             if self.leaves and value.requires_grad:
-                out: Tensor = _FromWhole.apply(rank, self, value, device, *mine)  # type: ignore[no-untyped-call]
+                out: Tensor = _FromWhole.apply(rank, self, [value], device, *mine)  # type: ignore[no-untyped-call]
                 return out
             return value.detach().to(device, copy=True)  # a step may change in place what it got
 
@@ -55,18 +55,13 @@ def shared_value(
         call: The metric's own method.
         differentiable: Whether gradients may flow through the value; otherwise histories are cut.
     """
-    leaves: dict[int, list[Tensor]] = {rank: [] for rank in arguments}
-
-    def cut(tensor: Tensor, rank: int) -> Tensor:
-        leaf = tensor.detach()
-        if tensor.requires_grad:
-            leaves[rank].append(leaf.requires_grad_(differentiable and torch.is_grad_enabled()))
-        return leaf
-
-    cuts = {
-        rank: _pytree.tree_map_only(Tensor, lambda tensor, rank=rank: cut(tensor, rank), given)
-        for rank, given in arguments.items()
-    }
+    leaves: dict[int, list[Tensor]] = {}
+    cuts: dict[int, Arguments] = {}
+    with_gradients = differentiable and torch.is_grad_enabled()
+    for rank, given in arguments.items():
+        cutter = _Cutter(with_gradients=with_gradients)
+        cuts[rank] = _pytree.tree_map_only(Tensor, cutter.cut, given)
+        leaves[rank] = cutter.leaves
     separate = ""
     try:
         joined = join(cuts)
@@ -78,6 +73,21 @@ def shared_value(
     return SharedValue(values=values, leaves=leaves, separate=separate)
 
 
+class _Cutter:
+    """Cuts histories off, and notes what stands for tensors that have one."""
+
+    def __init__(self, *, with_gradients: bool) -> None:
+        self._with_gradients = with_gradients
+        self.leaves: list[Tensor] = []
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The same values without a history."""
+        leaf = tensor.detach()
+        if tensor.requires_grad:
+            self.leaves.append(leaf.requires_grad_(self._with_gradients))
+        return leaf
+
+
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
@@ -87,8 +97,9 @@ class _FromWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rank: ReplicaRank, whole: SharedValue, value: Tensor, device: torch.device, *mine: Tensor
+        ctx: Any, rank: ReplicaRank, whole: SharedValue, box: list[Tensor], device: torch.device, *mine: Tensor
     ) -> Tensor:
+        (value,) = box  # as an input of its own, autograd would visit its graph for every replica, and free it
         ctx.rank, ctx.whole, ctx.value = rank, whole, value
         ctx.devices = [tensor.device for tensor in mine]
         return value.detach().to(device, copy=True)

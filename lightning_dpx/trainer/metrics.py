@@ -102,7 +102,7 @@ class ReplicaMetrics:
 
     def find(self) -> None:
         """Looks for metrics: submodules, and those in attributes, containers, helper objects and globals."""
-        self.named = {path: metric for path, metric in reachable(self._module, KINDS)}
+        self.named = dict(reachable(self._module, KINDS))
 
     def refresh(self, modules: Sequence[nn.Module]) -> None:
         """Looks again if the module's submodules, a list that stays the same otherwise, are not those of before."""
@@ -167,8 +167,9 @@ class ReplicaMetrics:
         settings, missing = JoinSettings(rows=tuple(rows), dim=self.dim, number=self._number), []
         for (path, method, number), given in whole.calls.items():
             metric = self.named.get(path)
-            theirs = [part.calls.get((path, method, number)) for part in parts]
-            if metric is not None and all(one is not None for one in theirs):
+            key = path, method, number
+            theirs = [part.calls[key] for part in parts if key in part.calls]
+            if metric is not None and len(theirs) == len(parts):
                 rules = self._rules.setdefault((id(metric), method), JoinRules())
                 missing += [f"{path}.{method}: {where}" for where in learn_calls(given, theirs, settings, rules)]
         return missing

@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassRecall
-from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MetricTracker, MinMetric, SumMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+    MulticlassRecall,
+)
+from torchmetrics.regression import MeanSquaredError
+from torchmetrics.wrappers import MinMaxMetric
 
 import lightning_dpx as dpx
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run
@@ -96,3 +102,146 @@ def test_a_metric_of_ones_own_in_predict(execution) -> None:
     model, loader = Own(), make_loader()
     run(model, loader, strategy=dpx.DPXStrategy(execution=execution), devices=3)
     assert model.found == loader.dataset.tensors[0].abs().max()
+
+
+class Helper:
+    """An object of one's own that holds a metric."""
+
+    def __init__(self) -> None:
+        self.error = MeanSquaredError(squared=False)
+
+
+class InAStep(Classifier):
+    """What a step may do with a metric beside updating it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MulticlassAccuracy(3), maximize=True)
+        self.error, self.latest, self.rows = MeanSquaredError(squared=False), MeanMetric(), SumMetric()
+        self.best = MinMaxMetric(MeanSquaredError())
+        self.helper = Helper()
+        self.seen: list[Any] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        self.tracker.update(logits, batch[1])
+        error = self.error(logits[:, 0], batch[0][:, 0])  # a root, whose mean over slices is another number
+        self.log("error", error)
+        self.log("rows", self.rows(float(len(logits))), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("best", self.best(logits[:, 0], batch[0][:, 0])["max"])
+        kept = batch[0].clone()
+        self.latest.reset()
+        self.latest.update(kept)
+        kept.zero_()  # the metric has been given what was there
+        self.log("latest", self.latest.compute())
+        self.helper.error.to(self.device).update(logits[:, 1], batch[0][:, 1])
+        if self.trainer.is_global_zero:
+            self.seen.append([self.helper.error.compute().item(), len(self.tracker), error.item()])
+        return nn.functional.cross_entropy(logits, batch[1]) + 0.5 * error
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append([self.tracker.compute().item(), self.error.compute().item(), self.rows.compute().item()])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_what_a_step_asks_a_metric_is_answered_for_the_whole_batch(execution: str, num_replicas: int) -> None:
+    def fitted(**options: Any) -> tuple[InAStep, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = InAStep()
+        trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, **options)
+        trainer.fit(model, make_loader(37), make_loader(5))
+        logged = {f"logged/{name}": value.cpu() for name, value in trainer.callback_metrics.items()}
+        return model, {**{name: value.cpu() for name, value in model.state_dict().items()}, **logged}
+
+    (ours, our_state), (one, state) = (
+        fitted(strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas),
+        fitted(),
+    )
+    assert_equal(our_state, state)
+    torch.testing.assert_close(ours.seen, one.seen, rtol=1e-5, atol=1e-6)
+
+
+class SomeRows(Classifier):
+    """Calls a metric only where there are rows for it, which some slices lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MeanSquaredError(), MeanSquaredError(squared=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0]
+        chosen = rows[rows[:, 0] > 1.2]
+        if len(chosen):
+            self.log("first", self.first(chosen[:, 1], chosen[:, 2]), batch_size=1)
+        self.log("second", self.second(rows[:, 1], rows[:, 2]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.host
+def test_slices_that_do_not_call_a_metric_are_not_waited_for(execution: str) -> None:
+    ours = run(SomeRows(), strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    assert_equal(
+        {name: ours[name] for name in ours if "logged/f" in name or "logged/s" in name},
+        {
+            name: value
+            for name, value in run(SomeRows(), max_epochs=1).items()
+            if "logged/f" in name or "logged/s" in name
+        },
+    )
+
+
+class KeepsLogits(Classifier):
+    """Gives metrics tensors with a history, which those that keep every row hold on to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.area = MulticlassAUROC(3, thresholds=None)
+        self.areas = [MulticlassAUROC(3, thresholds=None)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        probabilities = self.net(batch[0]).softmax(-1)
+        self.area(probabilities, batch[1])
+        self.areas[0].update(probabilities, batch[1])
+        return nn.functional.nll_loss(probabilities.log(), batch[1])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.area.update(self.net(batch[0]).softmax(-1), batch[1])
+        self.log("area", self.area)
+
+
+@pytest.mark.parametrize("execution", ["auto", "inline"])
+def test_fit_then_test_then_fit_with_rows_that_a_metric_has_kept(execution: Any) -> None:
+    def trainer_of(execution: Any) -> Any:
+        if execution is None:
+            return make_trainer(max_epochs=1)
+        return make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+
+    def stages(execution: Any = None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model, loader = KeepsLogits(), make_loader(48)
+        trainer_of(execution).fit(model, loader, loader)
+        trainer = trainer_of(execution)
+        (logged,) = trainer.test(model, loader, verbose=False)
+        trainer.fit(model, loader, loader)
+        kept = torch.cat(model.areas[0].preds).detach().cpu()
+        return {**model.state_dict(), "kept": kept, "area": torch.tensor(logged["area"])}
+
+    assert_equal(stages(execution=execution), stages())
+
+
+def test_an_error_in_a_metric_names_it(execution: str) -> None:
+    class Wrong(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.accuracy.update(self.net(batch[0]), batch[1] + 7)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError) as caught:
+        run(Wrong(), strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert "In update of the metric accuracy (MulticlassAccuracy)." in caught.value.__notes__
