@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_dpx.devices import random_states_kept
+from lightning_dpx.devices import all_random_states_kept
 
 Run = Callable[[], Any]
 
@@ -166,7 +166,7 @@ def nothing_changed(module: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     try:
-        with random_states_kept(devices):
+        with all_random_states_kept(devices):
             yield
     finally:
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """What differs between device types. No other file asks a device for its type."""
 
 import os
+import random
 import re
 import sys
 import time
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_dpx.errors import ConfigurationError
@@ -246,6 +248,18 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
     finally:
         states.restore()
+
+
+@contextmanager
+def all_random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Like :func:`random_states_kept`, and so do Python's and NumPy's generators of the process."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        with random_states_kept(devices):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 class Stopwatch:

@@ -24,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_dpx.devices import canonical_device, is_host, random_states_kept
+from lightning_dpx.devices import all_random_states_kept, canonical_device, is_host
 from lightning_dpx.recompute.as_on_accelerators import AsOnAccelerators
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter
@@ -200,7 +200,7 @@ class FakeMeter(RatedMeter):
 
     def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
         """Only random generators are put back: the module's tensors are none of its own."""
-        return random_states_kept([])
+        return all_random_states_kept([])
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import RandomStates
+from lightning_dpx.replicas.reachable import reachable
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64
 _FRAMEWORKS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_dpx", "builtins")
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 Restore = Callable[[], None]
 
 
@@ -30,13 +32,19 @@ class GeneratorStates:
         devices: Those whose generators count, beside the host's.
         modules: Modules whose own generators count: attributes of any submodule, items of small containers there, and
             globals of the files that define their classes.
+        generators: Others that count.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = (), modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (),
+        modules: Iterable[nn.Module] = (),
+        generators: Iterable[Any] = (),
+    ) -> None:
         self._torch = RandomStates(devices)
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
-        self._held = [(generator, _state_of(generator)) for generator in held_generators(modules)]
+        self._held = [(generator, _state_of(generator)) for generator in (*held_generators(modules), *generators)]
 
     def restore(self) -> None:
         """All continue as if nothing had been drawn since."""
@@ -78,6 +86,8 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
         for child in module.modules():
             for value in vars(child).values():
                 found.update((id(generator), generator) for generator in _generators_in(value))
+        found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if _is_generator(one))
+        for child in module.modules():
             files.update((kind.__module__, None) for kind in type(child).__mro__)
     for name in files:
         if name.partition(".")[0] not in _FRAMEWORKS and name in sys.modules:
@@ -99,7 +109,7 @@ def _generators_in(value: Any) -> Iterator[Any]:
 def _is_generator(value: Any) -> bool:
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
-    return isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+    return isinstance(value, GENERATOR_TYPES) and not isinstance(value, random.SystemRandom)
 
 
 def _state_of(generator: Any) -> Any:

@@ -14,7 +14,6 @@ from lightning_dpx.backward_threads import finish_backward_at_exit
 from lightning_dpx.devices import (
     canonical_device,
     distinct_devices,
-    host_random_state,
     is_host,
     num_usable_cpus,
     seed_apart,
@@ -24,6 +23,7 @@ from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.collectives import Meeting
 from lightning_dpx.replicas.context import Beyond, ReplicaRank, Venue, as_rank
+from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
@@ -122,7 +122,8 @@ class ReplicaSet:
         self._trains_in_threads = False
         self._turns = InlineExecutor(deadline)
         self._writes: set[tuple[str, bool]] = set()  # stages and modes that were seen to write shared Python state
-        self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from the host's generator
+        self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from a shared generator
+        self.draws = DrawWatch(module)
         self._callers_threads: int | None = None
         self._walked_apart = False
         self._first_nans = [FirstNaN() for _ in self.devices]
@@ -263,7 +264,7 @@ class ReplicaSet:
         threads, in_turns = isinstance(self._executor, ThreadedExecutor), self._takes_turns(stage)
         if in_turns:
             self.release_cores()
-        before = host_random_state() if threads else None
+        before = self.draws.begin((stage, self.root.module.training)) if threads else None
         state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(shares) > 1 else None
         if self._venue.abandoned:  # a run that went on would meet this one there
             self._venue = replace(self._venue, meeting=None, abandoned=False)
@@ -279,7 +280,7 @@ class ReplicaSet:
         ]
         values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
         if before is not None and len(tasks) > 1:
-            self._note_draws(stage, in_turns, not torch.equal(before, host_random_state()))
+            self._note_draws(stage, in_turns, self.draws.has_drawn(before))
             wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
             self._note_writes(stage, wrote)
         return values
@@ -390,7 +391,7 @@ class ReplicaSet:
         else:
             text = "this step, which ran in threads, is not reproducible; from here on the replicas take turns"
         warnings.warn(
-            f"The {stage} draws random numbers on the CPU, which has one generator for the whole process: {text}.",
+            f"The {stage} draws random numbers on the CPU, from a generator that all replicas share: {text}.",
             stacklevel=3,
         )
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_dpx.devices import host_random_state
+from lightning_dpx.replicas.preserve import GeneratorStates
 from lightning_dpx.replicas.state import checksums
 
 MIN_FLOPS_PER_OPERATOR = 2e6  # of one replica's slice: some 30 us of arithmetic, against 5-10 us of interpreter
@@ -62,10 +62,10 @@ class Trial:
 
     def watch(self, call: Callable[[], Any]) -> Any:
         """What ``call`` returns; its operators are counted, and what it writes on the module is noticed."""
-        before, generator = dict(_state(self.module)), host_random_state()
+        before, generators = dict(_state(self.module)), GeneratorStates(modules=[self.module])
         with self.census:
             result = call()
-        self.random = not torch.equal(generator, host_random_state())
+        self.random = generators != GeneratorStates(modules=[self.module])
         after = dict(_state(self.module))
         self.written = next((name for name in after if before.get(name) != after[name]), None)
         return result

@@ -11,6 +11,7 @@ from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
+from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
 
 Step = Callable[[Any, Any, int], Any]
@@ -30,7 +31,8 @@ def shift_what_does_not_fit(
     Raises:
         ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
     """
-    kept, total = _predict(replicas, shares[0], run)
+    with preserve_rng_state(replicas.devices, [replicas.root.module]):
+        kept, total = _predict(replicas, shares[0], run)
     per_parameter = 1 + max((states_of(optimizer) for optimizer in optimizers), default=2)
     spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)

@@ -30,6 +30,7 @@ from lightning_dpx.replicas import (
     parse_workload,
     split_sizes,
 )
+from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
 from lightning_dpx.trainer.profiling import profile_absent_share, profile_share
@@ -171,7 +172,7 @@ def dry_run(
     first = _FirstBatch(lambda trainer, module, batch: _forecast(trainer, module, batch, settings, progress))
     with _with_callback(trainer, first):
         arguments = {"datamodule" if hasattr(data, "prepare_data") else "train_dataloaders": data} if data else {}
-        with suppress(_Seen):
+        with preserve_rng_state(modules=[module]), suppress(_Seen):
             trainer.fit(module, **arguments)
     if first.found is None:
         raise ConfigurationError("There is no training batch to look at: the loader is empty, or no step is allowed.")

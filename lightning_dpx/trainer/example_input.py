@@ -14,6 +14,7 @@ from lightning_dpx.activations import example_run
 from lightning_dpx.errors import PlanError, ReplicationError, SliceError
 from lightning_dpx.recompute import Profile, profile_step, sum_of
 from lightning_dpx.replicas import Replica, ReplicaSet, batch_size, slice_batch
+from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.trainer.profiling import places_of
 
 
@@ -34,8 +35,9 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
     if getattr(module, "example_input_array", None) is None:
         return []
     try:
-        row = _first_row(module._on_before_batch_transfer(module.example_input_array), replicas)
-        return [_profile(replicas, replica, row, precision, place) for place in places_of(replica)]
+        with preserve_rng_state(replicas.devices, [module]):
+            row = _first_row(module._on_before_batch_transfer(module.example_input_array), replicas)
+            return [_profile(replicas, replica, row, precision, place) for place in places_of(replica)]
     except (PlanError, ReplicationError, SliceError, torch.OutOfMemoryError) as error:
         rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
         return []

@@ -2,14 +2,15 @@
 
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_dpx.devices import RandomStates
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.replicas.preserve import GeneratorStates
 
 OnOOM = Literal["raise", "replan"]
 MOST_REPEATS = 3  # of one step
@@ -25,13 +26,14 @@ class OutOfMemory:
 
     def __init__(self, on_oom: OnOOM) -> None:
         self.repeats_steps = on_oom == "replan"
-        self._states: RandomStates | None = None
+        self._states: GeneratorStates | None = None
         self._left = 0
 
-    def begin_step(self, devices: Sequence[torch.device]) -> None:
+    def begin_step(self, replicas: ReplicaSet) -> None:
         """A new step begins."""
         if self.repeats_steps:
-            self._states, self._left = RandomStates(devices), MOST_REPEATS
+            self._states = GeneratorStates(replicas.devices, generators=replicas.draws.generators)
+            self._left = MOST_REPEATS
 
     def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
         """What ``run`` returns, or one of the repetitions of the step.

@@ -10,6 +10,7 @@ import torch
 from lightning_dpx.errors import PlanError, UnsupportedError
 from lightning_dpx.recompute import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
+from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import applied_shift
 
 Step = Callable[[Any, Any, int], Any]
@@ -51,7 +52,8 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
 
     def on_rows(batch: Any, rows: int) -> Profile:
         twin = _twin_of(replicas, share)
-        return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), place or share.replica.device)
+        with preserve_rng_state(replicas.devices, [replicas.root.module]):
+            return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), place or share.replica.device)
 
     try:
         return on_rows(share.batch, share.num_rows)
@@ -91,14 +93,15 @@ def profile_absent_share(replicas: ReplicaSet, share: Share, run: Step, target: 
         PlanError: the step cannot be planned for.
     """
     twin = _twin_of(replicas, share)
-    return profile_absent(
-        twin,
-        share.batch,
-        target,
-        lambda batch: lambda: loss_to_plan_from(run(twin, batch, share.num_rows)),
-        here=torch.device("cpu"),
-        few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
-    )
+    with preserve_rng_state(replicas.devices, [replicas.root.module]):
+        return profile_absent(
+            twin,
+            share.batch,
+            target,
+            lambda batch: lambda: loss_to_plan_from(run(twin, batch, share.num_rows)),
+            here=torch.device("cpu"),
+            few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
+        )
 
 
 def _twin_of(replicas: ReplicaSet, share: Share) -> Any:

@@ -35,6 +35,7 @@ from lightning_dpx.replicas import (
     first_loss,
     gather,
 )
+from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.acts_once import current_view
@@ -140,7 +141,7 @@ class StepsOfReplicas(RanksOfReplicas):
             with self._arranged():
                 return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
         replicas.claim_cores()
-        self._out_of_memory.begin_step(replicas.devices)
+        self._out_of_memory.begin_step(replicas)
         automatic = replicas.root.module.automatic_optimization
         self._repeatable = partial(self._repeated_forward, shares, args, kwargs) if automatic else None
         forward = partial(self._forward_of_replicas, shares, args, kwargs)
@@ -250,7 +251,8 @@ class StepsOfReplicas(RanksOfReplicas):
             shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
             replicas.python_state.share()
             try:
-                with torch.no_grad(), self.precision_plugin.train_step_context():
+                preserved = preserve_rng_state(replicas.devices, [replicas.root.module])
+                with preserved, torch.no_grad(), self.precision_plugin.train_step_context():
                     return first_loss(step.forward(shares, rehearse))
             finally:
                 step.discard()

@@ -1,8 +1,11 @@
 """Dropout, activation checkpointing and reproducible runs, in every execution mode."""
 
+import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -14,6 +17,7 @@ from lightning_dpx import DPXStrategy
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, places, run
 
 pytestmark = pytest.mark.usefixtures("hardware")
+GLOBAL_GENERATOR = np.random.RandomState(11)
 
 
 class Dropped(Classifier):
@@ -94,3 +98,80 @@ def test_a_seed_that_the_user_gave_a_device_stays(hardware: str) -> None:
     make_trainer(strategy="dpx", devices=2, fast_dev_run=True).fit(Dropped(), make_loader(), make_loader())
     with sim.device(1):
         assert sim.initial_seed() == 1234
+
+
+class Holder:
+    """An object of one's own that holds a generator."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.RandomState(12)
+
+
+def draw_from_a_global(module: Any) -> float:
+    return float(GLOBAL_GENERATOR.rand())
+
+
+DRAWS: dict[str, Callable[[Any], float]] = {
+    "numpy": lambda module: float(np.random.beta(0.4, 0.4)),
+    "python": lambda module: random.random(),
+    "attribute": lambda module: float(module.generator.random()),
+    "item": lambda module: module.several[0].random(),
+    "helper": lambda module: float(module.holder.generator.rand()),
+    "global": draw_from_a_global,
+    "torch": lambda module: torch.rand(1, generator=module.own).item(),
+}
+
+
+class MixedUp(Classifier):
+    """Mixes its batch with a random weight; its operators are large enough to consider threads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        np.random.seed(3)
+        random.seed(4)
+        GLOBAL_GENERATOR.seed(11)
+        self.net = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 128), nn.Linear(128, 3))
+        self.draw, self.holder = DRAWS[kind], Holder()
+        self.generator, self.several = np.random.default_rng(5), [random.Random(6)]
+        self.own = torch.Generator().manual_seed(7)
+        self.weights: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        weight = self.draw(self)
+        self.weights.append(weight)
+        rows = weight * batch[0] + (1 - weight) * batch[0].square()
+        return F.cross_entropy(self.net(rows), batch[1])
+
+
+def mixed_up(kind: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = MixedUp(kind)
+    loader = make_loader(2048, 1024)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        make_trainer(max_epochs=2, **options).fit(model, loader, make_loader(16))
+    return model.weights, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_a_default_run_draws_what_one_device_draws(kind: str) -> None:
+    weights, state = mixed_up(kind)
+    our_weights, our_state = mixed_up(kind, strategy="dpx", devices=2)
+    assert our_weights == weights
+    assert_equal(our_state, state)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind", ["numpy", "attribute"])
+def test_a_profiled_run_draws_what_one_device_draws(kind: str) -> None:
+    weights, _ = mixed_up(kind)
+    assert mixed_up(kind, strategy=DPXStrategy(memory_budget="1GiB"), devices=2)[0] == weights
+
+
+@pytest.mark.parametrize("kind", ["numpy", "python", "attribute", "global"])
+def test_threads_take_turns_where_any_generator_is_drawn_from(kind: str) -> None:
+    in_line, state = mixed_up(kind, strategy=DPXStrategy(execution="inline"), devices=2)
+    in_threads, our_state = mixed_up(kind, strategy=DPXStrategy(execution="threads"), devices=2)
+    assert in_threads == in_line
+    assert_equal(our_state, state, bitwise=True)
