@@ -61,6 +61,15 @@ class CollectiveError(DPXError, RuntimeError):
     """A collective inside a step cannot complete: a replica has ended, failed, or called something else."""
 
 
+def describe_error(error: BaseException) -> str:
+    """The type and the message of somebody else's ``error``, also where its own ``__str__`` fails."""
+    try:
+        message = str(error)
+    except Exception as failure:  # noqa: BLE001  the user's own code
+        return f"{type(error).__name__} (its __str__ fails with {type(failure).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
 class PlanError(DPXError, ValueError):
     """A plan cannot be made or read, or does not belong to this model."""
 

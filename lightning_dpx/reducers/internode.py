@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from lightning_dpx.devices import wire_device
-from lightning_dpx.errors import CollectiveError
+from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
 from lightning_dpx.reducers.roll_call import current_roll_call, waits_for_others
@@ -149,7 +149,9 @@ def is_loss_of_a_process(error: BaseException) -> bool:
     """Whether torch.distributed raised ``error`` for lack of another process, and nobody has called the roll yet."""
     if isinstance(error, CollectiveError):
         return False
-    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, distributed.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in describe_error(error)
+    )
 
 
 @waits_for_others

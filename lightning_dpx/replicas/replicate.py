@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device
-from lightning_dpx.errors import ReplicationError
+from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.replicas.object_graph import ObjectGraph, content_of, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
@@ -162,7 +162,7 @@ class ModuleCopy:
                     where = "" if self._device is None else f" to {self._device}"
                     raise ReplicationError(
                         f"The module cannot be copied{where}: attribute {path!r} fails with "
-                        f"{type(error).__name__}: {error}. Remove the attribute before fit, or create it lazily "
+                        f"{describe_error(error)}. Remove the attribute before fit, or create it lazily "
                         "inside the step."
                     ) from error
                 self._kept[id(value)] = value  # a file, an iterator, a C handle: there is one of it

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_dpx.errors import describe_error
 from lightning_dpx.replicas.preserve import GeneratorStates
 from lightning_dpx.replicas.state import checksums
 
@@ -94,7 +95,7 @@ class Trial:
         try:
             merged = on_slices()
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
-            return Verdict(False, f"the step fails on a slice of the batch ({type(error).__name__}: {error})")
+            return Verdict(False, f"the step fails on a slice of the batch ({describe_error(error)})")
         if not _equal(whole, merged):
             return Verdict(False, f"the loss is no mean over rows ({whole:.6g}, but {merged:.6g} from slices)")
         return Verdict(True, f"operators are large ({share / 1e6:.1f} MFLOP each on a slice)")

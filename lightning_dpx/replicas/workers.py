@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import autocast_types, device_context
-from lightning_dpx.errors import CollectiveError
+from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned, stop_tasks
 from lightning_dpx.replicas.collectives import WAIT_SECONDS, Meeting
 from lightning_dpx.replicas.context import Venue
@@ -356,7 +356,7 @@ def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseExce
     note_place(error, first.replica, first.device, first.stage)
     for task, other in failed[1:]:
         if other is not error:  # one that was raised where they met
-            error.add_note(f"Replica {task.replica} on {task.device} failed too: {type(other).__name__}: {other}")
+            error.add_note(f"Replica {task.replica} on {task.device} failed too: {describe_error(other)}")
     return error
 
 

@@ -23,7 +23,7 @@ def load_library() -> None:
     """Loads the compiled backend into the process, compiling it where that was not done before (about 20 s).
 
     Raises:
-        UnsupportedError: there is no compiler or no ninja.
+        UnsupportedError: there is no compiler or no ninja, or the compiled backend can be kept nowhere.
     """
     library = cached_library()
     if library.exists():
@@ -32,10 +32,20 @@ def load_library() -> None:
     require_build_tools()
     from torch.utils.cpp_extension import load  # imports setuptools; only here it is needed
 
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="building_", dir=library.parent) as folder:
+    with _build_folder(library) as folder:
         load(library.stem, [str(SOURCE)], extra_cflags=["-O1"], build_directory=folder, is_python_module=False)
         os.replace(Path(folder, library.name), library)
+
+
+def _build_folder(library: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="building_", dir=library.parent)
+    except OSError as error:
+        raise UnsupportedError(
+            f"The backend of simulated devices is compiled once and kept in {library.parent}, which cannot be written "
+            f"({error}); set TORCH_EXTENSIONS_DIR to a folder that can."
+        ) from error
 
 
 def cached_library() -> Path:

@@ -4,6 +4,7 @@ import glob
 import io
 import os
 import platform
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ class WholeFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Replaces ``path`` at once; remote paths go Lightning's way."""
         if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,8 +33,10 @@ class WholeFiles(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(target)
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                error.add_note(_describe_failed_save(target, content.getbuffer().nbytes))
             raise
 
     def load_checkpoint(self, path: Any, map_location: Any = lambda s, _: s, weights_only: Any = None) -> Any:
@@ -48,6 +51,15 @@ class WholeFiles(TorchCheckpointIO):
         except Exception as error:
             error.add_note(f"While reading {path}.")
             raise
+
+
+def _describe_failed_save(target: Path, size: int) -> str:
+    free = shutil.disk_usage(target.parent).free
+    kept = f"{target} is what it was" if target.exists() else f"{target} does not exist"
+    return (
+        f"While saving {target}: it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free in "
+        f"{target.parent}. {kept}, and nothing else was left there."
+    )
 
 
 def _sweep(target: Path) -> None:

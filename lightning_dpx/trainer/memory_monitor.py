@@ -18,6 +18,7 @@ from lightning_dpx.trainer.memory_report import MemoryPlans, draw_report, memory
 from lightning_dpx.trainer.reports import (
     Pace,
     check_file,
+    check_writable,
     format_rows,
     log_figures,
     short_name,
@@ -78,7 +79,9 @@ class DeviceMemoryMonitor(Callback):
         self._page = None if report is None else Path(report)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets the fit before."""
+        """Forgets the fit before; looks whether its files can be written."""
+        check_writable("save_to", self._path)
+        check_writable("report", self._page)
         self.last, self._rows, self._warned, self._measuring = {}, [], set(), False
         self.highest.clear()
         self._pace.restart()
@@ -171,7 +174,8 @@ class DeviceMemoryMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What was measured until then is what one wants to see after running out of memory."""
-        self.on_fit_end(trainer, pl_module)
+        if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
+            self.on_fit_end(trainer, pl_module)
 
     def format_table(self) -> str:
         """One row per device: the last measured step by kind, and the highest peak of the fit, in MiB."""

@@ -49,10 +49,39 @@ class DPXPrecision(Precision):
     ) -> None:
         for path, dtype in (input_dtypes or {}).items():
             check_choice(f"input_dtypes[{path!r}]", dtype, get_args(InputDtype))
-        self.wrapped = make_precision(wrapped)
-        self.precision = self.wrapped.precision
         self._input_dtypes = {path: getattr(torch, dtype) for path, dtype in (input_dtypes or {}).items()}
         self._after_backward: Callable[[], None] | None = None
+        self.wrapped = make_precision(wrapped)
+        vars(self)["precision"] = self.wrapped.precision  # in front of that of Lightning's base class
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of the wrapped plugin: code that asks for ``MixedPrecision`` by ``isinstance`` finds it.
+
+        ``isinstance`` with this very class holds as well, by ``type``.
+        """
+        wrapped = vars(self).get("wrapped")
+        return DPXPrecision if wrapped is None else type(wrapped)
+
+    def __reduce__(self) -> Any:
+        """Pickled by its arguments, as it says to be of another class."""
+        kept = vars(self)
+        dtypes = {path: str(dtype).removeprefix("torch.") for path, dtype in kept["_input_dtypes"].items()}
+        return _remake, (kept["wrapped"], dtypes)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the wrapped plugin has."""
+        if name == "wrapped" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the wrapped plugin are set there."""
+        wrapped = vars(self).get("wrapped")
+        if wrapped is not None and name not in vars(self) and (name == "scaler" or name in vars(wrapped)):
+            setattr(wrapped, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def attach(self, after_backward: Callable[[], None]) -> "DPXPrecision":
         """Has ``after_backward`` called between the merged loss's backward and the ``on_after_backward`` hooks."""
@@ -148,6 +177,34 @@ class DPXPrecision(Precision):
         with unshifted():
             self.wrapped.clip_gradients(optimizer, *args, **kwargs)
 
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Forwarded."""
+        return self.wrapped.train_step_context()
+
+    def val_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Forwarded."""
+        return self.wrapped.val_step_context()
+
+    def test_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Forwarded."""
+        return self.wrapped.test_step_context()
+
+    def predict_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Forwarded."""
+        return self.wrapped.predict_step_context()
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Forwarded."""
+        self.wrapped.clip_grad_by_value(optimizer, clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Forwarded."""
+        self.wrapped.clip_grad_by_norm(optimizer, clip_val)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Forwarded."""
+        self.wrapped.unscale_gradients(optimizer)
+
     def main_params(self, optimizer: Any) -> Any:
         """Forwarded."""
         return self.wrapped.main_params(optimizer)
@@ -173,6 +230,10 @@ class DPXPrecision(Precision):
     def teardown(self) -> None:
         """Forwarded."""
         self.wrapped.teardown()
+
+
+def _remake(wrapped: Precision, input_dtypes: dict[str, InputDtype]) -> DPXPrecision:
+    return DPXPrecision(wrapped, input_dtypes)
 
 
 def make_precision(precision: Precision | str) -> Precision:

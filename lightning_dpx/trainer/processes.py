@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import functools
+import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import distributed, nn
 
 from lightning_dpx.devices import default_backend, wire_device
-from lightning_dpx.errors import CollectiveError, ReplicationError
+from lightning_dpx.errors import CollectiveError, ConfigurationError, ReplicationError
 from lightning_dpx.reducers import between_processes, start_roll_call
 
 Fingerprint = Mapping[str, Any]
@@ -143,3 +145,23 @@ def share(what: str, tensors: list[torch.Tensor]) -> None:
         wire = on_wire(tensor.detach())
         between_processes(what, functools.partial(distributed.broadcast, wire, 0))
         tensor.copy_(wire)
+
+
+def complete_slurm(environment: ClusterEnvironment, num_nodes: int) -> ClusterEnvironment:
+    """SLURM's environment, or Lightning's own where SLURM has one task and this process is no part of a step.
+
+    A shell of ``salloc`` and a batch script know the number of tasks, and not which of them they are.
+
+    Raises:
+        ConfigurationError: there are several tasks, and this process cannot tell which it is.
+    """
+    missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if name not in os.environ]
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if not missing:
+        return environment
+    if tasks == "1" and num_nodes == 1:
+        return LightningEnvironment()
+    raise ConfigurationError(
+        f"SLURM_NTASKS is {tasks}, but {' and '.join(missing)} are not set, so this process cannot tell which task it "
+        "is: start it with srun, or unset SLURM_NTASKS for one process."
+    )

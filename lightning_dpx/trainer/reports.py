@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,32 @@ def check_file(save_to: str | Path | None) -> Path | None:
     if path is not None and path.suffix not in (".csv", ".json"):
         raise ConfigurationError(f"save_to={str(save_to)!r} is not allowed; name a .csv or a .json file.")
     return path
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Before training, that a file can be written after it.
+
+    Args:
+        name: The argument that named the file.
+        path: The file, if there shall be one; folders on its way are made later.
+
+    Raises:
+        ConfigurationError: it cannot be written; says why.
+    """
+    if path is None:
+        return
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir():
+        reason = "that is a folder"
+    elif not folder.is_dir():
+        reason = f"{folder} is no folder"
+    elif path.exists() and not os.access(path, os.W_OK):
+        reason = "the file may not be written"
+    elif not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"{folder} may not be written"
+    else:
+        return
+    raise ConfigurationError(f"{name}={str(path)!r} cannot be written: {reason}. Name another file.")
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -44,6 +46,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.acts_once import held_optimizers
+from lightning_dpx.trainer.adoption import Adoption, asking_connector
 from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
 from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.launcher import InThisProcess
@@ -53,7 +56,15 @@ from lightning_dpx.trainer.metrics import KINDS, ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.trainer.owners import move_optimizers
 from lightning_dpx.trainer.precision import DPXPrecision
-from lightning_dpx.trainer.processes import agree, connect, fingerprint, gather_objects, share, start_equal
+from lightning_dpx.trainer.processes import (
+    agree,
+    complete_slurm,
+    connect,
+    fingerprint,
+    gather_objects,
+    share,
+    start_equal,
+)
 from lightning_dpx.trainer.rank_zero import forget_steps, make_step_aware
 from lightning_dpx.trainer.shift_rehearsal import rehearse_shifts
 from lightning_dpx.trainer.steps import StepsOfReplicas
@@ -173,10 +184,12 @@ class DPXStrategy(StepsOfReplicas):
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
         self._batch_slicer = batch_slicer
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
-        files = checkpoint_io or WholeFiles()
-        super().__init__(
-            planning, OutOfMemory(on_oom), accelerator, parallel_devices, cluster_environment, files, precision_plugin
-        )
+        self._adoption: Adoption | None = None
+        out_of_memory = OutOfMemory(on_oom)
+        base = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        super().__init__(planning, out_of_memory, *base)
+        names = ("_own_accelerator", "_precision_plugin", "_checkpoint_io", "cluster_environment", "parallel_devices")
+        self._adoption = Adoption({name: getattr(self, name) for name in names})
 
     # ---- what was asked for ----
 
@@ -210,6 +223,55 @@ class DPXStrategy(StepsOfReplicas):
     def planner(self) -> Planner:
         """Who plans."""
         return self._planning.planner
+
+    # ---- what belongs to the Trainer ----
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        """Lightning's own attribute; a new Trainer looks at it first of all.
+
+        Raises:
+            ConfigurationError: another Trainer is running with this strategy.
+        """
+        connector = asking_connector()
+        if connector is not None and self._adoption is not None:
+            self._belong_to(connector)
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
+
+    def _belong_to(self, connector: Any) -> None:
+        assert self._adoption is not None, "made with the strategy"
+        if self._replicas is not None:
+            raise ConfigurationError(
+                "This strategy object belongs to a Trainer that is running; give every Trainer a strategy of its own, "
+                "or make the second one when the first has ended."
+            )
+        self._adoption.begin(self, connector)
+
+    def connect(self, model: "pl.LightningModule") -> None:
+        """A Trainer that runs again after another one took its strategy object takes it back."""
+        trainer = getattr(model, "_trainer", None)
+        connector = None if trainer is None else trainer._accelerator_connector
+        if connector is not None and self._adoption is not None and not self._adoption.is_by(connector):
+            self._belong_to(connector)
+            connector._lazy_init_strategy()
+        super().connect(model)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plugin that was given, or whole files; one that wraps another, and was given none, wraps whole files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()  # does nothing where it has one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     # ---- what Lightning asks about the process ----
 
@@ -259,6 +321,8 @@ class DPXStrategy(StepsOfReplicas):
 
     def set_world_ranks(self) -> None:
         """Where no launcher says otherwise, there is one process per node."""
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            self.cluster_environment = complete_slurm(self.cluster_environment, self.num_nodes)
         if self.cluster_environment is not None:
             self.cluster_environment.set_world_size(self.num_nodes)
             self.cluster_environment.set_global_rank(self.node_rank)

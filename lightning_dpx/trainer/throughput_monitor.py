@@ -8,8 +8,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dpx.devices import Stopwatch, canonical_device, synchronize
+from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas import StepTimes
-from lightning_dpx.trainer.reports import Pace, check_file, log_figures, show_rows, steps_taken, write_rows
+from lightning_dpx.trainer.reports import (
+    Pace,
+    check_file,
+    check_writable,
+    log_figures,
+    show_rows,
+    steps_taken,
+    write_rows,
+)
 from lightning_dpx.trainer.strategy import DPXStrategy
 from lightning_dpx.trainer.whole_batches import rows_to_weigh_by
 
@@ -65,7 +74,8 @@ class DeviceThroughputMonitor(Callback):
         self._whole: Stopwatch | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets the fit before."""
+        """Forgets the fit before; looks whether its files can be written."""
+        check_writable("save_to", self._path)
         self.last, self._rows, self._times, self._watch = [], [], None, None
         self._pace.restart()
 
@@ -166,4 +176,5 @@ class DeviceThroughputMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What was measured until then."""
-        self.on_fit_end(trainer, pl_module)
+        if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
+            self.on_fit_end(trainer, pl_module)

@@ -130,7 +130,7 @@ class MixedUp(Classifier):
         np.random.seed(3)
         random.seed(4)
         GLOBAL_GENERATOR.seed(11)
-        self.net = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 128), nn.Linear(128, 3))
+        self.net = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 256), nn.Linear(256, 3))
         self.draw, self.holder = DRAWS[kind], Holder()
         self.generator, self.several = np.random.default_rng(5), [random.Random(6)]
         self.own = torch.Generator().manual_seed(7)
