@@ -24,11 +24,12 @@ class Adoption:
     """Which Trainer a strategy object belongs to, and what the strategy had before it belonged to any.
 
     Args:
-        given: Attributes of the strategy as they were made.
+        names: Attributes of the strategy that a Trainer sets.
     """
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._given: dict[str, Any] | None = None  # until the first Trainer asks, the user may set them
         self._connector: weakref.ref[Any] | None = None
 
     def is_by(self, connector: Any) -> bool:
@@ -36,7 +37,9 @@ class Adoption:
         return self._connector is None or self._connector() is connector
 
     def begin(self, strategy: Any, connector: Any) -> None:
-        """``strategy`` is as it was made, and belongs to the Trainer of ``connector`` from now on."""
+        """``strategy`` is as it was given, and belongs to the Trainer of ``connector`` from now on."""
+        if self._given is None:
+            self._given = {name: getattr(strategy, name) for name in self._names}
         for name, value in self._given.items():
             setattr(strategy, name, value)
         self._connector = weakref.ref(connector)

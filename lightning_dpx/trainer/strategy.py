@@ -189,7 +189,7 @@ class DPXStrategy(StepsOfReplicas):
         base = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         super().__init__(planning, out_of_memory, *base)
         names = ("_own_accelerator", "_precision_plugin", "_checkpoint_io", "cluster_environment", "parallel_devices")
-        self._adoption = Adoption({name: getattr(self, name) for name in names})
+        self._adoption = Adoption(*names)
 
     # ---- what was asked for ----
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import http.server
 import pickle
+import signal
 import subprocess
 import threading
 import tracemalloc
@@ -19,6 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
 import lightning_dpx as dpx
+from lightning_dpx.simulate.build import load_library
 from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, seeded
 
@@ -108,6 +110,61 @@ def test_case_63_a_full_disk_is_an_error_and_the_old_file_stays(tmp_path: Path) 
     assert "refused: " in done.stdout, done.stderr
     assert torch.load(path, weights_only=True)["state_dict"].keys() >= Classifier().state_dict().keys()
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"], "no leftovers"
+
+
+@contextlib.contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """A disk that is full beyond ``size`` bytes of a file."""
+    resource = pytest.importorskip("resource")
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+class Heavy(Classifier):
+    """Its checkpoint file takes 2 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(2**19))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_case_63_a_full_disk_is_told_with_names_and_sizes(asynchronous: bool, tmp_path: Path) -> None:
+    plugins = [AsyncCheckpointIO()] if asynchronous else []
+    trainer, path = fit(Heavy(), max_epochs=1, plugins=plugins, **dpx_on()), tmp_path / "last.ckpt"
+
+    def save() -> None:
+        trainer.save_checkpoint(path)
+        trainer.strategy.checkpoint_io.teardown()  # waits for what saves beside training
+
+    save()
+    old = path.read_bytes()
+    with files_no_larger_than(2**20), pytest.raises(OSError, match="File too large") as caught:
+        save()
+    assert path.read_bytes() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert any(
+        f"While saving {path}: it takes 2.0 MiB" in note and f"{path} is what it was" in note
+        for note in caught.value.__notes__
+    )
+
+
+@pytest.mark.parametrize("asked", ["TORCH_EXTENSIONS_DIR", "HOME"])
+def test_simulated_devices_with_nowhere_to_keep_their_backend(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(asked, str(tmp_path / "file"))
+    with pytest.raises(dpx.UnsupportedError, match="set TORCH_EXTENSIONS_DIR to a folder that can"):
+        load_library()
 
 
 class Holding(TorchCheckpointIO):
