@@ -430,7 +430,7 @@ class DPXStrategy(StepsOfReplicas):
             self._announce_reducer(replicas.devices)
         return model
 
-    def _find_metrics(self, module: "pl.LightningModule") -> ReplicaMetrics:
+    def _find_metrics(self, module: Module) -> ReplicaMetrics:
         return ReplicaMetrics(module, number="sum" if self._loss_reduction == "sum" else "mean")
 
     def _make_replicas(

@@ -220,7 +220,9 @@ class MuteError(Exception):
 
 class FailsWithoutWords(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise MuteError
+        if self.global_step == 2:  # by then replicas in threads no longer take turns, and all of them fail
+            raise MuteError
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("execution", ["inline", "threads", "auto"])
