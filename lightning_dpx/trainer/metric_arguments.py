@@ -146,7 +146,11 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
     if any(len(shape) != len(shapes[0]) for shape in shapes):
         return []
     fitting = [dim for dim in range(len(shapes[0])) if len({_without(shape, dim) for shape in shapes}) == 1]
-    of_rows = [dim for dim in fitting if all(s[dim] == n for s, n in zip(shapes, settings.rows, strict=True))]
+    sized = range(len(shapes[0]))
+    of_rows = [dim for dim in sized if all(s[dim] == n for s, n in zip(shapes, settings.rows, strict=True))]
+    if of_rows and not set(of_rows) & set(fitting):  # a row each, of other sizes: to join another dim would mispair
+        return []
+    of_rows = [dim for dim in of_rows if dim in fitting]
     varying = [dim for dim in fitting if len({shape[dim] for shape in shapes}) > 1]
     preferred = [dim for dim in (settings.dim, 0) if dim in of_rows]
     dims = dict.fromkeys([*preferred, *varying, *of_rows, *fitting])

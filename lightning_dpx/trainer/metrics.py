@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree
 from torchmetrics import Metric, MetricCollection, MetricTracker
@@ -85,6 +85,7 @@ class ReplicaMetrics:
     Attributes:
         named: The metrics by path, nested ones, too.
         dim: The batch dim to look for first in what metrics are given.
+        separate: Why, in the last step, calls were made once per replica, as one device would not have made them.
     """
 
     def __init__(self, module: nn.Module, number: str = "mean") -> None:
@@ -95,6 +96,7 @@ class ReplicaMetrics:
         self._step: _Step | None = None
         self._told: set[str] = set()
         self.named: dict[str, nn.Module] = {}
+        self.separate: list[str] = []
         self.find()
 
     def __bool__(self) -> bool:
@@ -127,6 +129,7 @@ class ReplicaMetrics:
             yield
             return
         before = self._snapshot() if restore else None
+        self.separate = []
         self._step = _Step(shares, [{} for _ in shares], [{} for _ in shares])
         try:
             with self._routed():
@@ -239,7 +242,7 @@ class ReplicaMetrics:
             try:
                 arguments = self._joined(calls, step)
             except GatherError as error:
-                self._tell_separate(metric, method, str(error))
+                self._note_separate(metric, method, str(error))
                 for rank, call in calls.items():
                     self._call_own(metric, method, self._at_home(call, step.shares[rank]))
             else:
@@ -255,7 +258,7 @@ class ReplicaMetrics:
                 differentiable=getattr(call.metric, "is_differentiable", None) is not False,
             )
             if shared.separate:
-                self._tell_separate(call.metric, call.method, shared.separate)
+                self._note_separate(call.metric, call.method, shared.separate)
             return shared
 
         kind = f"{call.method}() of the metric {self._name(call.metric)}"
@@ -309,12 +312,11 @@ class ReplicaMetrics:
             rank_zero_info(f"dpx: {text}.")
         self._told.add(text)
 
-    def _tell_separate(self, metric: Any, method: str, why: str) -> None:
-        """Once for each metric: what one device would do cannot be done."""
-        text = f"{self._name(metric)}.{method}()"
-        if text not in self._told:
-            rank_zero_warn(f"dpx: {text} is called once per replica, and not once per step: {why}")
-        self._told.add(text)
+    def _note_separate(self, metric: Any, method: str, why: str) -> None:
+        name = f"{self._name(metric)}.{method}()"
+        self.separate.append(
+            f"What the replicas gave to {name} cannot be joined, so it was called once for each: {why}"
+        )
 
     def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
         return [

@@ -170,7 +170,7 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._step is not None, "only called with replicas"
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
-            with self.precision_plugin.train_step_context(), self._logs(shares) as call:
+            with self.precision_plugin.train_step_context(), self._logs("training_step", shares) as call:
                 run_step, finisher = call("training_step", args[1:], kwargs), self._finisher("training_step")
                 if self._replicas.root.module.automatic_optimization:
                     return self._step.forward(shares, run_step if finisher else _checked(run_step), finisher)
@@ -297,7 +297,7 @@ class StepsOfReplicas(RanksOfReplicas):
         if len(shares) == 1 and self.num_processes == 1:
             with self._arranged():
                 return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
-        with self.precision_plugin.val_step_context(), self._logs(shares) as call:
+        with self.precision_plugin.val_step_context(), self._logs(name, shares) as call:
             self._replicas.state.synchronize()
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
             merged = gather(outputs, [share.num_rows for share in shares], self.root_device, self._replicas.output_dim)
@@ -365,7 +365,7 @@ class StepsOfReplicas(RanksOfReplicas):
         return batch
 
     @contextmanager
-    def _logs(self, shares: Sequence[Share]) -> Iterator[Callable[..., Callable[[Share], Any]]]:
+    def _logs(self, stage: str, shares: Sequence[Share]) -> Iterator[Callable[..., Callable[[Share], Any]]]:
         """Yields a maker of per-replica calls; what they log is logged once, merged, when the block ends well."""
         logs = {share.replica.index: StepLog(share) for share in shares}
 
@@ -385,6 +385,8 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self.lightning_module is not None, "connect() sets the module first"
         replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
         self._metrics.end_step()
+        for reason in self._metrics.separate:
+            self._whole_batches.give_whole(stage, reason, "Give the metric one row per sample, padded to one size.")
 
     def _call(self, log: StepLog, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], idx: int = 0) -> Any:
         """A replica's own step, as every replica runs it; what it logs goes to ``log``."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MetricTracker, MinMetric, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -245,3 +246,30 @@ def test_an_error_in_a_metric_names_it(execution: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         run(Wrong(), strategy=dpx.DPXStrategy(execution=execution), devices=2)
     assert "In update of the metric accuracy (MulticlassAccuracy)." in caught.value.__notes__
+
+
+class Ragged(Classifier):
+    """Gives a metric what is as wide as the longest row of a slice, which cannot be joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.calls = SumMetric(), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0].clamp(min=0)
+        widest = 1 + int((rows * torch.arange(8, device=rows.device) > 3.0).any(0).nonzero().max())
+        self.total.update(rows[:, :widest] if widest < 8 else rows)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.host
+def test_arguments_that_cannot_be_joined_give_the_stage_its_batches_whole() -> None:
+    rows = torch.zeros(16, 8)
+    rows[:8, 4], rows[8:, 2] = 1.0, 2.0  # the first slice is 5 wide, the second 3
+    loader = DataLoader(TensorDataset(rows.repeat(3, 1), torch.zeros(48, dtype=torch.long)), 16)
+    model = Ragged()
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    with pytest.warns(UserWarning, match=r"training_step gets all of its batches whole.* total\.update\(\) cannot be"):
+        trainer.fit(model, loader, loader)
+    assert model.total.compute() == 3 * 24
+    assert model.total.update_count == 4  # twice in the first step, then once in each
