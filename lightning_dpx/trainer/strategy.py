@@ -244,21 +244,20 @@ class DPXStrategy(StepsOfReplicas):
 
     def _belong_to(self, connector: Any) -> None:
         assert self._adoption is not None, "made with the strategy"
-        if self._replicas is not None:
+        if self.is_running:
             raise ConfigurationError(
                 "This strategy object belongs to a Trainer that is running; give every Trainer a strategy of its own, "
                 "or make the second one when the first has ended."
             )
         self._adoption.begin(self, connector)
 
-    def connect(self, model: "pl.LightningModule") -> None:
+    def _return_to_trainer(self, model: "pl.LightningModule") -> None:
         """A Trainer that runs again after another one took its strategy object takes it back."""
         trainer = getattr(model, "_trainer", None)
         connector = None if trainer is None else trainer._accelerator_connector
         if connector is not None and self._adoption is not None and not self._adoption.is_by(connector):
             self._belong_to(connector)
             connector._lazy_init_strategy()
-        super().connect(model)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -364,6 +363,7 @@ class DPXStrategy(StepsOfReplicas):
     def connect(self, model: "pl.LightningModule") -> None:
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
         self.give_up_replicas()
+        self._return_to_trainer(model)
         take_over(model, self)
         super().connect(model)
 
