@@ -7,6 +7,7 @@ DPXError
 ├── SliceError (ValueError)              a batch that cannot be cut into slices
 ├── ReplicationError (TypeError)         a module that cannot be copied faithfully
 ├── GatherError (ValueError)             replica results that cannot be merged into one
+├── ParityError (RuntimeError)           slices that do not give the numbers of one device, where that was asked for
 ├── CollectiveError (RuntimeError)       replicas that cannot meet in a collective inside a step
 ├── PlanError (ValueError)               a memory plan that cannot be made, read or applied
 │   └── BudgetError (OutOfMemoryError)   no plan meets the budget
@@ -55,6 +56,10 @@ class ReplicationError(DPXError, TypeError):
 
 class GatherError(DPXError, ValueError):
     """The results of the replicas have different structures."""
+
+
+class ParityError(DPXError, RuntimeError):
+    """In a rehearsal, a step in slices did not do what it does on one device; ``verify="raise"`` asked to be told."""
 
 
 class CollectiveError(DPXError, RuntimeError):

@@ -22,9 +22,19 @@ from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import GatherError
 from lightning_dpx.recompute import MemoryTrace
 from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
-from lightning_dpx.replicas import Replica, ReplicaSet, Roots, Share, check_choice, gather, weighted_mean
+from lightning_dpx.replicas import (
+    MergeRules,
+    Replica,
+    ReplicaSet,
+    Roots,
+    Share,
+    Weights,
+    check_choice,
+    weighted_mean,
+    weights_of,
+)
 
-LossReduction = Literal["mean", "sum"]
+LossReduction = Literal["auto", "mean", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +67,14 @@ class TrainingStep:
         replicas: The replicas and their workers.
         reducer: A registered name, ``"auto"`` or a reducer.
         loss_reduction: How the user's loss treats its batch: ``"mean"`` weights the replicas' losses by their rows,
-            ``"sum"`` adds them.
+            ``"sum"`` adds them; ``"auto"`` is a mean until the rules say otherwise.
         communication_dtype: What gradients travel in between devices; their own dtype unless given.
         gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
             on all replicas; 0 sends all after backward.
         processes: Averages the owners' gradients over several processes, where there are several.
+
+    Attributes:
+        rules: How losses and outputs are merged; a rehearsal finds them out.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -77,11 +90,12 @@ class TrainingStep:
         processes: ProcessReducer | None = None,
     ) -> None:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
-        self._replicas, self._loss_reduction = replicas, loss_reduction
+        self._replicas = replicas
+        self.rules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
         self._gradient_packs = gradient_packs
         self._take_replicas()
-        self._processes, self._rows = processes, 0
+        self._processes, self._rows = processes, 0.0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._unreduced = self._said_none = False
@@ -133,7 +147,7 @@ class TrainingStep:
             self._replicas.state.refuse_shared_writes()
         self._active = [share.replica for share in shares]
         kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
-        self._rows += sum(share.num_rows for share, _ in kept)
+        self._rows += sum(weights_of([share for share, _ in kept]).of_loss)
         if 0 < len(kept) < len(shares):
             self._say_that_some_have_no_loss([share for share, one in zip(shares, outputs, strict=True) if one is None])
         if not kept:
@@ -162,20 +176,22 @@ class TrainingStep:
 
     def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
         losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
-        rows, device, weights = [share.num_rows for share in shares], self._replicas.root.device, self.weights(shares)
+        device, counts = self._replicas.root.device, weights_of(shares)
         values = [loss.detach() for loss in losses]
-        merged = weighted_mean(values, weights, device)
-        if self._loss_reduction == "sum":
+        reduction = self.rules.reduction(values, counts)
+        weights = _parts_of_loss(reduction, counts)
+        # The mean over no tokens is NaN, which no weight of zero takes out of a sum.
+        counted = [index for index, weight in enumerate(weights) if weight]
+        merged = weighted_mean([values[index] for index in counted], [weights[index] for index in counted], device)
+        if reduction == "sum":
             merged = merged * len(weights)
-        leaf = merged.clone() if merged is values[0] else merged  # never the user's own
+        leaf = merged.clone() if any(merged is value for value in values) else merged  # never the user's own
         leaf.requires_grad_(any(loss.requires_grad for loss in losses))
-        self._pending = [
-            Pending(share, [loss], [leaf], weight) for share, loss, weight in zip(shares, losses, weights, strict=True)
-        ]
+        self._pending = [Pending(shares[index], [losses[index]], [leaf], weights[index]) for index in counted]
         if not isinstance(outputs[0], Mapping):
             return leaf
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
-        return {"loss": leaf, **gather(extras, rows, device, self._replicas.output_dim)}
+        return {"loss": leaf, **self.rules.merge_outputs(extras, counts, device, self._replicas.output_dim)}
 
     def _merge_outputs(self, shares: list[Share], outputs: list[Any]) -> Any:
         """Outputs of the whole batch, on the first device, with leaves that catch the gradients for each replica."""
@@ -193,7 +209,7 @@ class TrainingStep:
 
             copies.append(_pytree.tree_map_only(torch.Tensor, detach, output))
             self._pending.append(waiting)
-        return gather(copies, [share.num_rows for share in shares], device, self._replicas.output_dim)
+        return self.rules.merge_outputs(copies, weights_of(shares), device, self._replicas.output_dim)
 
     def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
@@ -202,14 +218,13 @@ class TrainingStep:
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
         self._collect_buffers()
-        return gather(
-            outputs, [share.num_rows for share in shares], self._replicas.root.device, self._replicas.output_dim
+        return self.rules.merge_outputs(
+            outputs, weights_of(shares), self._replicas.root.device, self._replicas.output_dim
         )
 
     def weights(self, shares: Sequence[Share]) -> list[float]:
         """Every share's part in the loss of the whole batch."""
-        total = sum(share.num_rows for share in shares)
-        return [1.0 if self._loss_reduction == "sum" else share.num_rows / total for share in shares]
+        return _parts_of_loss(self.rules.loss_reduction, weights_of(shares))
 
     @property
     def owner_parameters(self) -> list[torch.nn.Parameter]:
@@ -220,7 +235,7 @@ class TrainingStep:
     @property
     def adds_losses(self) -> bool:
         """Whether the loss of the whole batch is the sum of the replicas', not their mean."""
-        return self._loss_reduction == "sum"
+        return self.rules.loss_reduction == "sum"
 
     @property
     def has_processes(self) -> bool:
@@ -284,17 +299,17 @@ class TrainingStep:
             for index, total in zip(indices, sums, strict=True):
                 totals[index] = total
         if self._processes is not None:
-            weight = -1 if self._loss_reduction == "sum" else rows
+            weight = -1 if self.rules.loss_reduction == "sum" else rows
             totals = list(self._processes.mean(totals, self.owner_parameters, weight))
         return totals
 
     def _reduce_processes(self, processes: ProcessReducer) -> None:
         parameters = self.owner_parameters
-        rows = -1 if self._loss_reduction == "sum" else self._rows
+        rows = -1 if self.rules.loss_reduction == "sum" else self._rows
         means = processes.mean([parameter.grad for parameter in parameters], parameters, rows)
         for parameter, gradient in zip(parameters, means, strict=True):
             parameter.grad = gradient
-        self._rows = 0
+        self._rows = 0.0
 
     @property
     def _packs(self) -> list[list[int]]:
@@ -393,7 +408,7 @@ class TrainingStep:
 
     def discard(self) -> None:
         """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
-        self._unreduced, self._rows = False, 0
+        self._unreduced, self._rows = False, 0.0
         if self._eager is not None:
             self._eager.forget()
         for replica in self._replicas.replicas:
@@ -410,6 +425,14 @@ class TrainingStep:
 def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
     if source is not target and source.grad is not None:
         target.grad, source.grad = source.grad.to(target.device), None
+
+
+def _parts_of_loss(reduction: str, weights: Weights) -> list[float]:
+    """What each slice's loss counts in the loss of the whole batch."""
+    if reduction == "sum":
+        return [1.0] * len(weights.rows)
+    counts = weights.of_loss if any(weights.of_loss) else weights.rows
+    return [count / sum(counts) for count in counts]
 
 
 @overload

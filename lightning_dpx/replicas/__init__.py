@@ -3,10 +3,12 @@
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import Beyond, ReplicaRank, current_rank
-from lightning_dpx.replicas.gathering import gather, weighted_mean
+from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
+from lightning_dpx.replicas.merging import Weights, weighted_mean
+from lightning_dpx.replicas.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice
+from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice, weights_of
 from lightning_dpx.replicas.replicate import stand_in
 from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
 from lightning_dpx.replicas.slicing import (
@@ -35,6 +37,8 @@ __all__ = [
     "BufferMode",
     "CallerContext",
     "Execution",
+    "GeneratorStates",
+    "MergeRules",
     "Replica",
     "ReplicaRank",
     "ReplicaSet",
@@ -44,6 +48,7 @@ __all__ = [
     "StepTimes",
     "Trial",
     "UncuttableBatch",
+    "Weights",
     "batch_size",
     "check_batch_dim",
     "check_workload",
@@ -56,6 +61,7 @@ __all__ = [
     "gather",
     "make_slicer",
     "parse_workload",
+    "preserve_rng_state",
     "rebuild",
     "restore_batch_norm",
     "register_slicer",
@@ -65,4 +71,5 @@ __all__ = [
     "stand_in",
     "synchronize_batch_norm",
     "weighted_mean",
+    "weights_of",
 ]

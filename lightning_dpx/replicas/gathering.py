@@ -1,20 +1,98 @@
-"""Last stage of a forward: the results of the replicas become the result of one device, in sample order."""
+"""Last stage of a forward: the results of the replicas become the result of one device, in sample order.
+
+What a rehearsal has found out is merged by rule. Where nothing is known, a value is merged by its type.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.replicas.merging import (
+    NUMBERS,
+    Merger,
+    Rule,
+    Weights,
+    is_equal_object,
+    is_numeric,
+    reduce_numbers,
+    weighted_mean,
+)
+from lightning_dpx.replicas.merging import as_tensor as _as_tensor
+from lightning_dpx.replicas.merging import like as _like
 from lightning_dpx.replicas.slicing import PLAIN, children_of, rebuild
 
 
-def gather(results: Sequence[Any], sizes: Sequence[int], device: torch.device, dim: int = 0) -> Any:
-    """Merges one result per active replica.
+@dataclass(slots=True)
+class MergeRules:
+    """How the values of a stage's replicas are merged, as far as it is known.
 
-    Tensors whose size along ``dim`` is the replica's number of rows are concatenated; other floating-point tensors
-    and floats are averaged with the rows as weights; integers that differ are counts and are summed; lists of as many
-    items as rows are joined; equal values stay. Replicas that returned ``None`` contribute nothing.
+    Attributes:
+        outputs: By path in what a step returns, "result" being all of it.
+        logged: By path in what a step logs, its name being the start.
+        loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
+        undecided: Paths of values that were zero so far, which says nothing about how they are merged.
+        is_outdated: Whether one of those has got another value since.
+    """
+
+    outputs: dict[str, Rule] = field(default_factory=dict)
+    logged: dict[str, Rule] = field(default_factory=dict)
+    loss_reduction: str = "mean"
+    undecided: frozenset[str] = frozenset()
+    is_outdated: bool = False
+
+    def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
+        """The step's result, merged by rule where one is known, and else as :func:`gather` does."""
+        present = [row for row in zip(parts, weights.rows, weights.of_loss, strict=True) if row[0] is not None]
+        if not present:
+            return None
+        rows = [row for _, row, _ in present]
+
+        def by_type(parts: list[Any], path: str) -> Any:
+            self._watch(parts, path)
+            return _merge(parts, rows, device, dim, path)
+
+        counts = Weights(rows=rows, of_loss=[count for _, _, count in present])
+        merger = Merger(rules=self.outputs, weights=counts, device=device, fallback=by_type)
+        return merger.merge([part for part, _, _ in present], "result")
+
+    def _watch(self, parts: Sequence[Any], path: str) -> None:
+        if path in self.undecided and any(is_numeric(part) and bool(_as_tensor(part).bool().any()) for part in parts):
+            self.is_outdated = True
+
+    def merge_logged(
+        self, path: str, values: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str = "mean"
+    ) -> Any:
+        """The value to log; by its ``reduce_fx`` where no rule is known."""
+
+        def by_reduction(parts: list[Any], path: str) -> Any:
+            self._watch(parts, path)
+            return merge_by_reduction(parts, weights, device, reduce_fx, path)
+
+        merger = Merger(rules=self.logged, weights=weights, device=device, fallback=by_reduction)
+        return merger.merge(list(values), path)
+
+    def reduction(self, losses: Sequence[torch.Tensor], weights: Weights) -> str:
+        """How the loss is merged; a rehearsal decides it here, from the losses of the slices."""
+        del losses, weights
+        return self.loss_reduction
+
+
+def gather(
+    results: Sequence[Any],
+    sizes: Sequence[float],
+    device: torch.device,
+    dim: int = 0,
+) -> Any:
+    """Merges one result per active replica by the types of its values.
+
+    Tensors whose size along ``dim`` is the replica's
+    number of rows are concatenated; other floating-point tensors and floats are averaged with the rows as weights;
+    integers that differ are counts and are summed; lists of as many items as rows are joined; equal values stay.
+    Replicas that returned ``None`` contribute nothing.
 
     Args:
         results: One nested result per active replica.
@@ -31,24 +109,43 @@ def gather(results: Sequence[Any], sizes: Sequence[int], device: torch.device, d
     return _merge([result for result, _ in present], [size for _, size in present], device, dim, "result")
 
 
-def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], device: torch.device) -> torch.Tensor:
-    """The mean of ``values`` (equal shapes) with ``weights``, on ``device``; one value is returned as it is."""
-    if len(values) == 1:
-        return values[0].to(device)
-    total = float(sum(weights))
-    mean = values[0].to(device) * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = torch.add(mean, value.to(device), alpha=weight / total)
-    return mean
+def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str, path: str) -> Any:
+    """A logged value of which only the reduction over batches is known.
+
+    Raises:
+        GatherError: no numbers; names the key.
+    """
+    if isinstance(parts[0], Mapping) and all(part.keys() == parts[0].keys() for part in parts):
+        return {
+            key: merge_by_reduction([part[key] for part in parts], weights, device, reduce_fx, f"{path}.{key}")
+            for key in parts[0]
+        }
+    if not all(map(is_numeric, parts)):
+        names = ", ".join(sorted({type(part).__name__ for part in parts}))
+        raise GatherError(
+            f"self.log({path!r}, ...) got {names} from the replicas; give a number, a tensor or a metric."
+        )
+    kind = reduce_fx if reduce_fx in ("sum", "min", "max") else "mean"
+    plain = all(isinstance(part, NUMBERS) for part in parts)
+    if plain and kind == "mean" and all(part == parts[0] for part in parts):
+        return parts[0]
+    tensors = [_as_tensor(part) if plain else torch.as_tensor(part, device=device) for part in parts]
+    if not plain or kind == "mean":
+        tensors = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    merged = reduce_numbers(tensors, kind, weights)  # type: ignore[arg-type]
+    assert merged is not None, "these reductions take all numbers"
+    return merged if not plain else merged.item() if kind == "mean" else _like(merged, parts[0])
 
 
-def _merge(parts: list[Any], sizes: list[int], device: torch.device, dim: int, path: str) -> Any:
+def _merge(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         names = ", ".join(type(part).__name__ for part in parts)
         raise GatherError(f"The replicas returned different types for {path}: {names}; all must return the same.")
     if isinstance(first, torch.Tensor):
         return _merge_tensors(parts, sizes, device, dim, path)
+    if isinstance(first, np.ndarray | np.generic):
+        return _merge_arrays(parts, sizes, device, dim, path)
     if type(first) in (list, tuple) and all(
         _has_plain_rows(part, size) for part, size in zip(parts, sizes, strict=True)
     ):
@@ -59,12 +156,12 @@ def _merge(parts: list[Any], sizes: list[int], device: torch.device, dim: int, p
     return _merge_plain(parts, sizes, path)
 
 
-def _has_plain_rows(part: Any, num_rows: int) -> bool:
+def _has_plain_rows(part: Any, num_rows: float) -> bool:
     return len(part) == num_rows and all(isinstance(item, PLAIN) for item in part)
 
 
 def _merge_children(
-    parts: list[Any], children: list[Any], sizes: list[int], device: torch.device, dim: int, path: str
+    parts: list[Any], children: list[Any], sizes: list[float], device: torch.device, dim: int, path: str
 ) -> Any:
     names = [[name for name, _ in part] for part in children]
     if isinstance(parts[0], Mapping):
@@ -80,7 +177,7 @@ def _merge_children(
     return rebuild(parts[0], merged)
 
 
-def _merge_tensors(parts: list[torch.Tensor], sizes: list[int], device: torch.device, dim: int, path: str) -> Any:
+def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
     if len(parts) == 1:
         return parts[0].to(device)
     for candidate in dict.fromkeys((dim, 0)):
@@ -100,8 +197,20 @@ def _merge_tensors(parts: list[torch.Tensor], sizes: list[int], device: torch.de
     return moved[0] if all(torch.equal(part, moved[0]) for part in moved[1:]) else torch.stack(moved).sum(0)
 
 
-def _merge_plain(parts: list[Any], sizes: list[int], path: str) -> Any:
-    if all(part is parts[0] or bool(part == parts[0]) for part in parts[1:]):
+def _merge_arrays(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
+    """Arrays and scalars of NumPy as tensors would be; text and objects are joined if they are rows."""
+    if all(map(is_numeric, parts)):
+        merged = _merge_tensors([_as_tensor(part) for part in parts], sizes, torch.device("cpu"), dim, path)
+        return _like(merged, parts[0])
+    if all(np.ndim(part) and len(part) == size for part, size in zip(parts, sizes, strict=True)):
+        return np.concatenate(parts)
+    if all(np.array_equal(part, parts[0]) for part in parts):
+        return parts[0]
+    raise GatherError(f"The replicas returned different arrays for {path}, which are no numbers; give lists instead.")
+
+
+def _merge_plain(parts: list[Any], sizes: list[float], path: str) -> Any:
+    if is_equal_object(parts[0], parts[1:]):
         return parts[0]
     if isinstance(parts[0], float):
         return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)

@@ -67,6 +67,29 @@ class GeneratorStates:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def differs_outside_torch(self, other: "GeneratorStates") -> bool:
+        """Whether something drew from NumPy, ``random`` or a generator that a module holds."""
+        return not (
+            _same(self._numpy, other._numpy)
+            and self._python == other._python
+            and all(_same(one[1], two[1]) for one, two in zip(self._held, other._held, strict=False))
+        )
+
+
+def advance(modules: Iterable[nn.Module], steps: int = 1) -> None:
+    """Draws from every generator in reach, so that what comes next is another random number than before."""
+    torch.manual_seed(torch.initial_seed() + steps)
+    np.random.random(steps)
+    held: list[Any] = [random, *held_generators(modules)]
+    for generator in held:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(generator.initial_seed() + steps)
+        elif isinstance(generator, np.random.Generator | np.random.RandomState):
+            generator.random(steps)
+        else:
+            for _ in range(steps):
+                generator.random()
+
 
 @contextmanager
 def preserve_rng_state(devices: Iterable[torch.device] = (), modules: Iterable[nn.Module] = ()) -> Iterator[None]:

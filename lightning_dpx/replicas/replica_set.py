@@ -26,6 +26,7 @@ from lightning_dpx.replicas.context import Beyond, ReplicaRank, Venue, as_rank
 from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
+from lightning_dpx.replicas.merging import Weights
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import replicate, stand_in
@@ -39,11 +40,26 @@ Execution = Literal["auto", "inline", "threads"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One active replica's part of a batch."""
+    """One active replica's part of a batch.
+
+    Attributes:
+        replica: Whose part it is.
+        num_rows: Its rows.
+        batch: The part itself.
+        weight: What its loss counts in the mean, where that is not its rows.
+    """
 
     replica: Replica
     num_rows: int
     batch: Any
+    weight: float | None = None
+
+
+def weights_of(shares: Sequence[Share]) -> Weights:
+    """What the shares of a batch count."""
+    rows = [share.num_rows for share in shares]
+    own = [share.num_rows if share.weight is None else share.weight for share in shares]
+    return Weights(rows=rows, of_loss=own)
 
 
 class ReplicaSet:

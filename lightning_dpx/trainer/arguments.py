@@ -11,6 +11,7 @@ from lightning_dpx.replicas import BufferMode, Execution, check_batch_dim, check
 from lightning_dpx.shifting import check_shifts
 from lightning_dpx.step import LossReduction
 from lightning_dpx.trainer.out_of_memory import OnOOM
+from lightning_dpx.trainer.rehearsal import Verify
 
 Workload = Literal["even", "auto"] | list[float]
 CommunicationDtype = Literal["float16", "bfloat16"]
@@ -37,6 +38,7 @@ def check_arguments(
     """
     kinds: dict[str, Any] = {
         "execution": Execution, "buffers": BufferMode, "loss_reduction": LossReduction, "on_oom": OnOOM,
+        "verify": Verify,
     }  # fmt: skip
     for name, value in choices.items():
         check_choice(name, value, get_args(kinds[name]))

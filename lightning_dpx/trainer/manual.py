@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_dpx.errors import WholeBatchError
-from lightning_dpx.replicas import Replica, ReplicaSet, Share, current_rank, weighted_mean
+from lightning_dpx.replicas import Replica, ReplicaSet, Share, current_rank, weighted_mean, weights_of
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.acts_once import Exchanged, held_optimizers, viewed
@@ -52,7 +52,7 @@ class ManualOptimization:
         self.views: list[ReplicaView] = []
         # Of the first step that replicas share: what it needs to be taken again; False once it is over.
         self._snapshot: StepSnapshot | Literal[False] | None = None
-        self._rows = 0
+        self._rows = 0.0
         self._rounds: ClosureRounds | None = None
         self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
         self._names = [name for name, _ in replicas.root.module.named_parameters()]
@@ -82,7 +82,7 @@ class ManualOptimization:
         """A manual step of these shares, from before its forward to after its end."""
         weights = self.step.weights(shares)
         self.active = [share.replica for share in shares]
-        self._rows = sum(share.num_rows for share in shares)
+        self._rows = sum(weights_of(shares).of_loss)
         self.strategy.optimize_owners()
         self.gradients.begin(self.active)
         if self._works_on_root:

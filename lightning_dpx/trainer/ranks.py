@@ -11,18 +11,15 @@ from torch.utils import _pytree
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.reducers import between_processes
 from lightning_dpx.replicas import ReplicaRank, collectives, current_rank
-from lightning_dpx.step import LossReduction
 from lightning_dpx.trainer.processes import gather_objects, on_wire
 
 
 class RanksOfReplicas(ParallelStrategy):
     """What code written for DDP asks a strategy, answered for replicas as well."""
 
-    _loss_reduction: LossReduction
-
     def __init__(self, *args: Any) -> None:
         self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
-        self._rows_of_step = 0
+        self._rows_of_step = 0.0
         super().__init__(*args)
 
     @property
@@ -111,6 +108,11 @@ class RanksOfReplicas(ParallelStrategy):
         return super().reduce_boolean_decision(decision, all)
 
     @property
+    def _loss_is_sum(self) -> bool:
+        """Whether the losses of slices add up to that of the batch."""
+        raise NotImplementedError
+
+    @property
     def _is_connected(self) -> bool:
         return self.num_processes > 1 and torch.distributed.is_initialized()
 
@@ -127,7 +129,7 @@ class RanksOfReplicas(ParallelStrategy):
             CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
         """
         mine = kind, self._rows_of_step, _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
-        everyone: list[tuple[str, int, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
+        everyone: list[tuple[str, float, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
         kinds = [theirs for theirs, _, _ in everyone]
         if len(set(kinds)) > 1:
             calls = ", ".join(f"process {process} calls {theirs}" for process, theirs in enumerate(kinds))
@@ -139,7 +141,7 @@ class RanksOfReplicas(ParallelStrategy):
                 f"this short batch {sum(counts)} have rows. Use drop_last=True."
             )
         # Each process's gradients count by its rows in the end; what crosses over must count by those it came from.
-        weigh = gradients and self._loss_reduction == "mean"
+        weigh = gradients and not self._loss_is_sum
         found = []
         for process, (_, rows, theirs) in enumerate(everyone):
             factor = rows / self._rows_of_step if weigh else 1.0

@@ -26,6 +26,7 @@ from torch.nn import Module
 from lightning_dpx.errors import CollectiveError, UnsupportedError, WholeBatchError
 from lightning_dpx.recompute import planned
 from lightning_dpx.replicas import (
+    MergeRules,
     Replica,
     ReplicaSet,
     Share,
@@ -33,7 +34,7 @@ from lightning_dpx.replicas import (
     UncuttableBatch,
     check_paths,
     first_loss,
-    gather,
+    weights_of,
 )
 from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import BetweenSteps, applied_shift
@@ -49,6 +50,7 @@ from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
 from lightning_dpx.trainer.ranks import RanksOfReplicas
+from lightning_dpx.trainer.rehearsal import Rehearsals
 from lightning_dpx.trainer.static_memory import StaticMemory, bytes_of_states
 from lightning_dpx.trainer.stopping import StopTogether
 from lightning_dpx.trainer.whole_batches import (
@@ -77,6 +79,7 @@ class StepsOfReplicas(RanksOfReplicas):
     _shifts_open: bool  # the first batch decides
     _shifted_parts: list[str]
     _example_batch: Any
+    _rehearsals: Rehearsals
 
     def __init__(self, planning: MemoryPlanning, out_of_memory: OutOfMemory, *args: Any) -> None:
         self._planning, self._out_of_memory = planning, out_of_memory
@@ -121,6 +124,8 @@ class StepsOfReplicas(RanksOfReplicas):
             args = (RewindableBatches(args[0]), *args[1:])  # rehearsals and repetitions fetch what the step fetches
         shares, replicas = self._shares("training_step", args), self._replicas
         assert replicas is not None, "the step came with them"
+        if self._rehearsals.before_step("training_step", shares, args, kwargs):
+            shares = self._shares("training_step", args)  # it may have to run whole
         if self._shifts_open:
             self._shift_what_does_not_fit(shares, args, kwargs)
         if self._needs_plan(args[0]):
@@ -170,7 +175,8 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._step is not None, "only called with replicas"
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
-            with self.precision_plugin.train_step_context(), self._logs("training_step", shares) as call:
+            logs = self._logs("training_step", shares, self._step.rules)
+            with self.precision_plugin.train_step_context(), logs as call:
                 run_step, finisher = call("training_step", args[1:], kwargs), self._finisher("training_step")
                 if self._replicas.root.module.automatic_optimization:
                     return self._step.forward(shares, run_step if finisher else _checked(run_step), finisher)
@@ -293,14 +299,22 @@ class StepsOfReplicas(RanksOfReplicas):
             with self._arranged():
                 return self._finished(name, alone(*args, **kwargs))
         shares = self._shares(name, args)
+        if self._rehearsals.before_step(name, shares, args, kwargs):
+            shares = self._shares(name, args)  # it may have to run whole
         dataloader_idx = args[2] if len(args) > 2 else 0
         if len(shares) == 1 and self.num_processes == 1:
             with self._arranged():
                 return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
-        with self.precision_plugin.val_step_context(), self._logs(name, shares) as call:
+        return self._evaluate_replicas(name, shares, args, kwargs)
+
+    def _evaluate_replicas(self, name: str, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._replicas is not None, "only called with replicas"
+        dataloader_idx = args[2] if len(args) > 2 else 0
+        rules = self._rehearsals.rules(name, dataloader_idx)
+        with self.precision_plugin.val_step_context(), self._logs(name, shares, rules) as call:
             self._replicas.state.synchronize()
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
-            merged = gather(outputs, [share.num_rows for share in shares], self.root_device, self._replicas.output_dim)
+            merged = rules.merge_outputs(outputs, weights_of(shares), self.root_device, self._replicas.output_dim)
         return self._finished(name, merged)
 
     def _shares(self, name: str, args: tuple[Any, ...]) -> list[Share]:
@@ -311,8 +325,17 @@ class StepsOfReplicas(RanksOfReplicas):
         if shares is None:
             num_rows = rows_to_weigh_by(batch) if self._reads_rows else 1
             shares = [self._replicas.whole_share(batch, num_rows)]
-        self._rows_of_step = sum(share.num_rows for share in shares)
+        assert self.lightning_module is not None, "connect() sets the module first"
+        shares = self._weighted(shares, self.lightning_module)
+        self._rows_of_step = sum(weights_of(shares).of_loss)
         return shares
+
+    def _weighted(self, shares: list[Share], module: "pl.LightningModule") -> list[Share]:
+        """The shares with the weights that the user's ``loss_weight(batch)`` gives them, if there is one."""
+        weigh = getattr(module, "loss_weight", None) if hasattr(type(module), "loss_weight") else None
+        if not callable(weigh) or (len(shares) == 1 and self.num_processes == 1):
+            return shares
+        return [replace(share, weight=float(weigh(share.batch))) for share in shares]
 
     def _slices(self, name: str, batch: Any) -> list[Share] | None:
         """``None``, and announced once, where the batch must go whole."""
@@ -365,7 +388,9 @@ class StepsOfReplicas(RanksOfReplicas):
         return batch
 
     @contextmanager
-    def _logs(self, stage: str, shares: Sequence[Share]) -> Iterator[Callable[..., Callable[[Share], Any]]]:
+    def _logs(
+        self, stage: str, shares: Sequence[Share], rules: MergeRules
+    ) -> Iterator[Callable[..., Callable[[Share], Any]]]:
         """Yields a maker of per-replica calls; what they log is logged once, merged, when the block ends well."""
         logs = {share.replica.index: StepLog(share) for share in shares}
 
@@ -383,7 +408,7 @@ class StepsOfReplicas(RanksOfReplicas):
             yield make
         self._replicas.python_state.collect([share.replica for share in shares])
         assert self.lightning_module is not None, "connect() sets the module first"
-        replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics)
+        replay(list(logs.values()), self.lightning_module, self.root_device, self._metrics, rules)
         self._metrics.end_step()
         for reason in self._metrics.separate:
             self._whole_batches.give_whole(stage, reason, "Give the metric one row per sample, padded to one size.")

@@ -4,7 +4,6 @@ import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -66,6 +65,7 @@ from lightning_dpx.trainer.processes import (
     start_equal,
 )
 from lightning_dpx.trainer.rank_zero import forget_steps, make_step_aware
+from lightning_dpx.trainer.rehearsal import Rehearsals, Verify
 from lightning_dpx.trainer.shift_rehearsal import rehearse_shifts
 from lightning_dpx.trainer.steps import StepsOfReplicas
 from lightning_dpx.trainer.stopping import StopTogether
@@ -87,7 +87,10 @@ class DPXStrategy(StepsOfReplicas):
         execution: "inline" runs replicas one after the other, "threads" each in its own thread. "auto" uses one
             thread per physical device; replicas on one device (CPU) take their slices as one.
         buffers: After a step, the module's buffers are those of the first replica ("broadcast") or the mean ("mean").
-        loss_reduction: Whether the training loss is a "mean" or a "sum" over its batch.
+        loss_reduction: Whether the training loss is a "mean" or a "sum" over its batch. "auto" is whichever of both
+            gives the whole batch's loss in the rehearsal (see verify); a mean where none is possible. Where the loss is
+            a mean over something else than rows, such as tokens, give the module a method loss_weight(batch) that
+            returns how much a slice weighs, as the number of its tokens; it gets a slice as the loader gave it.
         communication_dtype: What gradients travel in between devices, "float16" or "bfloat16"; sums stay in their own.
         gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
             on all replicas; 0 sends all after backward.
@@ -113,6 +116,13 @@ class DPXStrategy(StepsOfReplicas):
             which sum to the rows of the batch's first input. Unless given, a method slice_batch(self, batch, sizes) of
             the module does it, if there is one (and num_rows(self, batch) counts); or else batch_dim and
             register_slicer() decide. What cannot be cut goes whole to the first replica.
+        verify: Before the first step of a stage on several replicas, it is rehearsed on a few rows: once as one device,
+            once in slices of unequal size. Losses, gradients (by hand: new weights), outputs, logged values and Python
+            state are compared, and how outputs and logged values are merged is decided by what reproduces those of one
+            device. What differs is a warning ("warn"), an error ("raise"), or has the stage run on the first replica as
+            one device ("first"). "off" rehearses nothing. The rehearsal runs your step on shadow modules and puts back
+            all that it changes in them, the trainer and random generators; what a step does outside (prints, files,
+            requests) happens again.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -132,7 +142,7 @@ class DPXStrategy(StepsOfReplicas):
         batch_dim: int | dict[str, int] = 0,
         execution: Execution = "auto",
         buffers: BufferMode = "broadcast",
-        loss_reduction: LossReduction = "mean",
+        loss_reduction: LossReduction = "auto",
         communication_dtype: CommunicationDtype | None = None,
         gradient_packs: int = 8,
         shifts: dict[str, str] | Literal["auto"] | None = None,
@@ -146,6 +156,7 @@ class DPXStrategy(StepsOfReplicas):
         timeout: float = 300.0,
         check_replicas_every_n_steps: int = 100,
         batch_slicer: Slicer | Callable[[Any, list[int]], list[Any]] | None = None,
+        verify: Verify = "warn",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -166,6 +177,7 @@ class DPXStrategy(StepsOfReplicas):
             process_group_backend=process_group_backend,
             timeout=timeout,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
+            verify=verify,
         )
         asked = parse_shifts(shifts, shift_activations)
         self._shifts_open = self._auto_shifts = asked is None
@@ -184,6 +196,7 @@ class DPXStrategy(StepsOfReplicas):
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
         self._batch_slicer = batch_slicer
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
+        self._rehearsals = Rehearsals(self, verify, loss_reduction)
         self._adoption: Adoption | None = None
         out_of_memory = OutOfMemory(on_oom)
         base = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -425,6 +438,7 @@ class DPXStrategy(StepsOfReplicas):
             self._step = TrainingStep(
                 replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs, several
             )
+            self._step.rules = self._rehearsals.rules("training_step", 0)
             if several is None and not self._plans_memory:  # a plan is for slices of one size
                 self._consider_threads(module, replicas)
             self._announce_reducer(replicas.devices)
@@ -437,28 +451,47 @@ class DPXStrategy(StepsOfReplicas):
         self, module: "pl.LightningModule", devices: Sequence[torch.device], metrics: ReplicaMetrics
     ) -> ReplicaSet:
         """One replica per device; only the first where the module cannot be copied, which is announced."""
-        keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
-        make = partial(
-            ReplicaSet,
-            module,
-            batch_dim=self._batch_dim,
-            batch_slicer=self._batch_slicer,
-            execution=self._execution,
-            buffers=self._buffers,
-            merge=True,
-            keep=[item for item in keep if item is not None],
-            private=frozenset(vars(pl.LightningModule())),
-            shared=list(metrics.named.values()),
-            skip=KINDS,
-            deadline=self._timeout,
-            check_every=self._check_every,
-            beyond=self._reach_other_processes if self.num_processes > 1 else None,
-        )
         try:
-            return make(devices, workload=self._workload)
+            return self._new_replicas(module, devices, metrics)
         except ReplicationError as error:
             rank_zero_warn(f"dpx: everything runs on {devices[0]}, the other devices idle: {error}")
-            return make(devices[:1])
+            return self._new_replicas(module, devices[:1], metrics, workload="even")
+
+    def _new_replicas(
+        self,
+        module: "pl.LightningModule",
+        devices: Sequence[torch.device],
+        metrics: ReplicaMetrics,
+        kind: type[ReplicaSet] = ReplicaSet,
+        **changes: Any,
+    ) -> ReplicaSet:
+        """Replicas of ``module`` as this strategy wants them; a rehearsal wants some of it otherwise."""
+        keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
+        options: dict[str, Any] = {
+            "workload": self._workload,
+            "batch_dim": self._batch_dim,
+            "batch_slicer": self._batch_slicer,
+            "execution": self._execution,
+            "buffers": self._buffers,
+            "merge": True,
+            "keep": [item for item in keep if item is not None],
+            "private": self._private_attributes,
+            "shared": list(metrics.named.values()),
+            "skip": KINDS,
+            "deadline": self._timeout,
+            "check_every": self._check_every,
+            "beyond": self._reach_other_processes if self.num_processes > 1 else None,
+        }
+        return kind(module, devices, **{**options, **changes})
+
+    @property
+    def _private_attributes(self) -> frozenset[str]:
+        """What every LightningModule has, and is none of the user's."""
+        return frozenset(vars(pl.LightningModule()))
+
+    @property
+    def _loss_is_sum(self) -> bool:
+        return self._step is not None and self._step.rules.loss_reduction == "sum"
 
     def _take_trainer(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas[1:]:

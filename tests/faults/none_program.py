@@ -20,7 +20,7 @@ class PartlyNone(Classifier):
 def main() -> None:
     torch.manual_seed(0)
     model, (rows, labels) = PartlyNone(), next(iter(make_loader()))
-    strategy = dpx.DPXStrategy(execution="inline", timeout=120.0)
+    strategy = dpx.DPXStrategy(verify="off", execution="inline", timeout=120.0)
     trainer = make_trainer(strategy=strategy, devices=2, num_nodes=2, max_epochs=1, use_distributed_sampler=False)
     half = slice(0, 8) if trainer.global_rank == 0 else slice(8, 16)
     batches: Any = DataLoader([(rows[half], labels[half])] * 3, batch_size=None)

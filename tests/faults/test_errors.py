@@ -146,7 +146,7 @@ class Aftermath(Callback):
 def fail(model: LightningModule, execution: str, expected: Any, devices: int = 3, **options: Any) -> Any:
     """The error of a fit, and what its callbacks saw."""
     after = Aftermath()
-    strategy = options.pop("strategy", None) or dpx.DPXStrategy(execution=execution)
+    strategy = options.pop("strategy", None) or dpx.DPXStrategy(verify="off", execution=execution)
     trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=[after], **options)
     with pytest.raises(expected) as caught:
         trainer.fit(model, make_loader())
@@ -167,7 +167,7 @@ def unchanged(model: Faulty, *, buffers: bool = True) -> None:
 
 
 def trains_again(model: LightningModule, execution: str) -> None:
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, max_epochs=1)
     trainer.fit(model, make_loader())
     assert trainer.global_step == 4
 
@@ -202,7 +202,7 @@ def test_case_01_the_note_names_the_module(execution: str) -> None:
 @pytest.mark.parametrize("which", [(0,), (2,), (0, 1, 2)])
 def test_case_02_an_error_in_backward(which: tuple[int, ...], reducer: str, execution: str, hardware: str) -> None:
     model = Faulty(LookupError, which, "backward")
-    strategy = dpx.DPXStrategy(execution=execution, reducer=reducer)
+    strategy = dpx.DPXStrategy(verify="off", execution=execution, reducer=reducer)
     error, after = fail(model, execution, LookupError, strategy=strategy)
     in_reverse = execution == "inline" and hardware == "cpu"  # one backward for all: it walks the last replica first
     first = which[-1] if in_reverse else which[0]
@@ -305,7 +305,7 @@ def small_devices() -> Iterator[None]:
 
 
 def retried(model: Retries, execution: str, **options: Any) -> dict[str, torch.Tensor]:
-    strategy = dpx.DPXStrategy(execution=execution, **options)
+    strategy = dpx.DPXStrategy(verify="off", execution=execution, **options)
     make_trainer(strategy=strategy, devices=3, max_epochs=1, limit_train_batches=3).fit(model, make_loader())
     return dict(model.state_dict())
 
@@ -391,7 +391,9 @@ def test_case_07_running_out_of_memory_in_the_optimizer(reducer: str) -> None:
     try:
         with pytest.raises(torch.OutOfMemoryError):
             make_trainer(
-                accelerator="sim", strategy=dpx.DPXStrategy(reducer=reducer, execution="inline"), devices=2
+                accelerator="sim",
+                strategy=dpx.DPXStrategy(verify="off", reducer=reducer, execution="inline"),
+                devices=2,
             ).fit(model, make_loader())
     finally:
         simulate(8)
@@ -450,7 +452,9 @@ def test_case_04_an_error_in_the_recomputation_of_a_plan(execution: str) -> None
     batch = [part[:6] for part in next(iter(make_loader()))]
     plan = dpx.search_plan(Written(), batch, budget=0.94)
     assert plan.dropped
-    error, _ = fail(model, execution, RuntimeError, strategy=dpx.DPXStrategy(execution=execution, plan=plan))
+    error, _ = fail(
+        model, execution, RuntimeError, strategy=dpx.DPXStrategy(verify="off", execution=execution, plan=plan)
+    )
     note_of(error, 1, "backward")
     assert "changed in place: net." in str(error), "names the entry of the plan"
 
@@ -527,7 +531,7 @@ def test_case_09_an_interrupt_waits_for_no_replica(phase: str, execution: str, h
         pytest.skip("the caller's thread is in autograd's engine, as with one such device")
     after = Aftermath()
     reducer = BlocksInReduce([torch.device(place) for place in places(3)]) if phase == "reduce" else "auto"
-    strategy = dpx.DPXStrategy(execution=execution, reducer=reducer, gradient_packs=0)
+    strategy = dpx.DPXStrategy(verify="off", execution=execution, reducer=reducer, gradient_packs=0)
     trainer = make_trainer(strategy=strategy, devices=3, max_epochs=1, callbacks=[after])
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         trainer.fit(Blocked(phase, interrupt), make_loader())
@@ -538,7 +542,7 @@ def test_case_09_an_interrupt_waits_for_no_replica(phase: str, execution: str, h
 @pytest.mark.usefixtures("_released")
 def test_case_09_ctrl_c_works_again_after_the_fit(execution: str) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, max_epochs=1)
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         trainer.fit(Faulty(lambda _: KeyboardInterrupt(), (1,)), make_loader())
     assert signal.getsignal(signal.SIGINT) is handler
@@ -555,7 +559,7 @@ class Terminated(Faulty):
 @pytest.mark.usefixtures("_released")
 def test_case_10_sigterm_ends_the_run_after_the_step_with_its_exit_code(execution: str) -> None:
     after = Aftermath()
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, callbacks=[after])
+    trainer = make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, callbacks=[after])
     with pytest.raises(SystemExit) as caught:
         trainer.fit(Terminated(), make_loader())
     assert trainer.global_step == 2, "the step ends"
@@ -566,7 +570,8 @@ def test_case_10_sigterm_ends_the_run_after_the_step_with_its_exit_code(executio
 @pytest.mark.usefixtures("_released")
 @pytest.mark.parametrize("phase", ["forward", "backward", "meeting"])
 def test_case_12_a_replica_that_blocks_is_named_after_the_timeout(phase: str, capfd: Any) -> None:
-    strategy = dpx.DPXStrategy(execution="threads", timeout=4.0)  # more than a busy machine needs for a step
+    # More than a busy machine needs for a step.
+    strategy = dpx.DPXStrategy(verify="off", execution="threads", timeout=4.0)
     trainer = make_trainer(strategy=strategy, devices=3, max_epochs=1)
     with pytest.raises(dpx.DPXError, match="replica 2") as caught:
         trainer.fit(Blocked(phase), make_loader())
@@ -607,7 +612,7 @@ def test_case_15_a_warning_is_an_error_in_a_replica_too(execution: str, hardware
 
 
 def test_case_15_filters_are_those_of_the_caller_and_lines_come_once(execution: str, caplog: Any) -> None:
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, max_epochs=1)
     with warnings.catch_warnings(record=True) as seen, caplog.at_level("INFO"):
         warnings.simplefilter("default")
         trainer.fit(Warns(), make_loader())
@@ -640,7 +645,7 @@ def test_case_16_shares_without_a_loss_weigh_nothing(
     ours, one = PartlyNone(which=which, phase=reduction), PartlyNone(phase=reduction)
     for model in (ours, one):
         model.net[2] = nn.Tanh()
-    strategy = dpx.DPXStrategy(execution=execution, workload=[2.0, 1.0, 1.0], loss_reduction=reduction)
+    strategy = dpx.DPXStrategy(verify="off", execution=execution, workload=[2.0, 1.0, 1.0], loss_reduction=reduction)
     batches: Any = DataLoader([(rows, labels)] * 3, batch_size=None)
     make_trainer(strategy=strategy, devices=3, max_epochs=1).fit(ours, batches)
     kept = [part for index, part in enumerate((range(8), range(8, 12), range(12, 16))) if index not in which]
@@ -651,7 +656,7 @@ def test_case_16_shares_without_a_loss_weigh_nothing(
 
 
 def test_case_16_it_is_said_once_that_some_replicas_have_no_loss(execution: str) -> None:
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, max_epochs=1)
     with pytest.warns(UserWarning, match="None.*replica 1") as seen:
         trainer.fit(PartlyNone(which=(1,), phase="mean"), make_loader())
     assert sum("None" in str(one.message) for one in seen) == 1
@@ -712,7 +717,9 @@ def test_case_17_the_replica_is_named(execution: str) -> None:
 
 def test_case_17_a_loss_on_another_device_trains_as_on_one(execution: str, hardware: str) -> None:
     ours, one = Returns(which=(0, 1, 2), phase="host"), Returns()
-    make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1).fit(ours, make_loader(51, 17))
+    make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, max_epochs=1).fit(
+        ours, make_loader(51, 17)
+    )
     make_trainer(max_epochs=1).fit(one, make_loader(51, 17))
     assert ours.net[0].weight.isfinite().all()
 
@@ -743,7 +750,7 @@ class Structures(Faulty):
 def test_case_18_different_structures_are_named(made: Any, message: str, execution: str, hardware: str) -> None:
     fail(Structures(made), execution, dpx.GatherError)
     with pytest.raises(dpx.GatherError, match=message):
-        make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=2, max_epochs=1).fit(
+        make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=2, max_epochs=1).fit(
             Structures(made), make_loader()
         )
 
@@ -758,7 +765,7 @@ class AssertsOnTheDevice(Classifier):
 
 
 def test_case_14_a_device_that_is_lost_is_called_so(execution: str, hardware: str) -> None:
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3, max_epochs=1)
     with pytest.raises(torch.AcceleratorError) as caught:
         trainer.fit(AssertsOnTheDevice(), make_loader(), make_loader())
     assert any(f"{places(3)[1]} is lost to this process" in note for note in caught.value.__notes__)

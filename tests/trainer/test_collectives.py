@@ -82,7 +82,7 @@ def test_batch_norm_without_synchronization_differs() -> None:
 
 
 def inline() -> dpx.DPXStrategy:
-    return dpx.DPXStrategy(execution="inline")
+    return dpx.DPXStrategy(verify="off", execution="inline")
 
 
 class Uneven(Classifier):
@@ -113,7 +113,7 @@ class Uneven(Classifier):
     ],
 )
 def test_a_meeting_that_cannot_be_is_an_error_at_once(which, what, error, message, execution) -> None:
-    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3)
     with pytest.raises(error, match=message):
         trainer.fit(Uneven(which, what), make_loader(), make_loader())
 
@@ -131,7 +131,7 @@ class SaysItOnce(Classifier):
 
 def test_rank_zero_guards_and_print_run_once_a_step(execution, capsys) -> None:
     model = SaysItOnce()
-    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=3)
     trainer.fit(model, make_loader(num_rows=48), make_loader(num_rows=48))
     assert capsys.readouterr().out.count("hello") == 3
     assert rank_zero_only.rank == 0

@@ -76,9 +76,9 @@ def test_training_within_a_budget_ends_at_the_same_bits(
 ) -> None:
     model = tower(dropout=dropout)
     with caplog.at_level("INFO"):
-        strategy = dpx.DPXStrategy(execution=execution, memory_budget=f"{budget}MiB")
+        strategy = dpx.DPXStrategy(verify="off", execution=execution, memory_budget=f"{budget}MiB")
         ours = fit(model, strategy=strategy, devices=devices)
-    unplanned = dpx.DPXStrategy(execution=execution)
+    unplanned = dpx.DPXStrategy(verify="off", execution=execution)
     assert_equal(ours, fit(tower(dropout=dropout), strategy=unplanned, devices=devices), bitwise=True)
     told = next(record.message for record in caplog.records if "dpx: memory of cpu" in record.message)
     assert f"predicted of {budget}.0 MiB allowed" in told
@@ -96,8 +96,10 @@ def test_frozen_layers_above_trained_ones_fit_into_as_little(devices: int, execu
         model.net[1:].requires_grad_(False)
         return model
 
-    ours = fit(frozen(), strategy=dpx.DPXStrategy(execution=execution, memory_budget="10MiB"), devices=devices)
-    expected = fit(frozen(), strategy=dpx.DPXStrategy(execution=execution), devices=devices)
+    ours = fit(
+        frozen(), strategy=dpx.DPXStrategy(verify="off", execution=execution, memory_budget="10MiB"), devices=devices
+    )
+    expected = fit(frozen(), strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=devices)
     assert_equal(ours, expected, bitwise=True)
 
 
@@ -130,24 +132,24 @@ def test_modules_that_are_called_again_train_as_well(
 
     plan = dpx.search_plan(swinging(), next(iter(loader())))  # where there is nowhere to park
     assert plan.calls
-    strategies = [dpx.DPXStrategy(execution=execution, plan=each) for each in (plan, None)]
+    strategies = [dpx.DPXStrategy(verify="off", execution=execution, plan=each) for each in (plan, None)]
     ours, theirs = (fit(swinging(), strategy=s, devices=devices, accelerator=accelerator) for s in strategies)
     assert_equal(ours, theirs, bitwise=True)
 
 
 def test_a_budget_that_cannot_be_met_says_what_would_do() -> None:
     with pytest.raises(dpx.PlanError, match="smallest that can is") as error:
-        fit(tower(), strategy=dpx.DPXStrategy(memory_budget="10MiB"))
+        fit(tower(), strategy=dpx.DPXStrategy(verify="off", memory_budget="10MiB"))
     assert any("it must allow at least" in note for note in error.value.__notes__)
     with pytest.raises(dpx.PlanError, match="parameters, gradients and optimizer state alone take"):
-        fit(tower(), strategy=dpx.DPXStrategy(memory_budget="1MiB"))
+        fit(tower(), strategy=dpx.DPXStrategy(verify="off", memory_budget="1MiB"))
 
 
 def test_a_larger_batch_is_planned_anew(caplog: Any) -> None:
     batches: Any = [next(iter(loader(rows))) for rows in (256, 128, 512, 512)]
     data = DataLoader(batches, batch_size=None)
     with caplog.at_level("INFO"):
-        ours = fit(tower(), data, strategy=dpx.DPXStrategy(memory_budget="18MiB"))
+        ours = fit(tower(), data, strategy=dpx.DPXStrategy(verify="off", memory_budget="18MiB"))
     assert_equal(ours, fit(tower(), data), bitwise=True)
     assert sum("dpx: memory of cpu" in record.message for record in caplog.records) == 2
 
@@ -158,7 +160,7 @@ def test_a_given_plan_is_followed_and_checked(tmp_path: Any, caplog: Any) -> Non
     assert model.seen == [512, 512], "a search on the model itself runs its step"
     plan.save(tmp_path / "plan.yaml")
     with caplog.at_level("INFO"):
-        ours = fit(tower(), strategy=dpx.DPXStrategy(plan=str(tmp_path / "plan.yaml")), devices=2)
+        ours = fit(tower(), strategy=dpx.DPXStrategy(verify="off", plan=str(tmp_path / "plan.yaml")), devices=2)
     assert_equal(ours, fit(tower()), bitwise=True)
     assert any("dpx: follows the given plan" in record.message for record in caplog.records)
     with pytest.raises(dpx.PlanError, match="made for a Tower"):
@@ -272,7 +274,7 @@ def test_the_predicted_peak_is_that_of_the_gpu(share: float) -> None:
 
 @on_devices
 def test_a_prediction_that_was_wrong_is_reported_with_both_numbers(caplog: Any) -> None:
-    strategy = dpx.DPXStrategy(memory_budget="40MiB")
+    strategy = dpx.DPXStrategy(verify="off", memory_budget="40MiB")
 
     class Lied(Tower):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -289,7 +291,7 @@ def test_a_model_that_does_not_fit_is_profiled_on_few_rows_and_trains(small_devi
         fit(tower(dropout=0.0), loader(1024), strategy="dpx", accelerator="sim", devices=1)
     gc.collect()
     with caplog.at_level("INFO"):
-        strategy = dpx.DPXStrategy(memory_budget="auto")
+        strategy = dpx.DPXStrategy(verify="off", memory_budget="auto")
         ours = fit(tower(dropout=0.0), loader(1024), strategy=strategy, accelerator="sim", devices=1)
     assert_equal(ours, fit(tower(dropout=0.0), loader(1024)))
     assert any("profiled on 1/4 of the rows" in record.message for record in caplog.records)
@@ -307,7 +309,7 @@ def test_replicas_that_park_end_at_the_same_bits(execution: Any) -> None:
         gc.collect()
         for device in range(2):
             sim.reset_peak_memory_stats(device)
-        strategy = dpx.DPXStrategy(execution=execution, plan=given)
+        strategy = dpx.DPXStrategy(verify="off", execution=execution, plan=given)
         found.append(fit(tower(dropout=0.0), loader(1024), strategy=strategy, accelerator="sim", devices=2))
         peaks.append([sim.max_memory_allocated(device) for device in range(2)])
     assert_equal(*found, bitwise=True)
@@ -316,7 +318,7 @@ def test_replicas_that_park_end_at_the_same_bits(execution: Any) -> None:
 
 @on_devices
 def test_unequal_devices_get_unequal_plans(small_devices: Any) -> None:
-    strategy = dpx.DPXStrategy(memory_budget="auto")
+    strategy = dpx.DPXStrategy(verify="off", memory_budget="auto")
     plans: dict[torch.device, dpx.CheckpointPlan] = {}
 
     class Peek(Tower):
@@ -327,7 +329,9 @@ def test_unequal_devices_get_unequal_plans(small_devices: Any) -> None:
     model = Peek(dropout=0.0)
     ours = fit(model, loader(2048), strategy=strategy, accelerator="sim", devices=3)
     torch.manual_seed(0)
-    reference = fit(Peek(dropout=0.0), loader(2048), strategy=dpx.DPXStrategy(execution="inline"), devices=3)
+    reference = fit(
+        Peek(dropout=0.0), loader(2048), strategy=dpx.DPXStrategy(verify="off", execution="inline"), devices=3
+    )
     assert_equal(ours, reference)
     first, _, last = (plans[torch.device("sim", index)] for index in range(3))
     assert len(last.dropped) < len(first.dropped)
@@ -347,7 +351,7 @@ def test_a_plan_made_without_the_device_is_followed_there(tmp_path: Any) -> None
         gc.collect()
         before = sim.memory_allocated(0)
         sim.reset_peak_memory_stats(0)
-        strategy = dpx.DPXStrategy(reducer="collective", execution="inline", **options)
+        strategy = dpx.DPXStrategy(verify="off", reducer="collective", execution="inline", **options)
         results.append(fit(tower(), strategy=strategy, accelerator="sim", devices=2))
         peaks.append(sim.max_memory_allocated(0) - before)
     assert_equal(results[1], results[0], bitwise=True)

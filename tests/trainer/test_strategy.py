@@ -148,7 +148,7 @@ class Ranks(Classifier):
 
 
 def test_inside_a_step_a_replica_is_a_rank(execution) -> None:
-    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution=execution), devices=4)
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=4)
     trainer.fit(Ranks(), make_loader(num_rows=32), make_loader(num_rows=32))
     logged = trainer.callback_metrics
     assert (logged["rank"].item(), logged["world"].item(), logged["rows_in_all"].item()) == (3, 4, 32)
@@ -183,7 +183,7 @@ class Skips(Classifier):
 def test_a_replica_may_return_none() -> None:
     torch.manual_seed(0)
     model, loader = Skips(), make_loader(num_rows=16)
-    make_trainer(max_epochs=1, **inline(2)).fit(model, loader, loader)
+    make_trainer(max_epochs=1, **inline(2, verify="off")).fit(model, loader, loader)
     torch.manual_seed(0)
     one, (rows, labels) = Skips(), next(iter(loader))
     halved = DataLoader([(rows[:8], labels[:8])], batch_size=None)

@@ -65,7 +65,7 @@ def without_rows(seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_large_operators_train_in_threads_to_the_weights_of_one_device() -> None:
-    one, ours = run(build(), loader()), run(build(), loader(), strategy="dpx", devices=2)
+    one, ours = run(build(), loader()), run(build(), loader(), strategy=dpx.DPXStrategy(verify="off"), devices=2)
     assert ours["logged/rows_step"] == 2, "the last batch has two rows, for one replica"
     assert ours["logged/rows_epoch"] == 8, "in the second epoch all full batches are cut"
     assert ours["logged/val_rows"] == 16, "evaluation takes the batch whole, with all threads"
@@ -81,7 +81,8 @@ def test_slices_run_in_threads_after_the_first_step(monkeypatch) -> None:
         return step(self, batch, batch_idx)
 
     monkeypatch.setattr(Convolutions, "training_step", spy)
-    make_trainer(strategy="dpx", devices=2, max_steps=3, max_epochs=1).fit(build(), loader(), loader())
+    strategy = dpx.DPXStrategy(verify="off")
+    make_trainer(strategy=strategy, devices=2, max_steps=3, max_epochs=1).fit(build(), loader(), loader())
     assert seen == [16, 8, 8, 8, 8, 8, 8], "the whole first batch, its rehearsal on copies, then slices"
 
 

@@ -1,0 +1,481 @@
+"""Rules by which the values of slices become the value of the whole batch, found by trying and not by looking at types.
+
+A rehearsal runs the same rows whole and in slices of unequal size. For every value it knows what one device makes of
+them, and so which rule reproduces it: values that grow with the rows are joined, counts are summed, means are weighted.
+Slices of unequal size make coincidences rare: a 12 x 12 matrix keeps its shape, whatever the number of rows.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightning_dpx.replicas.slicing import children_of, rebuild
+from lightning_dpx.replicas.tolerance import Tolerance, difference
+
+Kind = Literal[
+    "join", "items", "union", "children", "equal", "mean", "loss mean", "sum", "max", "min", "quadratic mean",
+    "geometric mean", "first", "last", "by type",
+]  # fmt: skip
+# The order in which rules that fit alike are preferred: what a user would most likely mean comes first.
+_OF_NUMBERS: tuple[Kind, ...] = (
+    "mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "first", "last",
+)  # fmt: skip
+_PREFERRED: dict[str, Kind] = {"sum": "sum", "max": "max", "min": "min"}  # by the reduce_fx of a logged value
+_LARGEST_BLOCKS = 8  # "two views of every row, one after the other" are two blocks
+_BY_CHANCE = 3  # so few numbers may fit a rule by chance
+NUMBERS = (bool, int, float, np.generic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How the values of slices become one.
+
+    Attributes:
+        kind: "join" along a dim, "items" of lists one after the other, "union" of mappings and sets with different
+            keys, "children" each by its own rule, the name of a reduction, or "by type" where nothing is known.
+        dim: Of a join.
+        blocks: Of a join: every value is as many blocks along the dim, and the n-th blocks of all come together.
+    """
+
+    kind: Kind
+    dim: int = 0
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What the slices count.
+
+    Attributes:
+        rows: Of each slice.
+        of_loss: What each slice's loss weighs; the rows unless the user says otherwise.
+    """
+
+    rows: Sequence[float]
+    of_loss: Sequence[float]
+
+    @property
+    def differ(self) -> bool:
+        """Whether the user gave weights of the loss that are not the rows."""
+        return list(self.of_loss) != list(self.rows)
+
+    def of(self, kind: Kind) -> Sequence[float]:
+        """Those that a mean of this kind takes."""
+        return self.of_loss if kind == "loss mean" else self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What trying the rules on one value has shown.
+
+    Attributes:
+        path: Where the value is.
+        rules: Those that reproduce the whole batch's value, the preferred one first; none if nothing does.
+        is_sure: Whether the rules left would also agree on other values.
+        error: The largest relative difference of the preferred rule.
+        text: What differs, where no rule reproduces the value.
+    """
+
+    path: str
+    rules: tuple[Rule, ...]
+    is_sure: bool = True
+    error: float = 0.0
+    text: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """Tries rules on the values of slices.
+
+    Args:
+        weights: Of the slices.
+        tolerance: How far a value may be from the whole batch's.
+        dim: The dim to join along where several fit.
+        unstable: Paths whose values change from run to run, and so can only be told by their shapes.
+        prefer: The ``reduce_fx`` of a logged value.
+    """
+
+    weights: Weights
+    tolerance: Tolerance
+    dim: int = 0
+    unstable: frozenset[str] = frozenset()
+    prefer: str = "mean"
+    findings: list[Finding] = field(default_factory=list)
+
+    def examine(self, whole: Any, parts: Sequence[Any], path: str) -> list[Finding]:
+        """The findings for a value and all that it holds.
+
+        Args:
+            whole: One device's value.
+            parts: The values of the slices.
+            path: Where the value is.
+        """
+        present = [part for part in parts if part is not None]
+        if whole is None and not present:
+            return []
+        if whole is None or not present:
+            return [self._unlike(path, whole, parts)]
+        if len(present) < len(parts):
+            return [Finding(path=path, rules=(Rule(kind="by type"),), is_sure=False)]
+        if is_numeric(whole) and all(map(is_numeric, parts)):
+            return [self._numbers(whole, list(parts), path)]
+        if any(type(part) is not type(whole) for part in parts):
+            return [self._unlike(path, whole, parts)]
+        if isinstance(whole, Mapping):
+            return self._mappings(whole, parts, path)
+        if type(whole) in (list, tuple):
+            return self._lists(whole, parts, path)
+        if isinstance(whole, set | frozenset):
+            fits = set().union(*parts) == whole
+            return [Finding(path=path, rules=(Rule(kind="union"),))] if fits else [self._unlike(path, whole, parts)]
+        if isinstance(whole, np.ndarray) and whole.ndim:
+            joined = np.concatenate([part for part in parts if part.ndim] or [whole[:0]])
+            if joined.shape == whole.shape and np.array_equal(joined, whole):
+                return [Finding(path=path, rules=(Rule(kind="items"),))]
+        if children_of(whole) is not None:
+            return self._children(whole, parts, path)
+        return [self._objects(whole, parts, path)]
+
+    def _mappings(self, whole: Mapping[Any, Any], parts: Sequence[Any], path: str) -> list[Finding]:
+        if all(part.keys() == whole.keys() for part in parts) and whole:
+            return self._children(whole, parts, path)
+        joined: dict[Any, Any] = {}
+        for part in parts:
+            joined.update(part)
+        apart = sum(map(len, parts)) == len(joined)
+        if apart and joined.keys() == whole.keys() and not self._differs(whole, joined, path):
+            return [Finding(path=path, rules=(Rule(kind="union"),))]
+        return [self._unlike(path, whole, parts)]
+
+    def _lists(self, whole: Sequence[Any], parts: Sequence[Any], path: str) -> list[Finding]:
+        joined = [item for part in parts for item in part]
+        if len(joined) == len(whole) and not self._differs(list(whole), joined, path):
+            return [Finding(path=path, rules=(Rule(kind="items"),))]
+        if all(len(part) == len(whole) for part in parts):
+            return self._children(whole, parts, path)
+        return [self._unlike(path, whole, parts)]
+
+    def _children(self, whole: Any, parts: Sequence[Any], path: str) -> list[Finding]:
+        columns = [dict(children_of(part) or ()) for part in parts]
+        found = [Finding(path=path, rules=(Rule(kind="children"),))]
+        for name, value in children_of(whole) or ():
+            if any(name not in column for column in columns):
+                found.append(self._unlike(f"{path}.{name}", value, parts))
+                continue
+            found += self.examine(value, [column[name] for column in columns], f"{path}.{name}")
+        return found
+
+    def _objects(self, whole: Any, parts: Sequence[Any], path: str) -> Finding:
+        """Strings and whatever has no parts: equal, or of a class that has no idea of equality."""
+        if all(is_same_object(whole, part, self.tolerance) for part in parts):
+            return Finding(path=path, rules=(Rule(kind="equal"),))
+        return self._unlike(path, whole, parts)
+
+    def _differs(self, whole: Any, joined: Any, path: str) -> bool:
+        """Whether two values of one structure differ, but for what is not stable."""
+        if path in self.unstable:
+            return False
+        return any(error > self.tolerance.relative for _, error in compare_trees(whole, joined, self.tolerance))
+
+    def _numbers(self, whole: Any, parts: list[Any], path: str) -> Finding:
+        target = as_tensor(whole)
+        values = [as_tensor(part) for part in parts]
+        joins = list(self._joins(target, values))
+        if path in self.unstable:
+            rule = joins[0] if joins else Rule(kind="by type")
+            return Finding(path=path, rules=(rule,), is_sure=False)
+        errors: dict[Rule, float] = {}
+        for rule in joins:
+            errors[rule] = difference(target, join(values, rule), self.tolerance)
+        if all(value.shape == target.shape for value in values):
+            for kind in self._kinds():
+                reduced = reduce_numbers(values, kind, self.weights)
+                if reduced is not None:
+                    errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance)
+        fitting = [rule for rule, error in errors.items() if error <= self.tolerance.relative]
+        if not fitting:
+            return self._unlike(path, whole, parts)
+        constant = all(difference(target, value, self.tolerance) == 0 for value in values)
+        if fitting[0].kind != "join" and constant:
+            return self._constant(target, path, fitting)
+        is_sure = fitting[0].kind == "join" or len(fitting) == 1 or target.numel() > _BY_CHANCE
+        if fitting[0].kind in ("max", "min", "first", "last") and target.numel() <= _BY_CHANCE:
+            is_sure = False  # the median of all rows may well be that of some
+        return Finding(path=path, rules=tuple(fitting), is_sure=is_sure, error=errors[fitting[0]])
+
+    def _constant(self, target: torch.Tensor, path: str, fitting: list[Rule]) -> Finding:
+        """The same on all slices and on the whole batch: a mean is right whatever comes, unless all is zero."""
+        if not bool(target.bool().any()):  # a count of what these rows have none of, a mean, or a constant
+            return Finding(path=path, rules=(Rule(kind="by type"), *fitting), is_sure=False)
+        floating = target.is_floating_point() or target.is_complex()
+        equal = Rule(kind="mean") if floating and any(rule.kind == "mean" for rule in fitting) else Rule(kind="equal")
+        others = [rule for rule in fitting if rule != equal]
+        return Finding(path=path, rules=(equal, *others))
+
+    def _kinds(self) -> list[Kind]:
+        kinds = [kind for kind in _OF_NUMBERS if kind != "loss mean" or self.weights.differ]
+        first = [_PREFERRED[self.prefer]] if self.prefer in _PREFERRED else []
+        return list(dict.fromkeys([*first, *kinds]))
+
+    def _joins(self, target: torch.Tensor, values: list[torch.Tensor]) -> Iterator[Rule]:
+        """Dims along which the values make up the target's shape, in blocks if need be."""
+        if any(value.ndim != target.ndim for value in values):
+            return
+        for dim in dict.fromkeys((self.dim, *range(target.ndim))):
+            if dim >= target.ndim or sum(value.shape[dim] for value in values) != target.shape[dim]:
+                continue
+            if all(_other_dims(value, dim) == _other_dims(target, dim) for value in values):
+                yield Rule(kind="join", dim=dim)
+                for blocks in range(2, _LARGEST_BLOCKS + 1):
+                    if all(value.shape[dim] and value.shape[dim] % blocks == 0 for value in values):
+                        yield Rule(kind="join", dim=dim, blocks=blocks)
+
+    def _unlike(self, path: str, whole: Any, parts: Sequence[Any]) -> Finding:
+        parted = " and ".join(describe(part) for part in parts)
+        return Finding(path=path, rules=(), text=f"{describe(whole)} on one device, {parted} from slices")
+
+
+def _other_dims(value: torch.Tensor, dim: int) -> list[int]:
+    return [size for index, size in enumerate(value.shape) if index != dim]
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether ``value`` is a number or a dense array of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.is_nested
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind in "biufc"
+    return isinstance(value, bool | int | float)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Numbers of any kind as a tensor on the host; floats of Python keep their precision."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=True))
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
+    """Whether all are equal, by their own idea of it; an idea that fails counts as no."""
+    if isinstance(whole, np.ndarray):
+        return all(isinstance(part, np.ndarray) and np.array_equal(part, whole) for part in parts)
+    try:
+        return all(part is whole or bool(part == whole) for part in parts)
+    except Exception:  # noqa: BLE001  an object may refuse to be compared; then nothing is known
+        return False
+
+
+def has_no_equality(value: Any) -> bool:
+    """Whether two objects of this class are equal only if they are one."""
+    return "__eq__" not in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
+
+
+def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
+    """Whether two objects are equal, or of a class without equality and alike in all attributes."""
+    if is_equal_object(one, [two]):
+        return True
+    if type(one) is not type(two) or not has_no_equality(one):
+        return False
+    mine, theirs = getattr(one, "__dict__", {}), getattr(two, "__dict__", {})
+    if mine.keys() != theirs.keys():
+        return False
+    return all(
+        error <= tolerance.relative
+        for key in mine
+        if mine[key] is not one  # an object may refer to itself
+        for _, error in compare_trees(mine[key], theirs[key], tolerance)
+    )
+
+
+def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> Iterator[tuple[str, float]]:
+    """Paths and relative differences of all leaves; infinity where structures or shapes differ."""
+    if is_numeric(one) and is_numeric(two):
+        yield path, difference(as_tensor(one), as_tensor(two), tolerance)
+        return
+    if type(one) is not type(two):
+        yield path, float("inf")
+        return
+    mine, theirs = children_of(one), children_of(two)
+    if mine is None or theirs is None:
+        yield path, 0.0 if is_same_object(one, two, tolerance) else float("inf")
+        return
+    if [name for name, _ in mine] != [name for name, _ in theirs]:
+        yield path, float("inf")
+        return
+    for (name, value), (_, other) in zip(mine, theirs, strict=True):
+        yield from compare_trees(value, other, tolerance, f"{path}.{name}" if path else name)
+
+
+def describe(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, torch.Tensor | np.ndarray) and np.prod(value.shape) != 1:
+        return f"shape {tuple(value.shape)}"
+    if is_numeric(value):
+        number = as_tensor(value).item()
+        return f"{number:.6g}" if isinstance(number, float) else str(number)
+    if isinstance(value, list | tuple | dict | set):
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"
+
+
+def join(values: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor:
+    """The values one after the other, block by block."""
+    if rule.blocks == 1:
+        return torch.cat(list(values), rule.dim)
+    blocks = [value.chunk(rule.blocks, rule.dim) for value in values]
+    return torch.cat([column[index] for index in range(rule.blocks) for column in blocks], rule.dim)
+
+
+def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], device: torch.device) -> torch.Tensor:
+    """The mean of ``values`` (equal shapes) with ``weights``, on ``device``; one value is returned as it is."""
+    if len(values) == 1:
+        return values[0].to(device)
+    total = float(sum(weights))
+    mean = values[0].to(device) * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = torch.add(mean, value.to(device), alpha=weight / total)
+    return mean
+
+
+def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights) -> torch.Tensor | None:
+    """One tensor from several of equal shapes on one device; ``None`` where the kind makes no sense for them."""
+    first = values[0]
+    if kind in ("first", "last", "equal"):
+        return values[-1] if kind == "last" else first
+    if kind == "sum" and first.dtype != torch.bool:
+        return _total(values)
+    if kind in ("max", "min") and not first.is_complex():
+        stacked = torch.stack(list(values))
+        return stacked.amax(0) if kind == "max" else stacked.amin(0)
+    if kind in ("mean", "loss mean") and (first.is_floating_point() or first.is_complex()):
+        counts = weights.of(kind)
+        counted = [index for index, count in enumerate(counts) if count]  # a mean over no tokens is NaN
+        if not counted:
+            return weighted_mean(values, weights.rows, first.device)
+        return weighted_mean([values[i] for i in counted], [counts[i] for i in counted], first.device)
+    if kind == "quadratic mean" and first.is_floating_point():
+        return weighted_mean([value.square() for value in values], weights.rows, first.device).sqrt()
+    if kind == "geometric mean" and first.is_floating_point():
+        return weighted_mean([value.log() for value in values], weights.of_loss, first.device).exp()
+    return None
+
+
+def _total(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+Fallback = Callable[[list[Any], str], Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Merger:
+    """Merges values by rules that are known for their paths.
+
+    Args:
+        rules: By path.
+        weights: Of the values.
+        device: Where merged tensors shall live.
+        fallback: Merges a value that no rule is known for, given its parts and path.
+    """
+
+    rules: Mapping[str, Rule]
+    weights: Weights
+    device: torch.device
+    fallback: Fallback
+
+    def merge(self, parts: list[Any], path: str) -> Any:
+        """One value from those of the slices."""
+        rule = self.rules.get(path)
+        if rule is None or rule.kind == "by type" or any(type(part) is not type(parts[0]) for part in parts):
+            return self.fallback(parts, path)
+        if len(parts) == 1 and rule.kind != "children":
+            return parts[0].to(self.device) if isinstance(parts[0], torch.Tensor) else parts[0]
+        if rule.kind == "children":
+            return self._children(parts, path)
+        if rule.kind == "items" and isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts)
+        if rule.kind == "items" and isinstance(parts[0], list | tuple):
+            return type(parts[0])(item for part in parts for item in part)
+        if rule.kind == "union" and isinstance(parts[0], Mapping | set | frozenset):
+            return _union(parts)
+        if all(map(is_numeric, parts)):
+            return self._numbers(parts, rule, path)
+        if rule.kind == "equal" and not is_equal_object(parts[0], parts[1:]) and not has_no_equality(parts[0]):
+            self._no_longer_equal(path)
+        if rule.kind == "equal" and (is_equal_object(parts[0], parts[1:]) or has_no_equality(parts[0])):
+            return parts[0]
+        return self.fallback(parts, path)
+
+    def _children(self, parts: list[Any], path: str) -> Any:
+        columns = [dict(children_of(part) or ()) for part in parts]
+        if any(column.keys() != columns[0].keys() for column in columns):
+            return self.fallback(parts, path)
+        merged = [self.merge([column[name] for column in columns], f"{path}.{name}") for name in columns[0]]
+        return rebuild(parts[0], merged)
+
+    def _numbers(self, parts: list[Any], rule: Rule, path: str) -> Any:
+        first = parts[0]
+        if isinstance(first, torch.Tensor):
+            values = [part.to(self.device) for part in parts]
+            merged = self._tensors(values, rule)
+        else:
+            values = [as_tensor(part) for part in parts]
+            merged = self._tensors(values, rule)
+        if merged is None:
+            if rule.kind == "equal":
+                self._no_longer_equal(path)
+            return self.fallback(parts, path)
+        return merged if isinstance(first, torch.Tensor) else like(merged, first)
+
+    def _no_longer_equal(self, path: str) -> None:
+        warnings.warn(
+            f"dpx: {path.removeprefix('result.')!r} was the same on all slices in the rehearsal, and no longer is: it "
+            "is merged by its type now (floating-point numbers are averaged, integers added).",
+            stacklevel=3,
+        )
+
+    def _tensors(self, values: list[torch.Tensor], rule: Rule) -> torch.Tensor | None:
+        shapes = {tuple(value.shape) for value in values}
+        if rule.kind == "join":
+            others = {tuple(_other_dims(value, rule.dim)) for value in values}
+            whole_blocks = all(value.ndim > rule.dim and value.shape[rule.dim] % rule.blocks == 0 for value in values)
+            return join(values, rule) if whole_blocks and len(others) == 1 else None
+        if len(shapes) > 1:
+            return None
+        if rule.kind == "equal":
+            return values[0] if all(torch.equal(value, values[0]) for value in values[1:]) else None
+        return reduce_numbers(values, rule.kind, self.weights)
+
+
+def _union(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, set | frozenset):
+        return type(first)().union(*parts)
+    joined: dict[Any, Any] = {}
+    for part in parts:
+        joined.update(part)
+    if type(first) is dict:
+        return joined
+    merged = first.copy() if hasattr(first, "copy") else dict(first)
+    merged.update(joined)
+    return merged
+
+
+def like(merged: torch.Tensor, first: Any) -> Any:
+    """A number, or an array of NumPy, of the kind that the slices gave."""
+    if isinstance(first, np.ndarray):
+        return merged.numpy().astype(first.dtype, copy=False)
+    if isinstance(first, np.generic):
+        return first.dtype.type(merged.item())
+    return merged.item() if isinstance(first, float) else type(first)(merged.item())

@@ -1,0 +1,222 @@
+"""A mode in which random numbers are the same for every row, so that slices can be compared with the whole batch.
+
+Dropout and noise draw a number for each element; a slice would draw others than the whole batch. In this mode what is
+drawn depends on the last dim only: every row of the batch gets the same mask and the same noise, however it is cut.
+Draws that mix rows (permutations, choices) are left alone, and noted.
+
+The mode also keeps the shadows from writing what they share with the real module: before an operator writes a
+parameter, its values are put aside.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+_SEEDS = 2**31 - 1
+
+
+class CollectiveInRehearsal(Exception):  # noqa: N818  ends a rehearsal, and is no fault of the step
+    """The step calls ``torch.distributed`` itself; other processes may not be where this one is."""
+
+
+class SharedParameters:
+    """Parameters whose storage shadows share, with the values of those that a step wrote.
+
+    Args:
+        parameters: The real ones.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        named = [(name, parameter) for name, parameter in parameters if parameter.layout == torch.strided]
+        self._by_storage = {_storage(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
+        self._saved: dict[tuple[str, int], torch.Tensor] = {}
+
+    @property
+    def written(self) -> list[str]:
+        """Names of the parameters that were written."""
+        return [self._by_storage[key][0] for key in self._saved]
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """An operator is about to write ``tensor``."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return
+        key = _storage(tensor)
+        if key in self._by_storage and key not in self._saved:
+            self._saved[key] = self._by_storage[key][1].detach().clone()
+
+    def restore(self) -> None:
+        """All parameters hold what they held, to the bit."""
+        for key, values in self._saved.items():
+            self._by_storage[key][1].data.copy_(values)
+        self._saved.clear()
+
+
+def _storage(tensor: torch.Tensor) -> tuple[str, int]:
+    try:
+        return str(tensor.device), tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper around other tensors has no storage
+        return "", 0
+
+
+class SameDraws(TorchDispatchMode):
+    """See the module's docstring.
+
+    Args:
+        shared: What must not be written without a copy.
+
+    Attributes:
+        drew: Whether the step drew numbers that were made equal for all rows.
+        left_alone: Operators that drew numbers which could not be.
+    """
+
+    def __init__(self, shared: SharedParameters) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shared = shared
+        self.drew = False
+        self.left_alone: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            raise CollectiveInRehearsal(str(func))
+        if func._schema.is_mutable:
+            for index, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = args[index] if index < len(args) else kwargs.get(argument.name)
+                    for tensor in written if isinstance(written, list | tuple) else [written]:
+                        if isinstance(tensor, torch.Tensor):
+                            self._shared.before_write(tensor)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{func._overloadname}")
+        if draw is None:
+            self.left_alone[str(func.overloadpacket)] = None
+            return func(*args, **kwargs)
+        self.drew = True
+        return draw(func, args, kwargs)
+
+
+def _pattern(target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
+    """Writes numbers into ``target`` that depend on its last dim only; one number where it has one dim."""
+    dims = [dim for dim in range(1, target.ndim) if target.shape[dim] > 1]
+    shape = [1] * target.ndim
+    if dims:
+        shape[dims[-1]] = target.shape[dims[-1]]
+    # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
+    generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
+    small = torch.empty(shape, dtype=target.dtype)
+    fill(small, generator)
+    return target.copy_(small.expand_as(target))
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """``x.normal_(mean, std)`` and its kind."""
+    options = {key: value for key, value in kwargs.items() if key != "generator"}
+
+    def fill(small: torch.Tensor, generator: torch.Generator) -> None:
+        func(small, *args[1:], generator=generator, **options)
+
+    return _pattern(args[0], fill)
+
+
+def _keep(target: torch.Tensor, p: float) -> torch.Tensor:
+    """Bernoulli draws; where a row has one of its own, such as stochastic depth, it is kept."""
+
+    def fill(small: torch.Tensor, generator: torch.Generator) -> None:
+        small.bernoulli_(p, generator=generator) if small.numel() > 1 else small.fill_(p > 0)
+
+    return _pattern(target, fill)
+
+
+def _bernoulli_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return _keep(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+
+
+def _bernoulli(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    uniform = _pattern(torch.empty_like(args[0]), _uniform)
+    drawn: torch.Tensor = (uniform < args[0]).to(args[0].dtype)
+    return drawn
+
+
+def _bernoulli_of_tensor(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    uniform = _pattern(torch.empty(args[0].shape, device=args[0].device), _uniform)
+    target: torch.Tensor = args[0].copy_(uniform < args[1])
+    return target
+
+
+def _native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    inputs, p, training = args
+    if training is False or p == 0:
+        return func(inputs, 0.0, training)
+    mask = _keep(torch.empty_like(inputs), 1 - p)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return inputs * mask * scale, mask.bool()
+
+
+def _uniform(small: torch.Tensor, generator: torch.Generator) -> None:
+    small.uniform_(generator=generator)
+
+
+def _normal(small: torch.Tensor, generator: torch.Generator) -> None:
+    small.normal_(generator=generator)
+
+
+def _made_like(fill: Callable[[torch.Tensor, torch.Generator], Any]) -> Callable[..., torch.Tensor]:
+    def draw(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        options = {key: value for key, value in kwargs.items() if key != "generator"}
+        return _pattern(torch.empty_like(args[0], **options), fill)
+
+    return draw
+
+
+def _made(fill: Callable[[torch.Tensor, torch.Generator], Any]) -> Callable[..., torch.Tensor]:
+    def draw(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        options = {key: value for key, value in kwargs.items() if key != "generator"}
+        return _pattern(torch.empty(args[0], **options), fill)
+
+    return draw
+
+
+def _normal_of_tensors(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    like = mean * torch.ones_like(std) if isinstance(std, torch.Tensor) else mean
+    noise = _pattern(torch.empty_like(like), _normal)
+    drawn: torch.Tensor = noise * std + mean
+    return drawn
+
+
+def _random_integers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    *limits, size = args
+    options = {"dtype": torch.int64, **{key: value for key, value in kwargs.items() if key != "generator"}}
+    low, high = limits if len(limits) == 2 else (0, limits[0])
+
+    def fill(small: torch.Tensor, generator: torch.Generator) -> None:
+        small.random_(low, high, generator=generator)
+
+    return _pattern(torch.empty(size, **options), fill)
+
+
+_DRAWS: dict[str, Callable[..., Any]] = {
+    "bernoulli_.float": _bernoulli_in_place,
+    "bernoulli_.Tensor": _bernoulli_of_tensor,
+    "bernoulli.default": _bernoulli,
+    "native_dropout.default": _native_dropout,
+    "rand.default": _made(_uniform),
+    "randn.default": _made(_normal),
+    "rand_like.default": _made_like(_uniform),
+    "randn_like.default": _made_like(_normal),
+    "randint.default": _random_integers,
+    "randint.low": _random_integers,
+    "normal.Tensor_float": _normal_of_tensors,
+    "normal.Tensor_Tensor": _normal_of_tensors,
+    **dict.fromkeys(
+        [
+            "normal_.default", "uniform_.default", "exponential_.default", "random_.default", "random_.to",
+            "random_.from", "log_normal_.default", "cauchy_.default", "geometric_.default",
+        ],
+        _in_place,
+    ),
+}  # fmt: skip

@@ -1,0 +1,67 @@
+"""How far two computations of one value may be apart when only the order of additions differs."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# A sum of n numbers in another order differs by about sqrt(n) roundings; a step chains a few such sums.
+_ROUNDINGS_PER_SUM = 16
+# Beyond this power of the precision a difference is none of rounding, however many numbers were added.
+_LARGEST_SHARE_OF_DIGITS = 0.5
+_FACTOR_OF_LARGEST = 3.0
+# What cancels out in a value came from numbers of the size of its neighbors; so much of theirs counts for its scale.
+_SHARE_OF_NEIGHBORS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest relative difference that rounding explains.
+
+    Attributes:
+        relative: Relative to the largest magnitude of what is compared.
+    """
+
+    relative: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, additions: int) -> "Tolerance":
+        """For values computed in ``dtype`` from sums of ``additions`` numbers.
+
+        16 eps sqrt(n): each of a few chained sums of n numbers differs by about sqrt(n) roundings of eps when their
+        order changes; never more than 3 sqrt(eps), half of the digits.
+        """
+        eps = torch.finfo(dtype).eps
+        explained = _ROUNDINGS_PER_SUM * eps * math.sqrt(max(additions, 1))
+        return cls(min(explained, _FACTOR_OF_LARGEST * eps**_LARGEST_SHARE_OF_DIGITS))
+
+
+def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale: float = 0.0) -> float:
+    """The largest difference of two tensors, relative to the largest magnitude in them; infinity for other shapes.
+
+    Integers and booleans differ or do not: 0 or infinity. Where both are NaN, or the same infinity, they are equal.
+
+    Args:
+        one: Any shape, on the host.
+        two: Likewise.
+        tolerance: Differences of numbers this small beside ``scale`` are none.
+        scale: The largest magnitude among neighbors, such as the other gradients of a step.
+    """
+    if one.shape != two.shape:
+        return math.inf
+    if one.numel() == 0:
+        return 0.0
+    if not (one.is_floating_point() or one.is_complex()) and not (two.is_floating_point() or two.is_complex()):
+        return 0.0 if torch.equal(one.to(torch.int64), two.to(torch.int64)) else math.inf
+    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    mine, theirs = one.detach().to(wide), two.detach().to(wide)
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    if bool(same.all()):
+        return 0.0
+    apart = torch.where(same, torch.zeros_like(mine), mine - theirs).abs()
+    if not bool(apart.isfinite().all()):
+        return math.inf
+    finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
+    largest = float(finite.max()) + _SHARE_OF_NEIGHBORS * scale
+    smallest = torch.finfo(torch.float32).tiny * tolerance.relative
+    return float(apart.max()) / max(largest, smallest)

@@ -1,0 +1,186 @@
+"""Rules that reproduce what one device made of some rows do so for any other rows, too."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dpx.replicas import MergeRules, Weights
+from lightning_dpx.replicas.merging import Finding, Rule, Search
+from lightning_dpx.replicas.tolerance import Tolerance, difference
+
+CPU = torch.device("cpu")
+EXACT = Tolerance.of(torch.float64, 1000)
+
+# Functions of rows (n, 4) in float64, and whether they can be put together from slices.
+LEAVES: dict[str, Any] = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.T,
+    "two views": lambda x: torch.cat([x, -x]),
+    "mean": lambda x: x.mean(),
+    "mean over rows": lambda x: x.mean(0),
+    "sum": lambda x: x.sum(0),
+    "gram": lambda x: x.T @ x,
+    "count": lambda x: len(x),
+    "float count": lambda x: float(len(x)),
+    "large ones": lambda x: (x > -1).sum(0),
+    "largest": lambda x: x.amax(0),
+    "smallest": lambda x: x.amin(0),
+    "root mean square": lambda x: x.square().mean(0).sqrt(),
+    "constant matrix": lambda x: torch.arange(144.0).view(12, 12),
+    "constant": lambda x: 3.5,
+    "integer": lambda x: 7,
+    "word": lambda x: "word",
+    "nothing": lambda x: None,
+    "array": lambda x: x.numpy(),
+    "number of NumPy": lambda x: np.float64(x.mean().item()),
+    "words": lambda x: [f"{value:.3f}" for value in x[:, 0].tolist()],
+    "records": lambda x: [{"score": value, "size": 4} for value in x[:, 0]],
+    "by sample": lambda x: {f"{value:.9f}": value for value in x[:, 0].tolist()},
+    "seen": lambda x: {round(value, 9) for value in x[:, 0].tolist()},
+}
+outputs = st.recursive(
+    st.sampled_from(sorted(LEAVES)),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3) | st.tuples(inner, inner),
+    max_leaves=5,
+)
+
+
+def build(shape: Any, rows: torch.Tensor) -> Any:
+    """The nested output that ``shape`` names, of ``rows``."""
+    if isinstance(shape, dict):
+        return {key: build(inner, rows) for key, inner in shape.items()}
+    if isinstance(shape, tuple):
+        return tuple(build(inner, rows) for inner in shape)
+    return LEAVES[shape](rows)
+
+
+def cut(rows: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    return list(torch.split_with_sizes(rows, list(sizes)))
+
+
+def by_rows(sizes: tuple[int, ...]) -> Weights:
+    return Weights(rows=sizes, of_loss=sizes)
+
+
+def decided(shape: Any, sizes: tuple[int, ...], seed: int) -> dict[str, Finding]:
+    rows = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    search = Search(weights=by_rows(sizes), tolerance=EXACT)
+    found = search.examine(build(shape, rows), [build(shape, part) for part in cut(rows, sizes)], "result")
+    return {one.path: one for one in found}
+
+
+def assert_alike(one: Any, two: Any) -> None:
+    assert type(one) is type(two)
+    if isinstance(two, torch.Tensor | np.ndarray | np.generic | float):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(two))
+    elif isinstance(two, dict):
+        assert one.keys() == two.keys()
+        for key, value in two.items():
+            assert_alike(one[key], value)
+    elif isinstance(two, list | tuple):
+        assert len(one) == len(two)
+        for mine, theirs in zip(one, two, strict=True):
+            assert_alike(mine, theirs)
+    else:
+        assert one == two
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=outputs, seed=st.integers(0, 2**20), sizes=st.sampled_from([(3, 2), (3, 2, 2), (17, 16), (4, 1)]))
+def test_rules_found_on_some_rows_hold_for_others(shape: Any, seed: int, sizes: tuple[int, ...]) -> None:
+    found = decided(shape, sizes, seed)
+    assert all(one.rules for one in found.values()), found
+    rules = MergeRules({path: one.rules[0] for path, one in found.items()})
+    others = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    for later in ((8, 8), (5, 11), (4, 6, 6)):
+        parts = [build(shape, part) for part in cut(others, later)]
+        assert_alike(rules.merge_outputs(parts, by_rows(later), CPU), build(shape, others))
+
+
+def test_numbers_that_fit_by_chance_are_not_sure() -> None:
+    search = Search(weights=by_rows((3, 2)), tolerance=EXACT)
+    (largest,) = search.examine(torch.tensor(5.0), [torch.tensor(5.0), torch.tensor(3.0)], "x")
+    assert [rule.kind for rule in largest.rules] == ["max", "first"]
+    assert not largest.is_sure
+    (zero,) = search.examine(torch.tensor(0), [torch.tensor(0), torch.tensor(0)], "x")
+    assert zero.rules[0].kind == "by type"
+    assert not zero.is_sure
+    (mean,) = search.examine(1.4, [1.0, 2.0], "x")
+    assert mean.rules == (Rule(kind="mean"),)
+    assert mean.is_sure
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [
+        (torch.eye(5), [torch.eye(3), torch.eye(2)]),
+        ("5", ["3", "2"]),
+        ([1, 2, 3], [[1, 2], [4]]),
+        (torch.tensor(1.0), [torch.tensor(2.0), torch.tensor(4.0)]),
+        (None, [1, 2]),
+        ({"a": 1}, [{"b": 1}, {"c": 1}]),
+    ],
+)
+def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
+    (found,) = Search(weights=by_rows((3, 2)), tolerance=EXACT).examine(whole, parts, "x")
+    assert not found.rules
+    assert "on one device" in found.text
+
+
+def test_a_mean_over_tokens_takes_the_weights_of_the_loss() -> None:
+    weights = Weights(rows=(3, 2), of_loss=(1, 4))
+    parts = [torch.tensor([2.0, 0.0]), torch.tensor([7.0, 5.0])]
+    (found,) = Search(weights=weights, tolerance=EXACT).examine(torch.tensor([6.0, 4.0]), parts, "x")
+    assert found.rules == (Rule(kind="loss mean"),)
+    empty = Weights(rows=(3, 2), of_loss=(0, 4))
+    rules = MergeRules(logged={"x": Rule(kind="loss mean")})
+    assert rules.merge_logged("x", [torch.tensor(math.nan), torch.tensor(3.0)], empty, CPU).item() == 3.0
+
+
+def test_a_constant_that_changes_is_told() -> None:
+    rules = MergeRules({"result": Rule(kind="equal")})
+    assert rules.merge_outputs([7, 7], by_rows((1, 1)), CPU) == 7
+    with pytest.warns(UserWarning, match="was the same on all slices in the rehearsal"):
+        assert rules.merge_outputs([7, 8], by_rows((1, 1)), CPU) == 15
+
+
+def test_a_value_that_was_zero_so_far_is_noticed() -> None:
+    rules = MergeRules({"result": Rule(kind="by type")}, undecided=frozenset({"result"}))
+    rules.merge_outputs([0, 0], by_rows((1, 1)), CPU)
+    assert not rules.is_outdated
+    rules.merge_outputs([0, 1], by_rows((1, 1)), CPU)
+    assert rules.is_outdated
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "apart"),
+    [
+        (torch.tensor([1.0, 100.0]), torch.tensor([1.001, 100.0]), 1e-5),
+        (torch.tensor([math.nan, math.inf]), torch.tensor([math.nan, math.inf]), 0.0),
+        (torch.tensor([math.nan]), torch.tensor([1.0]), math.inf),
+        (torch.tensor([1]), torch.tensor([2]), math.inf),
+        (torch.zeros(2), torch.zeros(3), math.inf),
+        (torch.zeros(0), torch.zeros(0), 0.0),
+    ],
+)
+def test_differences_are_relative_to_the_largest_number(one: torch.Tensor, two: torch.Tensor, apart: float) -> None:
+    assert difference(one, two, EXACT) == pytest.approx(apart, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("additions", [10, 10_000])
+def test_another_order_of_additions_is_within_tolerance(dtype: torch.dtype, additions: int) -> None:
+    numbers = torch.randn(additions, generator=torch.Generator().manual_seed(0)).to(dtype)
+    forward = torch.zeros((), dtype=dtype)
+    for part in numbers.split(7):
+        forward = forward + part.sum()
+    whole = numbers.sum()
+    scale = float(numbers.abs().sum()) / math.sqrt(additions)
+    tolerance = Tolerance.of(dtype, additions)
+    assert difference(whole, forward, tolerance, scale) <= tolerance.relative
+    assert tolerance.relative < 0.5

@@ -1,0 +1,814 @@
+"""Before its first step a stage is rehearsed: what it decides, what it names, and that it leaves no trace."""
+
+import random
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+import lightning_dpx as dpx
+from tests.conftest import assert_equal, make_loader, make_trainer, places
+
+REPLICAS = pytest.mark.parametrize("num_replicas", [2, 3])
+
+
+class Model(LightningModule):
+    """Rows (B, 8) to logits (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass
+class Seen:
+    """What a user sees of a run."""
+
+    values: dict[str, torch.Tensor]
+    warned: str
+    told: str
+    model: Any
+    predictions: Any = None
+
+
+@pytest.fixture
+def fitted(caplog: pytest.LogCaptureFixture) -> Callable[..., Seen]:
+    """Fits (and predicts with) a model of a class: on one device without ``num_replicas``."""
+
+    def fit(
+        kind: type[LightningModule],
+        num_replicas: int = 0,
+        *,
+        execution: str = "inline",
+        predict: bool = False,
+        batch_size: int = 16,
+        trainer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Seen:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        model = kind()
+        if num_replicas:
+            strategy = dpx.DPXStrategy(execution=execution, **options)
+            where = {"devices": num_replicas, "strategy": strategy}
+        else:
+            where = {}
+        loader = make_loader(3 * batch_size, batch_size)
+        chosen = make_trainer(max_epochs=1, **where, **(trainer or {}))
+        evaluates = (
+            hasattr(model, "validation_step") and type(model).validation_step is not LightningModule.validation_step
+        )
+        caplog.clear()
+        with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not predict:
+                chosen.fit(model, loader, loader if evaluates else None)
+            predictions = chosen.predict(model, loader) if predict else None
+        values = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        values |= {f"logged/{name}": torch.as_tensor(value).cpu() for name, value in chosen.callback_metrics.items()}
+        ours = [str(one.message) for one in caught if "dpx" in str(one.message)]
+        told = [record.message for record in caplog.records if record.message.startswith("dpx: ")]
+        return Seen(values, "\n".join(ours), "\n".join(told), model, predictions)
+
+    return fit
+
+
+# ---- the line ----
+
+
+class Logs(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss)
+        self.log("rows", float(len(logits)), reduce_fx="sum")
+        self.log("steps", 1.0, reduce_fx="sum")
+        return {"loss": loss, "logits": logits.detach()}
+
+
+@REPLICAS
+def test_one_line_says_what_is_as_on_one_device(hardware, fitted, num_replicas) -> None:
+    seen = fitted(Logs, num_replicas)
+    rows = 2 * num_replicas + 1
+    line = rf"dpx: checked on {rows} rows: loss, 4 gradients, 3 logged values, 1 output as on one device \(largest"
+    assert len(re.findall(line, seen.told)) == 1
+    assert not seen.warned
+    assert_equal(seen.values, fitted(Logs).values)
+
+
+def test_merged_replicas_and_one_device_have_nothing_to_check(fitted) -> None:
+    assert "checked" not in fitted(Logs, 2, execution="auto").told
+    assert "checked" not in fitted(Logs, 1).told
+
+
+def test_off_rehearses_nothing(fitted) -> None:
+    assert "checked" not in fitted(Logs, 2, verify="off").told
+
+
+# ---- the loss ----
+
+
+class Sum(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 16
+        self.log("loss", loss)
+        return loss
+
+
+class SumByHand(Model):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 16)
+        optimizer.step()
+
+
+@REPLICAS
+@pytest.mark.parametrize("kind", [Model, Sum, SumByHand])
+def test_whether_a_loss_is_a_mean_or_a_sum_is_seen(hardware, execution, fitted, kind, num_replicas) -> None:
+    seen = fitted(kind, num_replicas, execution=execution)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(kind).values)
+
+
+@REPLICAS
+def test_a_logged_sum_adds_up_where_the_loss_is_said_to(fitted, num_replicas) -> None:
+    assert_equal(fitted(Sum, num_replicas, loss_reduction="sum").values, fitted(Sum).values)
+
+
+class Masked(Model):
+    """Rows whose first feature is large have no label."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, labels = batch
+        loss = F.cross_entropy(self.net(rows), torch.where(rows[:, 0] > 0.3, -100, labels))
+        self.log("loss", loss)
+        return loss
+
+
+class Weighted(Masked):
+    def loss_weight(self, batch: Any) -> Any:
+        return (batch[0][:, 0] <= 0.3).sum()
+
+
+class WeightedByHand(Weighted):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@REPLICAS
+def test_a_mean_over_something_else_than_rows_is_named_with_both_numbers(fitted, num_replicas) -> None:
+    seen = fitted(Masked, num_replicas)
+    assert re.search(
+        r"the loss is [\d.]+ on one device, \S+ as the mean and \S+ as the sum of the slices'", seen.warned
+    )
+    for way in ("training_step_end", "all_gather", "loss_weight(batch)"):
+        assert way in seen.warned
+    assert seen.warned.count("is not what it is on one device") == 1
+
+
+@REPLICAS
+@pytest.mark.parametrize("kind", [Weighted, WeightedByHand])
+def test_with_the_weights_of_slices_token_means_are_exact(fitted, kind, num_replicas) -> None:
+    seen = fitted(kind, num_replicas)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(kind).values)
+
+
+def test_a_slice_that_weighs_nothing_contributes_nothing(fitted) -> None:
+    class FirstHalf(Weighted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows, labels = batch
+            return F.cross_entropy(self.net(rows), torch.where(rows[:, 7] > 90, -100, labels))
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            rows, labels = batch[0].clone(), batch[1]
+            rows[8:, 7] = 100.0  # the mean over no rows is NaN
+            return rows, labels
+
+        def loss_weight(self, batch: Any) -> Any:
+            return float((batch[0][:, 7] < 90).sum())
+
+    seen = fitted(FirstHalf, 2)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(FirstHalf).values)
+
+
+class Contrastive(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.net(batch[0])
+        return F.cross_entropy(features @ features.T, torch.arange(len(features), device=features.device))
+
+
+class ClampedGradient(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+
+
+class EditedGradient(SumByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        self.net[0].weight.grad.clamp_(-0.001, 0.001)
+        optimizer.step()
+
+
+@REPLICAS
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(Contrastive, "the loss is"), (ClampedGradient, "gradients differ, relatively: net.0.weight")],
+)
+def test_what_slices_cannot_do_is_named_and_falls_back_where_asked(fitted, kind, named, num_replicas) -> None:
+    assert named in fitted(kind, num_replicas).warned
+    first = fitted(kind, num_replicas, verify="first")
+    assert "on the first replica" in first.warned
+    assert named in first.warned
+    assert_equal(first.values, fitted(kind).values)
+    with pytest.raises(dpx.ParityError, match=named):
+        fitted(kind, num_replicas, verify="raise")
+
+
+class MaxNorm(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 8, max_norm=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0] + self.embedding(batch[1])), batch[1])
+
+
+class WritesThroughData(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].bias.data.add_(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+class NeedsAllRows(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) < 16:
+            raise ValueError("too few rows")
+        return super().training_step(batch, batch_idx)
+
+
+@REPLICAS
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (MaxNorm, "writes parameter embedding.weight"),
+        (WritesThroughData, "writes parameter net.0.bias"),
+        (NeedsAllRows, "on a slice it raises ValueError: too few rows"),
+    ],
+)
+def test_steps_that_slices_cannot_run_get_whole_batches(hardware, fitted, kind, named, num_replicas) -> None:
+    seen = fitted(kind, num_replicas)
+    assert named in seen.warned
+    assert "gets all of its batches whole" in seen.warned
+    assert_equal(seen.values, fitted(kind).values)
+
+
+def test_a_step_that_needs_more_rows_than_a_rehearsal_has_runs_in_slices(fitted) -> None:
+    class NeedsSome(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(batch[0]) < 4:
+                raise ValueError("too few rows")
+            return super().training_step(batch, batch_idx)
+
+    seen = fitted(NeedsSome, 2)
+    assert "was not checked against one device: in slices of 3 and fewer rows it raises ValueError" in seen.told
+    assert not seen.warned
+    assert_equal(seen.values, fitted(NeedsSome).values)
+
+
+# ---- outputs ----
+
+
+class Record:
+    """Of a class that nobody knows, with equality."""
+
+    def __init__(self, value: float) -> None:
+        self.value = round(value, 4)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Record) and abs(self.value - other.value) < 1e-3
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "rows": lambda x: x,
+    "rows along dim 1": lambda x: x.T,
+    "a constant matrix of 12 by 12": lambda x: torch.arange(144.0).view(12, 12),
+    "16 features of 16 rows": lambda x: x.repeat(1, 6)[:, :16],
+    "a matrix over features": lambda x: torch.ones(3, 3) * len(x),
+    "two views of every row": lambda x: torch.cat([x, x + 1]),
+    "a count": lambda x: len(x),
+    "a count in a tensor": lambda x: (x[:, 0] > 0).sum(),
+    "a mean": lambda x: x.mean(),
+    "a sum": lambda x: x.sum(),
+    "the largest": lambda x: x.max(),
+    "a constant": lambda x: 7,
+    "a word": lambda x: "word",
+    "an array": lambda x: x.numpy(),
+    "a number of NumPy": lambda x: np.float32(x.mean()),
+    "an array of words": lambda x: np.array([f"{value:.2f}" for value in x[:, 0]]),
+    "a list with an item per row": lambda x: [{"score": value, "box": [1, 2]} for value in x[:, 0]],
+    "a list of objects": lambda x: [Record(float(value)) for value in x[:, 0]],
+    "names of classes": lambda x: ["a", "b", "c"],
+    "a dict by sample": lambda x: {f"{float(value):.3f}": float(value) for value in x[:, 0]},
+    "nested": lambda x: ({"logits": x, "stats": [x.mean(), len(x)]}, None, x.argmax(1)),
+    "the first row": lambda x: x[0],
+    "whether all are finite": lambda x: bool(x.isfinite().all()),
+    "a root mean square": lambda x: x.square().mean().sqrt(),
+}
+
+
+def predictor(output: Callable[[torch.Tensor], Any]) -> type[Model]:
+    class Predicts(Model):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return output(self.net(batch[0]))
+
+    return Predicts
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Also in its types."""
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
+    elif isinstance(theirs, np.ndarray | np.floating) and theirs.dtype.kind == "f":
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    elif isinstance(theirs, np.ndarray):
+        np.testing.assert_array_equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            assert_same(ours[key], value)
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, two in zip(ours, theirs, strict=True):
+            assert_same(one, two)
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    else:
+        assert ours == theirs
+
+
+@REPLICAS
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_outputs_are_those_of_one_device(fitted, output, num_replicas) -> None:
+    kind = predictor(output)
+    seen = fitted(kind, num_replicas, predict=True)
+    assert not seen.warned
+    assert_same(seen.predictions, fitted(kind, predict=True).predictions)
+
+
+def test_outputs_of_devices_are_joined_on_the_first(fitted, sim) -> None:
+    kind = predictor(lambda x: {"rows": x, "mean": x.mean(), "n": len(x)})
+    strategy = dpx.DPXStrategy()
+    torch.manual_seed(0)
+    trainer = make_trainer(accelerator="sim", devices=2, strategy=strategy)
+    assert_same(trainer.predict(kind(), make_loader(48)), fitted(kind, predict=True).predictions)
+
+
+def test_an_output_that_nothing_reproduces_is_named(fitted) -> None:
+    seen = fitted(predictor(lambda x: {"median": x.median(), "rows": x}), 2, predict=True)
+    assert "output 'median':" in seen.warned
+    assert "predict_step_end(outputs)" in seen.warned
+
+
+def test_what_cannot_be_merged_at_all_comes_from_one_device(fitted) -> None:
+    kind = predictor(lambda x: f"{float(x.sum()):.2f}")
+    seen = fitted(kind, 2, predict=True)
+    assert "gets all of its batches whole" in seen.warned
+    assert seen.predictions == fitted(kind, predict=True).predictions
+
+
+def test_a_count_that_is_zero_on_the_first_rows_is_still_seen_to_add_up(fitted) -> None:
+    class Counts(Model):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            count = (batch[0][:, 1] > 0.9).sum()
+            return {"as float": count.float(), "as int": count}
+
+    large = next(iter(make_loader(48)))[0][:, 1] > 0.9
+    assert not bool(large[:5].any()), "the premise"
+    assert bool(large.any()), "the premise"
+    seen = fitted(Counts, 2, predict=True)
+    assert not seen.warned
+    assert_same(seen.predictions, fitted(Counts, predict=True).predictions)
+
+
+@REPLICAS
+def test_a_count_that_was_zero_for_long_is_looked_at_again(fitted, num_replicas) -> None:
+    class Late(Model):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            rows = len(batch[0]) if batch_idx else 0
+            return torch.tensor(float(rows)), float(batch_idx)
+
+    seen = fitted(Late, num_replicas, predict=True)
+    theirs = fitted(Late, predict=True).predictions
+    assert_same(seen.predictions[2], theirs[2])
+    assert "of predict_step had been zero until the last batch" in seen.warned, "the second one is not"
+    assert [constant for _, constant in seen.predictions] == [constant for _, constant in theirs]
+
+
+# ---- logged values ----
+
+
+class LogsMuch(Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        self.log("mean", logits.mean())
+        self.log("count", float(len(logits)), reduce_fx="sum")
+        self.log("int count", len(logits), reduce_fx="sum")
+        self.log("constant", 1.0, reduce_fx="sum")
+        self.log("constant mean", 3)
+        self.log("count as mean", float(len(logits)))
+        self.log("largest", logits.max(), reduce_fx="max")
+        self.log("count as max", float(len(logits)), reduce_fx="max")
+        self.log("rmse", logits.square().mean().sqrt())
+        self.log("epoch", float(self.current_epoch))
+        self.log("by hand", logits.mean(), batch_size=4)
+        self.log_dict({"a": logits.std(dim=1).mean(), "b": np.float64(2.5)})
+        return np.float32(logits.mean().item())
+
+
+@REPLICAS
+def test_logged_values_are_those_of_one_device(hardware, execution, fitted, num_replicas) -> None:
+    seen = fitted(LogsMuch, num_replicas, execution=execution)
+    assert not seen.warned
+    assert "'rmse' is put together as the quadratic mean" in seen.told
+    assert_equal(seen.values, fitted(LogsMuch).values)
+
+
+def test_a_logged_value_that_nothing_reproduces_is_named(fitted) -> None:
+    class Median(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("median", self.net(batch[0]).median())
+            self.log("spread", self.net(batch[0]).std())
+
+    seen = fitted(Median, 2)
+    assert "logged value 'median':" in seen.warned
+    assert "logged value 'spread':" in seen.warned
+
+
+def test_a_key_without_a_value_is_named(fitted) -> None:
+    class LogsNone(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("the_key", None)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(Exception, match="the_key"):
+        fitted(LogsNone, 2)
+
+
+# ---- random numbers ----
+
+
+class Noisy(Model):
+    """Dropout as a module and a function, noise, and stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = F.dropout(self.dropout(batch[0]), 0.2)
+        rows = rows + 0.1 * torch.randn_like(rows)
+        rows = rows * torch.empty(len(rows), 1, device=rows.device).bernoulli_(0.9)
+        rows = torch.distributions.Normal(rows, torch.ones_like(rows)).rsample()
+        return F.cross_entropy(self.net(rows), batch[1])
+
+
+class Mixup(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = np.random.beta(1, 1)
+        other = torch.randperm(len(batch[0]))
+        rows = share * batch[0] + (1 - share) * batch[0][other]
+        return share * F.cross_entropy(self.net(rows), batch[1]) + (1 - share) * random.random()
+
+
+@REPLICAS
+def test_dropout_and_noise_are_compared(hardware, fitted, num_replicas) -> None:
+    seen = fitted(Noisy, num_replicas)
+    assert "loss, 4 gradients as on one device" in seen.told
+    assert not seen.warned
+
+
+def test_a_sum_under_dropout_is_a_sum(fitted) -> None:
+    class NoisySum(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self.net(F.dropout(batch[0], 0.3)), batch[1], reduction="sum")
+
+    torch.manual_seed(3)
+    by_rule = fitted(NoisySum, 2)
+    assert_equal(by_rule.values, fitted(NoisySum, 2, loss_reduction="sum").values, bitwise=True)
+
+
+def test_what_depends_on_other_draws_is_said_not_to_be_compared(fitted) -> None:
+    seen = fitted(Mixup, 2)
+    assert "not compared: loss (it depends on random draws), 4 gradients" in seen.told
+    assert not seen.warned
+
+
+def test_batch_norm_is_named_and_the_rest_compared(fitted) -> None:
+    class Normed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(1, nn.BatchNorm1d(16))
+
+    seen = fitted(Normed, 2)
+    assert "loss, 6 gradients as on one device" in seen.told
+    assert "Batch norm (net.1) normalizes by its slice" in seen.told
+    assert "sync_batchnorm" in seen.told
+    synchronized = fitted(Normed, 2, trainer={"sync_batchnorm": True})
+    assert "Batch norm" not in synchronized.told
+    assert_equal(synchronized.values, fitted(Normed).values)
+
+
+# ---- state ----
+
+
+class Keeps(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.steps = 0
+        self.register_buffer("largest", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rows.append(batch[0].detach())
+        self.names.extend(f"{float(value):.3f}" for value in batch[0][:, 0])
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+@REPLICAS
+def test_state_that_comes_together_is_counted(fitted, num_replicas) -> None:
+    seen = fitted(Keeps, num_replicas)
+    assert "3 changed attributes" in seen.told
+    assert not seen.warned
+    theirs = fitted(Keeps).model
+    torch.testing.assert_close(torch.cat(seen.model.rows), torch.cat(theirs.rows))
+    assert seen.model.names == theirs.names
+    assert seen.model.steps == theirs.steps == 3
+
+
+def test_state_that_is_that_of_a_slice_is_named(fitted) -> None:
+    class Counts(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_rows = 0
+            self.losses: list[torch.Tensor] = []
+            self.kept: dict[str, Any] = {"loss": None}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.num_rows += len(batch[0])
+            self.losses.append(loss.detach())
+            self.kept["loss"] = self.last_loss = loss.detach()
+            return loss
+
+    warned = fitted(Counts, 2).warned
+    assert "What the step keeps in self.kept, self.last_loss is of one slice" in warned, "by design, so it is only told"
+    assert "self.num_rows is 5 on one device, 3 in slices" in warned
+    assert "self.losses is +1 items on one device, +2 items in slices" in warned
+
+
+# ---- a guest ----
+
+
+class Watched(Model):
+    """Changes everything that a step can change, and counts what calls it."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.numpy = np.random.default_rng(4)
+        self.python = random.Random(5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.metric = MeanMetric()
+        self.kept: dict[str, list[float]] = {"draws": []}
+        self.dropout = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        type(self).calls += 1
+        self.seen += 1
+        batch[0].mul_(1.5)  # the batch is the step's own
+        self.kept["draws"] += [
+            float(self.numpy.random()),
+            self.python.random(),
+            random.random(),
+            float(np.random.rand()),
+        ]
+        self.kept["draws"].append(float(torch.rand(1, generator=self.generator)))
+        loss = F.cross_entropy(self.net(self.dropout(batch[0])), batch[1])
+        self.metric.update(loss.detach())
+        self.log("metric", self.metric)
+        self.log("loss", loss)
+        self.trainer.should_stop = False
+        torch.set_default_dtype(torch.float32)
+        return loss
+
+
+@REPLICAS
+def test_a_run_with_a_rehearsal_is_bit_for_bit_the_run_without(hardware, execution, fitted, num_replicas) -> None:
+    with_it = fitted(Watched, num_replicas, execution=execution, loss_reduction="mean")
+    calls = Watched.calls
+    without = fitted(Watched, num_replicas, execution=execution, loss_reduction="mean", verify="off")
+    assert Watched.calls - calls < calls, "the premise: it was rehearsed"
+    Watched.calls = 0
+    assert_equal(with_it.values, without.values, bitwise=True)
+    assert with_it.model.kept == without.model.kept
+
+
+def test_a_rehearsal_puts_back_all_generators_and_writes_nothing(fitted) -> None:
+    states: list[Any] = []
+
+    class Remembers(Watched):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            states.append([torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate(), batch[0].clone()])
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            if self.trainer.lightning_module is self and self.real and len(states) == 1:
+                states.append(
+                    [torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate(), batch[0].clone()]
+                )
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        @property
+        def real(self) -> bool:
+            return self.trainer.train_dataloader is not None and self is model_of[0]
+
+    model_of: list[Any] = []
+
+    class Finds(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            model_of.append(pl_module)
+
+    fitted(Remembers, 2, trainer={"callbacks": [Finds()], "max_steps": 1})
+    before, after = states[:2]
+    assert torch.equal(before[0], after[0])
+    assert np.array_equal(before[1], after[1])
+    assert before[2] == after[2]
+    assert torch.equal(before[3][:8], after[3][:8])
+
+
+def test_callbacks_loggers_and_loaders_notice_nothing(fitted, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Listens(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            told.append("step")
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            told.append("zero")
+
+    class Rows(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            told.append("row")
+            return super().__getitem__(index)
+
+    class ByHand(SumByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.logger.log_metrics({"inside": 1.0})
+            super().training_step(batch, batch_idx)
+
+    from lightning.pytorch.loggers import CSVLogger
+
+    counts = []
+    for verify in ("warn", "off"):
+        told.clear()
+        torch.manual_seed(0)
+        logger = CSVLogger(tmp_path, name=verify)
+        strategy = dpx.DPXStrategy(execution="inline", verify=verify)
+        trainer = make_trainer(
+            devices=2, strategy=strategy, callbacks=[Listens()], logger=logger, max_epochs=1, log_every_n_steps=1
+        )
+        trainer.fit(ByHand(), DataLoader(Rows(torch.randn(32, 8), torch.randint(3, (32,))), 16))
+        counts.append((told.count("step"), told.count("row"), trainer.global_step))
+    assert counts[0] == counts[1]
+    ours, theirs = ((tmp_path / name / "version_0" / "metrics.csv").read_text() for name in ("warn", "off"))
+    assert ours == theirs
+
+
+def test_what_cannot_be_copied_is_named_and_trains_all_the_same(fitted) -> None:
+    class HoldsFile(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stream = open(__file__)  # noqa: SIM115
+
+        def on_fit_end(self) -> None:
+            self.stream.close()
+
+    seen = fitted(HoldsFile, 2)
+    assert "training_step was not checked against one device" in seen.told
+    assert "'stream'" in seen.told
+    assert not seen.warned
+    assert_equal(seen.values, fitted(HoldsFile).values)
+
+
+def test_an_error_in_a_rehearsal_is_none_of_the_training(fitted) -> None:
+    class Once(Model):
+        """Fails whenever a shadow runs it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.me = id(self)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if isinstance(self.logger, type(None)) is False:
+                raise RuntimeError("only in a rehearsal")
+            return super().training_step(batch, batch_idx)
+
+    class Picky(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(batch[0]) in (3, 5, 16):
+                raise RuntimeError("not so many rows")
+            return super().training_step(batch, batch_idx)
+
+    seen = fitted(Picky, 2)
+    assert "training_step was not checked against one device" in seen.told
+    assert "RuntimeError: not so many rows" in seen.told
+
+
+def test_an_error_of_the_step_is_raised_by_the_step(fitted) -> None:
+    class Fails(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own") as caught:
+        fitted(Fails, 2)
+    assert "In replica 0 on cpu, during training_step." in caught.value.__notes__
+
+
+def test_warnings_of_a_step_come_once(fitted) -> None:
+    class Warns(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            warnings.warn(f"dpx test: {batch_idx}", stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+    assert fitted(Warns, 2).warned.count("dpx test: 0") == 2, "once for each replica"
+
+
+def test_every_stage_and_loader_is_rehearsed_once(caplog) -> None:
+    class All(LogsMuch):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            rows = batch[0] if dataloader_idx == 0 else batch[0].T
+            self.log("mean", rows.mean())
+
+    model = All()
+    trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution="inline"), max_epochs=2)
+    with caplog.at_level("INFO"):
+        trainer.fit(model, make_loader(), make_loader())
+        trainer.test(model, [make_loader(), make_loader()], verbose=False)
+    stages = re.findall(r"(\w+_step)\)", caplog.text)
+    assert sorted(stages) == ["test_step", "training_step", "validation_step"]
+
+
+@pytest.mark.parametrize("place", ["sim", "cpu"])
+def test_a_shadow_leaves_nothing_on_a_device(sim, place) -> None:
+    strategy = dpx.DPXStrategy(execution="inline" if place == "cpu" else "auto", verify="warn")
+    model = Model()
+    trainer = make_trainer(accelerator=place, devices=2, strategy=strategy, max_epochs=1)
+    trainer.fit(model, make_loader())
+    assert [place] * 2 == [name.partition(":")[0] for name in (places(2) if place == "cpu" else ["sim:0", "sim:1"])]
+    assert all(not name.startswith("log") for name in vars(model) if name == "log")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"verify": "loud"}, "verify='loud'"), ({"loss_reduction": "max"}, "loss_reduction='max'")]
+)
+def test_unknown_choices_are_refused(options, message) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        dpx.DPXStrategy(**options)
