@@ -91,7 +91,7 @@ class SharedGradients:
         self._of_owners = [Mark.of(parameter) for parameter in owners]
         self._of_root = [Mark.of(parameter) for parameter in self._root.parameters]
 
-    def add(self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: int) -> None:
+    def add(self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: float) -> None:
         """Adds the sum of what a backward of every replica gave to the gradients of all active ones.
 
         Args:
@@ -110,7 +110,7 @@ class SharedGradients:
             self._remember_edits(active[0])
 
     def totals(
-        self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: int
+        self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: float
     ) -> list[Gradient]:
         """By parameter, the sum of the active replicas' gradients, on the device of its owner; see :meth:`add`."""
         pairs = zip(active, columns, strict=True)

@@ -117,12 +117,12 @@ class DPXStrategy(StepsOfReplicas):
             the module does it, if there is one (and num_rows(self, batch) counts); or else batch_dim and
             register_slicer() decide. What cannot be cut goes whole to the first replica.
         verify: Before the first step of a stage on several replicas, it is rehearsed on a few rows: once as one device,
-            once in slices of unequal size. Losses, gradients (by hand: new weights), outputs, logged values and Python
+            once in slices of unequal size. Losses, gradients, outputs, logged values and Python
             state are compared, and how outputs and logged values are merged is decided by what reproduces those of one
             device. What differs is a warning ("warn"), an error ("raise"), or has the stage run on the first replica as
             one device ("first"). "off" rehearses nothing. The rehearsal runs your step on shadow modules and puts back
             all that it changes in them, the trainer and random generators; what a step does outside (prints, files,
-            requests) happens again.
+            requests) happens again. Manual optimization is not rehearsed, and says so.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.

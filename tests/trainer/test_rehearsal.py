@@ -145,11 +145,17 @@ class SumByHand(Model):
 
 
 @REPLICAS
-@pytest.mark.parametrize("kind", [Model, Sum, SumByHand])
+@pytest.mark.parametrize("kind", [Model, Sum])
 def test_whether_a_loss_is_a_mean_or_a_sum_is_seen(hardware, execution, fitted, kind, num_replicas) -> None:
     seen = fitted(kind, num_replicas, execution=execution)
     assert not seen.warned
     assert_equal(seen.values, fitted(kind).values)
+
+
+def test_steps_by_hand_are_said_not_to_be_checked(fitted) -> None:
+    seen = fitted(SumByHand, 2, loss_reduction="sum")
+    assert "training_step was not checked against one device: it optimizes by hand" in seen.told
+    assert_equal(seen.values, fitted(SumByHand).values)
 
 
 @REPLICAS
@@ -172,16 +178,6 @@ class Weighted(Masked):
         return (batch[0][:, 0] <= 0.3).sum()
 
 
-class WeightedByHand(Weighted):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 @REPLICAS
 def test_a_mean_over_something_else_than_rows_is_named_with_both_numbers(fitted, num_replicas) -> None:
     seen = fitted(Masked, num_replicas)
@@ -194,7 +190,7 @@ def test_a_mean_over_something_else_than_rows_is_named_with_both_numbers(fitted,
 
 
 @REPLICAS
-@pytest.mark.parametrize("kind", [Weighted, WeightedByHand])
+@pytest.mark.parametrize("kind", [Weighted])
 def test_with_the_weights_of_slices_token_means_are_exact(fitted, kind, num_replicas) -> None:
     seen = fitted(kind, num_replicas)
     assert not seen.warned
@@ -230,15 +226,6 @@ class ClampedGradient(Model):
     def __init__(self) -> None:
         super().__init__()
         self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
-
-
-class EditedGradient(SumByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
-        self.net[0].weight.grad.clamp_(-0.001, 0.001)
-        optimizer.step()
 
 
 @REPLICAS
