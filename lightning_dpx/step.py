@@ -285,7 +285,9 @@ class TrainingStep:
         if self._eager is not None:
             self._eager.forget()
 
-    def total_gradients(self, columns: Sequence[Sequence[torch.Tensor | None]], rows: float) -> list[torch.Tensor | None]:
+    def total_gradients(
+        self, columns: Sequence[Sequence[torch.Tensor | None]], rows: float
+    ) -> list[torch.Tensor | None]:
         """The sums of K x N gradients over the replicas, each on the device of its owner; of all processes.
 
         Args:

@@ -18,6 +18,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "GatherError",
         "GradientPacker",
         "GradientReducer",
+        "ParityError",
         "PlanError",
         "ReplicaGroup",
         "ReplicationError",
