@@ -1,8 +1,9 @@
 """Objects that the code of a module can reach without an argument: what its attributes hold, and globals that it names.
 
 Random generators and metrics may live anywhere: on a submodule, in a list or a helper object, or at the top of the
-user's script. The search follows attributes, containers, and the functions that the code of those classes calls; it
-leaves out libraries that have no state of the user's, and stops at a bound, so that its cost is some milliseconds.
+user's script. The search follows attributes, containers, and the functions that the code of those classes calls, as
+far as those belong to the packages that the classes come from; it stops at a bound, so that its cost is some
+milliseconds.
 """
 
 import types
@@ -33,6 +34,7 @@ def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool =
     """
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
+    packages = _packages_of(module) if follow_code else frozenset()
     waiting: deque[tuple[str, Any]] = deque([("", module)])
     while waiting and len(seen) < _MAX_OBJECTS:
         path, value = waiting.popleft()
@@ -41,11 +43,11 @@ def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool =
         seen.add(id(value))
         if isinstance(value, kinds):
             found.append((path, value))
-        waiting.extend(_children(path, value, follow_code))
+        waiting.extend(_children(path, value, packages))
     return found
 
 
-def _children(path: str, value: Any, follow_code: bool) -> Iterator[tuple[str, Any]]:
+def _children(path: str, value: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         if len(value) <= _MAX_ITEMS:
             yield from ((f"{path}[{key!r}]", item) for key, item in list(value.items()))
@@ -53,16 +55,13 @@ def _children(path: str, value: Any, follow_code: bool) -> Iterator[tuple[str, A
         if len(value) <= _MAX_ITEMS:
             yield from ((f"{path}[{index}]", item) for index, item in enumerate(list(value)))
     elif isinstance(value, types.FunctionType | types.MethodType):
-        if follow_code:
-            yield from _of_function(value)
+        yield from _of_function(value, packages)
     elif isinstance(value, nn.Module):
         yield from _of_module(path, value)
-        if follow_code:
-            yield from _of_class(type(value))
+        yield from _of_class(type(value), packages)
     elif not isinstance(value, type | types.ModuleType | Dataset | DataLoader) and not _is_library(type(value)):
         yield from ((f"{path}.{key}".lstrip("."), item) for key, item in list(getattr(value, "__dict__", {}).items()))
-        if follow_code:
-            yield from _of_class(type(value))
+        yield from _of_class(type(value), packages)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -73,28 +72,34 @@ def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{key}".lstrip("."), value
 
 
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+def _packages_of(module: nn.Module) -> frozenset[str]:
+    """Top-level packages of the classes that ``module`` is made of; ``__main__`` is one, too."""
+    classes = {base for child in module.modules() for base in type(child).__mro__}
+    return frozenset(_root_of(base.__module__) for base in classes) - _LIBRARIES
+
+
+def _of_class(kind: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
-        if not _is_library(base):
+        if _root_of(base.__module__) in packages:
             for name, value in list(vars(base).items()):
                 function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
                 function = function.fget if isinstance(function, property) else function
                 yield f"{base.__qualname__}.{name}", function
 
 
-def _of_function(function: Any) -> Iterator[tuple[str, Any]]:
+def _of_function(function: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """What a function names: globals, attributes of imported helpers that it names, and its closure."""
     function = getattr(function, "__func__", function)
-    if _root_of(getattr(function, "__module__", None)) in _LIBRARIES:
+    if _root_of(getattr(function, "__module__", None)) not in packages:
         return
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
-            if _root_of(value.__name__) not in _LIBRARIES:
+            if _root_of(value.__name__) in packages:
                 yield from ((f"{value.__name__}.{one}", vars(value)[one]) for one in names & vars(value).keys())
         elif isinstance(value, type):
-            yield from _of_class(value)
+            yield from _of_class(value, packages)
         else:
             yield name, value
     for cell in function.__closure__ or ():
