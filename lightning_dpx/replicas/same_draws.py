@@ -70,6 +70,7 @@ class SameDraws(TorchDispatchMode):
     Attributes:
         drew: Whether the step drew numbers that were made equal for all rows.
         left_alone: Operators that drew numbers which could not be.
+        low_precision: Dtypes of less precision than float32 that the step computed in, by autocast or by itself.
     """
 
     def __init__(self, shared: SharedParameters) -> None:
@@ -77,6 +78,7 @@ class SameDraws(TorchDispatchMode):
         self._shared = shared
         self.drew = False
         self.left_alone: dict[str, None] = {}
+        self.low_precision: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +92,10 @@ class SameDraws(TorchDispatchMode):
                         if isinstance(tensor, torch.Tensor):
                             self._shared.before_write(tensor)
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and result.dtype in (torch.float16, torch.bfloat16):
+                self.low_precision.add(result.dtype)
+            return result
         draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{func._overloadname}")
         if draw is None:
             self.left_alone[str(func.overloadpacket)] = None

@@ -48,9 +48,8 @@ class GradientHooks:
     def begin(self, module: LightningModule, replicas: ReplicaSet, step: TrainingStep) -> None:
         """Once the replicas are made: asks which hooks there are."""
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        # Sums of several processes cannot be summed again.
-        sums_once = step.has_processes and step.adds_losses
-        self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not sums_once
+        # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
+        self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_processes
         if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
             self._replicas = replicas
             self._root_gradients = RootGradients(replicas, step)

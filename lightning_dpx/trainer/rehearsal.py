@@ -10,7 +10,7 @@ same, and one line says why.
 
 import copy
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -427,6 +427,7 @@ class _Rehearsal:
             seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
             self._finish(seen, final, shadow, list(shadow.parameters()))
         self._forget_gradients(shadow)
+        self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
         seen.drew, seen.left_alone = self._guest.drew, self._guest.left_alone
         return seen
 
@@ -659,10 +660,11 @@ def _unequal_sizes(num_rows: int, num_slices: int, factor: int) -> tuple[int, ..
     return tuple(least + (index < more) for index in range(num_slices))
 
 
-def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call) -> Tolerance:
+def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: Iterable[torch.dtype] = ()) -> Tolerance:
     """By the coarsest dtype that the step computes in, or that gradients travel in."""
     dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
     dtypes.append(torch.float32 if not dtypes else dtypes[0])
+    dtypes.extend(seen)
     if strategy._wire is not None:
         dtypes.append(strategy._wire)
     context = strategy.precision_plugin.train_step_context()

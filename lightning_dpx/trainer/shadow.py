@@ -32,7 +32,7 @@ class Guest:
     """Keeps what several runs of a rehearsal may change, and puts it back.
 
     Args:
-        trainer: Its attributes are put back, and those of its datamodule.
+        trainer: Its attributes are put back, and those of its datamodule and its precision plugin.
         module: The real module.
         replicas: The real replicas.
     """
@@ -58,7 +58,8 @@ class Guest:
             calls_hooks: The step runs optimizers, around which the trainer would call callbacks.
         """
         trainer: Any = self._trainer
-        owners = [owner for owner in (trainer, getattr(trainer, "datamodule", None)) if owner is not None]
+        precision = getattr(trainer.precision_plugin, "wrapped", None)  # a user's own may count what it does
+        owners = [one for one in (trainer, getattr(trainer, "datamodule", None), precision) if one is not None]
         attributes = [_Attributes(owner) for owner in owners]
         holder, flags = _holder_of_results(trainer), _Flags()
         results = None if holder is None else holder._results
@@ -99,6 +100,7 @@ class Guest:
                 left_alone.append("a generator of Python or NumPy")
             self.left_alone = list(dict.fromkeys(left_alone))
             self.drew = any(mode.drew for mode in self._modes)
+            self.low_precision = {dtype for mode in self._modes for dtype in mode.low_precision}
             self._start.restore()
 
     @contextmanager

@@ -697,7 +697,8 @@ class DPXStrategy(StepsOfReplicas):
         assert isinstance(self.precision_plugin, DPXPrecision), "the setter wraps every plugin"
         with self._gradient_hooks.round_step(self.precision_plugin.wrapped):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._manual is None or not self._manual.is_shared:
+        given_up = self._replicas is None  # by the step that the optimizer's closure has just run
+        if not given_up and (self._manual is None or not self._manual.is_shared):
             self._replicas.state.optimizer_stepped()
         return result
 

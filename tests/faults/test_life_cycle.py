@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
@@ -51,14 +50,6 @@ def program(text: str, *arguments: object) -> "subprocess.CompletedProcess[str]"
 
 
 # ---- 68: one run after the other ----
-
-
-def test_case_68_a_strategy_object_belongs_to_one_trainer() -> None:
-    """As all of Lightning's: a second Trainer refuses it, in its own words."""
-    strategy = dpx.DPXStrategy()
-    fit(seeded(), strategy=strategy, devices=2)
-    with pytest.raises(MisconfigurationException, match="accelerator set through both"):
-        fit(seeded(), strategy=strategy, devices=2)
 
 
 @pytest.mark.usefixtures("hardware")
@@ -111,7 +102,7 @@ class Fails(Classifier):
 @pytest.mark.parametrize("reducer", ["auto", "colocate"])
 def test_case_68_the_same_trainer_fits_again_after_an_error(where: str, reducer: str, execution: str) -> None:
     results = []
-    for options in (dpx_on(2, execution, reducer=reducer), {}):
+    for options in (dpx_on(2, execution, reducer=reducer, verify="off"), {}):  # a rehearsal would fail in its place
         torch.manual_seed(0)
         model = Fails()
         trainer = make_trainer(max_epochs=1, **options)

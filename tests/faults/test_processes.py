@@ -145,7 +145,7 @@ STOPPED: dict[str, tuple[int | str, int, int | None]] = {
     "sigterm-forward": (1, 8, 12),
     "sigterm-update": (0, 8, 12),  # after the reduction of step 7
     "sigterm-accumulated": (1, 4, 1),  # no gradients of batches that accumulate are lost
-    "sigterm-manual": (1, 2, 4),
+    "sigterm-manual": (1, 2, 1),  # told in the step's own backward, where gradients meet
     "sigterm-last": (1, 6, 12),
     "sigterm-sanity": (1, 0, 2),
     "sigterm-validation": (1, 3, 4),

@@ -354,11 +354,16 @@ class TeacherOfNewTensors(Teacher):
         slow.data = slow.data * 0.9 + fast.data * 0.1
 
 
-@pytest.mark.parametrize("kind", [Teacher, TeacherByData, TeacherOfNewTensors])
-def test_case_33_a_teacher_that_the_step_updates_moves_once_a_step_or_is_refused(
-    kind: type[Teacher], execution: str
-) -> None:
-    check_as_on_one_device(kind, "teacher.weight", execution=execution)
+@pytest.mark.parametrize("kind", [Teacher, TeacherByData])
+def test_case_33_a_teacher_that_the_step_updates_moves_once_a_step(kind: type[Teacher], execution: str) -> None:
+    with pytest.warns(match=r"training_step gets all of its batches whole.*writes parameter teacher\.weight"):
+        ours = fitted(kind(), 3, execution=execution)
+    assert_equal(ours, fitted(kind()))
+
+
+@pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")  # where they share a storage
+def test_case_33_a_teacher_of_new_tensors_moves_once_a_step(execution: str) -> None:
+    check_as_on_one_device(TeacherOfNewTensors, execution=execution)
 
 
 @pytest.mark.host
@@ -572,7 +577,7 @@ class Reassigns(Net):
 @pytest.mark.parametrize("buffers", ["broadcast", "mean"])
 def test_case_40_buffers_that_a_step_replaces_follow_the_rule(buffers: str, execution: str) -> None:
     model = Reassigns()
-    fitted(model, 2, buffers=buffers, execution=execution)
+    fitted(model, 2, buffers=buffers, execution=execution, verify="off")  # it counts what every replica does
     expected = torch.zeros(8)
     for step in range(max(number for number, _ in model.begun) + 1):
         begun = [value.cpu() for number, value in model.begun if number == step]

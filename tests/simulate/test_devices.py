@@ -122,7 +122,7 @@ def test_copies_are_counted_by_route_and_maker(sim) -> None:
 
 def test_a_step_broadcasts_every_parameter_once_per_replica(sim) -> None:
     model = seeded()
-    options = {"accelerator": "sim", "devices": 3, "strategy": dpx.DPXStrategy(), "max_epochs": 1}
+    options = {"accelerator": "sim", "devices": 3, "strategy": dpx.DPXStrategy(verify="off"), "max_epochs": 1}
     trainer = make_trainer(limit_train_batches=4, limit_val_batches=0, **options)
     clear_traffic()
     trainer.fit(model, make_loader(num_rows=64), make_loader())

@@ -15,6 +15,9 @@ from tests.trainer.test_memory_planning import MIB, fit, loader, tower
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 SIM0, SIM1, SIM4 = (torch.device("sim", index) for index in (0, 1, 4))
 
+# The tower counts what every replica sees.
+pytestmark = pytest.mark.filterwarnings("ignore:dpx. .*_step on .* is not what it is on one device.*self.seen")
+
 
 def test_texts_become_bytes_and_the_rest_stays() -> None:
     given = {"cuda:0": "8GiB", "cuda:1": 0.5, "cuda:2": "auto", "cuda:3": 1000}

@@ -106,7 +106,7 @@ def test_colocated_files_resume_on_one_device_and_back(tmp_path) -> None:
     state = StateBytes()
 
     def fit(model: LightningModule, epochs: int, path: Any = None, **options: Any) -> Any:
-        trainer = make_trainer(max_epochs=epochs, callbacks=[state], precision="64-true", **options)
+        trainer = make_trainer(max_epochs=epochs, callbacks=[state], **options)
         trainer.fit(model, make_loader(), ckpt_path=path)
         return trainer
 
