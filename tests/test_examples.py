@@ -40,7 +40,8 @@ def test_char_gpt_learns_and_writes() -> None:
 
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 @pytest.mark.filterwarnings("ignore")
-def test_the_notebook_runs_and_says_what_its_cells_show() -> None:
+def test_the_notebook_runs_and_says_what_its_cells_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # some libraries warn of widgets that are not installed
     notebook = nbformat.read(EXAMPLES / "tour.ipynb", 4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     shown = [bool(cell.outputs) for cell in cells]

@@ -667,7 +667,7 @@ def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: I
     dtypes.extend(seen)
     if strategy._wire is not None:
         dtypes.append(strategy._wire)
-    context = strategy.precision_plugin.train_step_context()
+    context = copy.copy(strategy.precision_plugin.wrapped).train_step_context()  # a user's own may count its calls
     kind = strategy.root_device.type
     with context:
         if torch.is_autocast_enabled(kind):

@@ -14,7 +14,7 @@ import lightning_dpx as dpx
 from lightning_dpx.reducers import REDUCERS
 from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.simulate import clear_traffic, traffic
-from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded
+from tests.conftest import ADDITIONS, SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded
 from tests.test_parity import strip_rows
 from tests.trainer.test_manual import GAN, Manual
 
@@ -121,7 +121,8 @@ def test_colocated_files_resume_on_one_device_and_back(tmp_path) -> None:
         fit(model, 2, **first).save_checkpoint(tmp_path / "half.ckpt")
         fit(resumed, 3, tmp_path / "half.ckpt", **then)
         assert len(state.held) == then.get("devices", 1)
-        assert_equal({name: value.cpu() for name, value in resumed.state_dict().items()}, whole.state_dict())
+        ours = {name: value.cpu() for name, value in resumed.state_dict().items()}
+        assert_equal(ours, whole.state_dict(), additions=16 * ADDITIONS)  # three epochs, rounded once in between
 
 
 @sim_only
