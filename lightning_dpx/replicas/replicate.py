@@ -288,8 +288,12 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, Any]]:
     copied (scripted, traced and parametrized ones) are left to ``copy.deepcopy``.
     """
     states: list[tuple[nn.Module, Any]] = []
-    for child in list(modules_without(module, memo)):
-        if _can_be_a_shell(child):
+    children = list(modules_without(module, memo))
+    themselves = [child for child in children if not _can_be_a_shell(child)]
+    # A compiled module is made by its constructor, from a finished copy of what it compiles.
+    inside = {id(inner) for child in themselves for inner in child.modules()}
+    for child in children:
+        if id(child) not in inside:
             shell = type(child).__new__(type(child))
             memo[id(child)] = shell
             states.append((shell, child.__reduce_ex__(4)[2]))
