@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_dpx as dpx
 from lightning_dpx.shifting import park_activations, unpark_activations
 from lightning_dpx.simulate import clear_traffic, traffic
-from tests.conftest import SIMULATED
+from tests.conftest import SIMULATED, simulate_room
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 HOME, SPARE = torch.device("sim:0"), torch.device("sim:1")
@@ -316,8 +316,7 @@ def test_bad_shifts_are_refused(chosen: list[str], shifts: dict[str, str], messa
 
 
 def test_a_full_target_is_refused_before_anything_moves() -> None:
-    gc.collect()
-    dpx.simulate(8, memory=["1GiB", "1KiB", *["1GiB"] * 6])
+    simulate_room(2**30, 2**10, *[2**30] * 6)
     try:
         model = Functional().to(HOME)
         with pytest.raises(dpx.ConfigurationError, match=r"parameters of b need 1088 bytes, and sim:1 has \d+ free"):
