@@ -240,10 +240,10 @@ def test_an_error_in_a_metric_names_it(execution: str) -> None:
             self.accuracy = MulticlassAccuracy(3)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.accuracy.update(self.net(batch[0]), batch[1] + 7)
+            self.accuracy.update(self.net(batch[0]), batch[1][:, None, None])
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ValueError, match="shape") as caught:
         run(Wrong(), strategy=dpx.DPXStrategy(execution=execution), devices=2)
     assert "In update of the metric accuracy (MulticlassAccuracy)." in caught.value.__notes__
 
