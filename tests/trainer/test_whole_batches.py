@@ -137,7 +137,7 @@ def test_a_batch_that_cannot_be_cut_does_in_every_stage_what_it_does_on_one_devi
 ) -> None:
     kind, batches, message = FALLBACKS[name]
     with pytest.warns(UserWarning, match=rf"(?s){WHOLE}.*{message}.*batch_slicer") as told:
-        ours = outcome(kind(), batches, strategy=dpx.DPXStrategy(execution=execution), devices=devices)
+        ours = outcome(kind(), batches, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=devices)
     stages = [str(one.message).split()[1] for one in told if WHOLE in str(one.message)]
     assert stages == ["validation_step", "training_step", "test_step", "predict_step"]
     assert_equal(ours, outcome(kind(), batches))
@@ -159,7 +159,7 @@ def test_only_the_batch_that_cannot_be_cut_is_whole_and_gradients_add_up_over_bo
     cut, whole = {"x": tensor(8)}, {"x": tensor(6, 1), "more": tensor(3)}
     batches = [cut, whole, {"x": tensor(8, 2)}, {"x": tensor(4), "more": tensor(7)}, whole]
     model, theirs = Several(), outcome(Several(), batches, accumulate_grad_batches=2)
-    strategy = dpx.DPXStrategy(execution=execution, **options)
+    strategy = dpx.DPXStrategy(execution=execution, verify="off", **options)  # it counts what replicas see
     with pytest.warns(UserWarning, match=WHOLE):
         ours = outcome(model, batches, strategy=strategy, devices=2, accumulate_grad_batches=2)
     assert_equal(ours, theirs)
@@ -181,7 +181,7 @@ class ByHand(Several):
 @pytest.mark.parametrize("reducer", ["auto", "colocate"])
 def test_manual_optimization_of_batches_of_both_kinds(reducer: str, execution: str) -> None:
     batches = [{"x": tensor(8)}, {"x": tensor(6), "more": tensor(3)}, {"x": tensor(8)}]
-    strategy = dpx.DPXStrategy(execution=execution, reducer=reducer)
+    strategy = dpx.DPXStrategy(execution=execution, verify="off", reducer=reducer)
     with pytest.warns(UserWarning, match=WHOLE):
         ours = outcome(ByHand(), batches, strategy=strategy, devices=2)
     assert_equal(ours, outcome(ByHand(), batches))
@@ -201,7 +201,7 @@ def test_several_loaders_are_cut_together_where_they_agree(execution: str) -> No
         return model, dict(model.state_dict())
 
     for second, seen in ((6, [3, 3]), (1, [6])):
-        strategy = dpx.DPXStrategy(execution=execution)
+        strategy = dpx.DPXStrategy(verify="off", execution=execution)
         (model, ours), (_, theirs) = fitted(second, strategy=strategy, devices=2), fitted(second)
         assert model.seen == seen
         assert_equal(ours, theirs)
@@ -288,7 +288,7 @@ def test_merged_replicas_never_ask_how_a_batch_could_be_cut(devices: int, option
 @pytest.mark.parametrize("devices", [1, 2])
 def test_merged_replicas_plan_for_batches_that_nobody_can_cut(devices: int) -> None:
     batches = [[tensor(2), tensor(5)], [tensor(3)]]
-    ours = outcome(Ragged(), batches, strategy=dpx.DPXStrategy(memory_budget="1GiB"), devices=devices)
+    ours = outcome(Ragged(), batches, strategy=dpx.DPXStrategy(verify="off", memory_budget="1GiB"), devices=devices)
     assert_equal(ours, outcome(Ragged(), batches))
 
 
@@ -303,7 +303,7 @@ class Packed(Scored):
 def test_packed_sequences_are_cut_and_equal_to_one_device(execution: str) -> None:
     batches = [pack_sequence([tensor(n) for n in lengths], enforce_sorted=False) for lengths in ([1, 4, 2, 3], [5, 1])]
     model = Packed()
-    ours = outcome(model, batches, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    ours = outcome(model, batches, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=2)
     assert max(model.seen) == 2
     assert_equal(ours, outcome(Packed(), batches))
 
@@ -323,14 +323,14 @@ class Weighted(Scored):
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 def test_logged_means_weigh_a_batch_as_on_one_device(execution: str) -> None:
     batches = [{"weight": torch.tensor(0.5), "x": tensor(8)}, {"weight": torch.tensor(2.0), "x": tensor(4)}]
-    ours = outcome(Weighted(), batches, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    ours = outcome(Weighted(), batches, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=2)
     assert_equal(ours, outcome(Weighted(), batches))
 
 
 @pytest.mark.usefixtures("hardware")
 def test_a_batch_of_too_few_rows_for_two_replicas_is_not_announced() -> None:
     batches = [{"x": tensor(1), "box": Box(tensor(1))}]
-    ours = outcome(Several(), batches, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    ours = outcome(Several(), batches, strategy=dpx.DPXStrategy(verify="off", execution="inline"), devices=2)
     assert_equal(ours, outcome(Several(), batches))
 
 
@@ -350,7 +350,9 @@ def test_what_cannot_be_cut_for_certain_is_cut_by_a_slicer_of_the_user(as_argume
     batches = FALLBACKS["detection"][1]
     model = SlicesItself()
     slicer = model.slice_batch if as_argument else None
-    ours = outcome(model, batches, strategy=dpx.DPXStrategy(execution=execution, batch_slicer=slicer), devices=2)
+    ours = outcome(
+        model, batches, strategy=dpx.DPXStrategy(verify="off", execution=execution, batch_slicer=slicer), devices=2
+    )
     assert max(model.seen) == 2
     assert_equal(ours, outcome(Detection(), batches))
 
@@ -359,7 +361,7 @@ def test_errors_of_a_slicer_end_the_run_with_a_note() -> None:
     def fails(batch: Any, sizes: Any) -> Any:
         raise KeyError("images")
 
-    strategy = dpx.DPXStrategy(execution="inline", batch_slicer=fails)
+    strategy = dpx.DPXStrategy(verify="off", execution="inline", batch_slicer=fails)
     with pytest.raises(KeyError, match="images") as caught:
         outcome(Scored(), [tensor(4)], strategy=strategy, devices=2)
     assert any("In batch_slicer, for a Tensor and sizes [2, 2]" in note for note in caught.value.__notes__)
@@ -367,7 +369,7 @@ def test_errors_of_a_slicer_end_the_run_with_a_note() -> None:
 
 def test_what_is_no_slicer_of_batches_is_refused() -> None:
     with pytest.raises(dpx.ConfigurationError, match="batch_slicer is 3, which is not allowed"):
-        dpx.DPXStrategy(batch_slicer=3)
+        dpx.DPXStrategy(verify="off", batch_slicer=3)
 
 
 def test_a_stage_that_gets_all_batches_whole_says_so_once() -> None:
@@ -388,7 +390,7 @@ def test_a_stage_that_gets_all_batches_whole_runs_on_the_first_replica(stage: st
 
     model, loader = Given(), DataLoader([{"x": tensor(6)}], None)
     trainer = make_trainer(
-        max_epochs=1, num_sanity_val_steps=0, strategy=dpx.DPXStrategy(execution="inline"), devices=2
+        max_epochs=1, num_sanity_val_steps=0, strategy=dpx.DPXStrategy(verify="off", execution="inline"), devices=2
     )
     with pytest.warns(UserWarning, match=f"{stage} gets all of its batches whole"):
         trainer.fit(model, loader, loader)
