@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ReplicationError, describe_error
-from lightning_dpx.replicas.object_graph import ObjectGraph, content_of, is_module_or_parameter, is_tensor_or_module
+from lightning_dpx.replicas.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 
@@ -355,10 +355,8 @@ class _Functions:
     def fill(self) -> None:
         """Gives the functions what they capture, once everything that they lead to has its counterpart."""
         for cell, made in self._cells.values():
-            if content_of(cell) is not None:
-                made.cell_contents = copy.deepcopy(content_of(cell), self._memo)
-            elif _is_filled(cell):
-                made.cell_contents = None
+            if _is_filled(cell):
+                made.cell_contents = copy.deepcopy(cell.cell_contents, self._memo)
         for function, twin in self._made:
             twin.__defaults__ = copy.deepcopy(function.__defaults__, self._memo)
             twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self._memo)
