@@ -86,7 +86,7 @@ def _budgets() -> Iterator[Any]:
             yield pytest.param(name, share, marks=[] if usual else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("name", "share"), _budgets())
+@pytest.mark.parametrize(("name", "share"), list(_budgets()))
 def test_within_the_budget_and_bit_equal(name: str, share: float) -> None:
     module, plain, x = make(ORDINARY[name])
     without = measured_peak(module, x)
