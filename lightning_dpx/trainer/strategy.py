@@ -466,7 +466,7 @@ class DPXStrategy(StepsOfReplicas):
         **changes: Any,
     ) -> ReplicaSet:
         """Replicas of ``module`` as this strategy wants them; a rehearsal wants some of it otherwise."""
-        keep: list[object] = [module._trainer, *(module.trainer.loggers if module._trainer else [])]
+        keep: list[object] = [self, module._trainer, *(module.trainer.loggers if module._trainer else [])]
         options: dict[str, Any] = {
             "workload": self._workload,
             "batch_dim": self._batch_dim,
