@@ -19,11 +19,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 
-try:
-    dpx.simulate(8)  # before the first backward of the process
-    SIMULATED = ""
-except dpx.UnsupportedError as missing:
-    SIMULATED = str(missing)
+
+def _simulate() -> str:
+    """Makes simulated devices, before the first backward of the process; says what is missing, if anything is."""
+    if os.environ.get("DPX_TESTS_SIMULATE") == "0":
+        return "DPX_TESTS_SIMULATE=0"  # beside a real device torch would take simulated ones for the accelerator
+    try:
+        dpx.simulate(8)
+    except dpx.UnsupportedError as missing:
+        return str(missing)
+    return ""
+
+
+SIMULATED = _simulate()
+
+
+def sim_device(index: int) -> torch.device:
+    """A simulated device by number; without any, a name for tests that are skipped."""
+    return torch.device("meta") if SIMULATED else torch.device("sim", index)
+
 
 _UNNOTICED = 2**15  # bytes that a test may leave behind: the traceback of an expected error, say
 _hardware = "cpu"  # what the replicas of the running test live on

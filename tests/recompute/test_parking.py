@@ -13,7 +13,7 @@ import lightning_dpx as dpx
 from lightning_dpx.recompute import profile_module
 from lightning_dpx.recompute.apply import forecast_plan
 from lightning_dpx.simulate import clear_traffic, traffic
-from tests.conftest import SIMULATED
+from tests.conftest import SIMULATED, sim_device
 from tests.recompute.models import AWKWARD, ORDINARY, CustomFunction
 from tests.recompute.test_planning import SavedLate, measured_peak
 from tests.shifting.test_park import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fail_in_backward, fetches
@@ -83,7 +83,7 @@ def tower(home: torch.device, overlap: int) -> tuple[Tower, Tensor]:
     return model, rows
 
 
-SIM = torch.device("sim:0")
+SIM = sim_device(0)
 
 
 @on_sim

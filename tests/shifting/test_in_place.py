@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from tests.conftest import SIMULATED, Classifier, make_loader, make_trainer
+from tests.conftest import SIMULATED, Classifier, make_loader, make_trainer, sim_device
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-HOME, SPARE = torch.device("sim:0"), torch.device("sim:1")
+HOME, SPARE = sim_device(0), sim_device(1)
 SHIFTS = {"sim:0": "sim:1"}
 ROWS = (4, 8)
 

@@ -12,11 +12,11 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.simulate import clear_traffic, traffic
-from tests.conftest import SIMULATED
+from tests.conftest import SIMULATED, sim_device
 from tests.shifting.test_shift import CASES, no_dropout, train
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-HOME, SPARE = torch.device("sim:0"), torch.device("sim:1")
+HOME, SPARE = sim_device(0), sim_device(1)
 LAYERS, ROWS, WIDTH = 8, 256, 48
 KEPT = ROWS * WIDTH * 4  # bytes: what one tanh of a tower keeps
 

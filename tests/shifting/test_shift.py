@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import lightning_dpx as dpx
 from lightning_dpx.shifting import park_activations, unpark_activations
 from lightning_dpx.simulate import clear_traffic, traffic
-from tests.conftest import SIMULATED, simulate_room
+from tests.conftest import SIMULATED, sim_device, simulate_room
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-HOME, SPARE = torch.device("sim:0"), torch.device("sim:1")
+HOME, SPARE = sim_device(0), sim_device(1)
 
 
 class Residual(nn.Module):

@@ -9,11 +9,11 @@ import yaml
 import lightning_dpx as dpx
 from lightning_dpx.cli import main
 from lightning_dpx.trainer.budgets import Budgets, parse_budget
-from tests.conftest import SIMULATED, assert_equal
+from tests.conftest import SIMULATED, assert_equal, sim_device
 from tests.trainer.test_memory_planning import MIB, fit, loader, tower
 
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-SIM0, SIM1, SIM4 = (torch.device("sim", index) for index in (0, 1, 4))
+SIM0, SIM1, SIM4 = map(sim_device, (0, 1, 4))
 
 # The tower counts what every replica sees.
 pytestmark = pytest.mark.filterwarnings("ignore:dpx. .*_step on .* is not what it is on one device.*self.seen")

@@ -1,0 +1,114 @@
+"""Saved tensors that rest in the host's memory: the budget is kept, the bits are, and the copies run beside kernels."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx import CheckpointPlan
+from lightning_dpx.recompute import apply_plan, forecast_plan, profile_module, remove_plan, search_plan
+from tests.gpu.models import Subject
+from tests.gpu.place import Place
+
+_ROUNDS = 5
+
+
+def budget_kept_and_copies_hidden(place: Place) -> dict[str, Any]:
+    """Everything that can be parked is; with and without fetching ahead."""
+    width, rows, depth = (4096, 8192, 8) if place.is_real else (64, 256, 4)
+    subject = _layers(place, width, rows, depth)
+    subject.step()
+    expected, plain = subject.gradients(), _seconds(place, subject)
+    profile = profile_module(subject.module, *subject.inputs)
+    figures: dict[str, Any] = {"link GB/s": _link(place, 2**28 if place.is_real else 2**20), "plain ms": 1e3 * plain}
+    parked = _all_parked(subject)
+    for overlap in (0, 2):
+        plan = replace(parked, overlap=overlap)
+        apply_plan(subject.module, plan)
+        try:
+            given, seconds = subject.gradients(), _seconds(place, subject)
+            subject.module.zero_grad(set_to_none=True)
+            peak = place.peak_of(subject.step)
+            with place.recording(f"overlap_{overlap}"):
+                subject.step()
+        finally:
+            remove_plan(subject.module)
+        assert all(map(torch.equal, given, expected)), f"overlap={overlap}: other bits"
+        gradients = sum(one.grad.nbytes for one in subject.module.parameters() if one.grad is not None)
+        measured, predicted = peak - gradients, forecast_plan(profile, plan).peak
+        figures[f"overlap {overlap}"] = {
+            "time": round(seconds / plain, 3),
+            "predicted over measured": round(predicted / measured, 4),
+            **_hidden(place.traces / f"overlap_{overlap}.kernels.json.gz"),
+        }
+    return figures
+
+
+def _layers(place: Place, width: int, rows: int, depth: int) -> Subject:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    return Subject(nn.Sequential(*layers).to(place.device), (torch.randn(rows, width, device=place.device),))
+
+
+def _all_parked(subject: Subject) -> CheckpointPlan:
+    plan = search_plan(subject.module, *subject.inputs, budget=1.0)
+    return plan.with_actions({decision.name: "park" for decision in plan.decisions})
+
+
+def _seconds(place: Place, subject: Subject) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        place.synchronize()
+        start = time.perf_counter()
+        subject.step()
+        place.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _link(place: Place, num_bytes: int) -> dict[str, float]:
+    """What a plain copy of pinned memory reaches, each way."""
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=place.device)
+    here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=place.is_real)
+    found = {}
+    for name, target, source in (("out", here, there), ("back", there, here)):
+        place.synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=place.is_real)
+        place.synchronize()
+        found[name] = round(num_bytes / (time.perf_counter() - start) / 1e9, 2)
+    return found
+
+
+def _hidden(path: Path) -> dict[str, float]:
+    """Of the time of copies, the share during which a kernel ran; nothing without a trace."""
+    if not path.exists():
+        return {}
+    import gzip
+
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    copies = [_span(event) for event in events if event.get("cat") == "gpu_memcpy"]
+    kernels = sorted(_span(event) for event in events if event.get("cat") == "kernel")
+    total = sum(end - begin for begin, end in copies)
+    beside = sum(_common(copy, kernels) for copy in copies)
+    return {"ms of copies": total / 1e3, "share beside kernels": round(beside / total, 3) if total else 0.0}
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _common(copy: tuple[float, float], kernels: list[tuple[float, float]]) -> float:
+    """Microseconds of ``copy`` in which at least one of ``kernels``, sorted by their begin, ran."""
+    covered, reached = 0.0, copy[0]
+    for begin, end in kernels:
+        first, last = max(begin, reached), min(end, copy[1])
+        if last > first:
+            covered += last - first
+            reached = last
+    return covered

@@ -1,0 +1,107 @@
+"""Plans on the device: bits, peaks by the allocator's own account, and times, predicted and measured."""
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from lightning_dpx import PlanError
+from lightning_dpx.recompute import apply_plan, bytes_of_budget, plan_profile, profile_module, remove_plan
+from lightning_dpx.recompute.auto import make_planner
+from tests.gpu.models import Subject, subjects
+from tests.gpu.place import Place
+
+_BUDGETS = (0.7, 0.5, 0.3)
+_ROUNDS = 5
+
+
+def budgets_are_kept(place: Place) -> dict[str, Any]:
+    """Every model with every budget; all of them are tried before the worst is complained of."""
+    figures: dict[str, Any] = {}
+    faults: list[str] = []
+    for name, make in subjects(place).items():
+        subject = make()
+        subject.step()  # kernels are loaded and workspaces taken before anything is measured
+        figures[name] = _of_subject(place, name, subject, faults)
+        del subject
+        place.module.empty_cache()
+    assert not faults, "; ".join(faults)
+    return figures
+
+
+def dry_plans_against_real_ones(place: Place) -> dict[str, Any]:
+    """What fake tensors predict for this kind of device, beside what a step on it takes."""
+    figures = {}
+    for name, make in subjects(place).items():
+        subject = make()
+        subject.step()
+        dry = profile_module(subject.module, *subject.inputs, device=place.kind)
+        real = profile_module(subject.module, *subject.inputs)
+        measured = _activations(place, subject)
+        figures[name] = {
+            "dry peak over measured": round(dry.peak / measured, 4),
+            "profiled peak over measured": round(real.peak / measured, 4),
+            "dry time over profiled": round(dry.step_seconds / real.step_seconds, 3),
+        }
+        del subject
+        place.module.empty_cache()
+    return figures
+
+
+def _of_subject(place: Place, name: str, subject: Subject, faults: list[str]) -> dict[str, Any]:
+    expected = subject.gradients()
+    unplanned, plain = _activations(place, subject), _seconds(place, subject)
+    profile = profile_module(subject.module, *subject.inputs)
+    found: dict[str, Any] = {
+        "unplanned MiB": unplanned / 2**20,
+        "profiled over measured": round(profile.peak / unplanned, 4),
+        "step ms": 1e3 * plain,
+    }
+    for budget in _BUDGETS:
+        try:
+            plan = plan_profile(subject.module, profile, bytes_of_budget(budget, unplanned), make_planner("auto"))
+        except PlanError as error:
+            found[str(budget)] = f"refused: {error}"
+            continue
+        apply_plan(subject.module, plan)
+        try:
+            measured = _activations(place, subject)
+            given = subject.gradients()
+            seconds = _seconds(place, subject)
+            with place.recording(f"{name.replace(' ', '_')}_{budget}"):
+                subject.step()
+        finally:
+            remove_plan(subject.module)
+        same = all(map(torch.equal, given, expected))
+        found[str(budget)] = {
+            "predicted over measured": round(plan.peak / measured, 4),
+            "measured over budget": round(measured / (budget * unplanned), 4),
+            "same bits": same,
+            "time": round(seconds / plain, 3),
+            "predicted time": round(1 + (plan.recompute_share or 0.0), 3),
+        }
+        if not same:
+            faults.append(f"{name} at {budget}: other bits")
+        if measured > 1.002 * budget * unplanned:
+            faults.append(f"{name} at {budget}: {measured / (budget * unplanned):.3f} of the budget")
+    return found
+
+
+def _activations(place: Place, subject: Subject) -> int:
+    """Bytes that a step takes at the most, less the gradients that stay: what a budget of activations means."""
+    subject.module.zero_grad(set_to_none=True)
+    peak = place.peak_of(subject.step)
+    return peak - sum(one.grad.nbytes for one in subject.module.parameters() if one.grad is not None)
+
+
+def _seconds(place: Place, subject: Subject) -> float:
+    """The median step."""
+    times = []
+    for _ in range(_ROUNDS):
+        place.synchronize()
+        start = time.perf_counter()
+        subject.step()
+        place.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times)

@@ -1,0 +1,185 @@
+"""A session on a machine with a GPU: what only such a machine can show, most important first.
+
+    tests/gpu/run --out FOLDER                every task, on cuda:0
+    tests/gpu/run --out FOLDER                once more: only what failed, or was not reached
+    tests/gpu/run --out FOLDER --device sim   the same tasks, small, on simulated devices
+
+Each task is a process of its own, so that none can spoil another, and the session goes on after a failure. FOLDER
+holds ``summary.json`` (per task: its end, its seconds, its figures), ``logs.tar.gz`` (what it printed) and
+``traces.tar.gz`` (allocations and kernels, for whoever corrects a planner afterwards without a GPU). All three are
+written anew after every task: a session that is cut off leaves what it had.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.place import FIGURES, Place
+
+_PYTHON = sys.executable
+_LEAST_SECONDS = 5.0  # under which no task is begun
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to be shown.
+
+    Attributes:
+        name: Of its log and its entry in the summary.
+        function: ``module:function`` in ``tests.gpu``, called with a :class:`Place`; it returns figures, or fails.
+        command: Instead of a function, the arguments of a Python of its own.
+        seconds: After which it is stopped.
+    """
+
+    name: str
+    function: str = ""
+    command: tuple[str, ...] = ()
+    seconds: int = 120
+
+
+_MARKED = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rA", "tests")
+
+TASKS = (
+    Task("main_job", "main_job:digits"),
+    Task("marked_tests", command=_MARKED, seconds=240),
+    Task("parity_one_device", "parity:one_device"),
+    Task("parity_two_replicas", "parity:two_replicas_on_one_device"),
+    Task("plans", "planning:budgets_are_kept", seconds=240),
+    Task("plans_dry", "planning:dry_plans_against_real_ones", seconds=120),
+    Task("offloading", "offloading:budget_kept_and_copies_hidden"),
+    Task("scaler", "precision:one_replica_overflows"),
+    Task("out_of_memory", "out_of_memory:replanned"),
+    Task("host_time", "speed:host_time_of_a_step"),
+    Task("step_time", "speed:step_time_at_the_peak_of_peers", seconds=240),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tasks and prints a table; the exit status is the number of tasks that did not pass."""
+    options = _parse(arguments)
+    if options.task is not None:
+        return _run_here(options.task, Place(options.device, options.out / "traces" / options.task), options.out)
+    summary = run_tasks(TASKS, options.out, options.device, options.minutes, only=options.only)
+    failed = [name for name, entry in summary.items() if entry["end"] != "passed"]
+    print(f"{len(summary) - len(failed)} of {len(summary)} passed" + (f"; not: {', '.join(failed)}" if failed else ""))
+    return len(failed)
+
+
+def run_tasks(
+    tasks: Sequence[Task], out: Path, device: str, minutes: float, *, only: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Runs those of ``tasks`` that have not passed before, or ``only`` these; tells how each ended.
+
+    Raises:
+        SystemExit: ``only`` names none of them.
+    """
+    names = [task.name for task in tasks]
+    if unknown := set(only) - set(names):
+        raise SystemExit(f"--only {' '.join(sorted(unknown))}: no such task; there are {', '.join(names)}")
+    out.mkdir(parents=True, exist_ok=True)
+    summary = _read(out / "summary.json")
+    deadline = time.monotonic() + 60 * minutes
+    for task in tasks:
+        asked = task.name in only if only else summary.get(task.name, {}).get("end") != "passed"
+        left = deadline - time.monotonic()
+        if asked and left < _LEAST_SECONDS:
+            summary[task.name] = {"end": "not reached"}
+        elif asked:
+            summary[task.name] = _run(task, device, out, min(left, task.seconds))
+            print(_line(task.name, summary[task.name]), flush=True)
+        _write(out, summary)
+    return summary
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests/gpu/run", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for summary.json, logs and traces")
+    parser.add_argument("--device", choices=["cuda", "sim"], default="cuda")
+    parser.add_argument("--minutes", type=float, default=9.0, help="what is not begun by then is left out")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TASK", help="these tasks, whatever they did before")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.out = options.out.absolute()
+    return options
+
+
+def _run(task: Task, device: str, out: Path, seconds: float) -> dict[str, Any]:
+    """A task in a process of its own, its output in a log."""
+    logs = out / "logs"
+    logs.mkdir(exist_ok=True)
+    figures = out / FIGURES.format(task.name)
+    figures.unlink(missing_ok=True)
+    start = time.monotonic()
+    with open(logs / f"{task.name}.log", "wb") as log:
+        command = _command(task, device, out)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment(device))
+        try:
+            status = process.wait(timeout=seconds)
+            end = "passed" if status == 0 else f"exit status {status}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            end = f"stopped after {seconds:.0f} s"
+    entry: dict[str, Any] = {"end": end, "seconds": round(time.monotonic() - start, 1)}
+    if figures.exists():
+        entry["figures"] = json.loads(figures.read_text())
+        figures.unlink()
+    return entry
+
+
+def _command(task: Task, device: str, out: Path) -> list[str]:
+    if task.command:
+        return [_PYTHON, *task.command]
+    return [_PYTHON, "-m", "tests.gpu.session", "--out", str(out), "--device", device, "--task", task.name]
+
+
+def _environment(device: str) -> dict[str, str]:
+    """With the workspaces that make cuBLAS deterministic; no simulated devices beside real ones."""
+    simulate = {} if device == "sim" else {"DPX_TESTS_SIMULATE": "0"}
+    return os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | simulate
+
+
+def _run_here(name: str, place: Place, out: Path) -> int:
+    (task,) = (task for task in TASKS if task.name == name)
+    module_name, _, function_name = task.function.partition(":")
+    place.prepare()
+    module = import_module(f"tests.gpu.{module_name}")
+    figures = getattr(module, function_name)(place)
+    (out / FIGURES.format(name)).write_text(json.dumps(figures))
+    print(json.dumps(figures, indent=2))
+    return 0
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _write(out: Path, summary: dict[str, dict[str, Any]]) -> None:
+    """Each file beside itself first, so that a session that is cut off leaves the last whole one."""
+    new = out / "summary.json.new"
+    new.write_text(json.dumps(summary, indent=2))
+    new.replace(out / "summary.json")
+    for folder in ("logs", "traces"):
+        if (out / folder).exists():
+            packed = out / f"{folder}.tar.gz.new"
+            with tarfile.open(packed, "w:gz") as archive:
+                archive.add(out / folder, folder)
+            packed.replace(out / f"{folder}.tar.gz")
+
+
+def _line(name: str, entry: dict[str, Any]) -> str:
+    return f"{name:24}{entry['end']:28}{entry.get('seconds', 0):6.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

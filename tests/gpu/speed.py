@@ -1,0 +1,125 @@
+"""Time of steps: what the host spends on several replicas of one device, and plans beside other ways to recompute."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpx import PlanError, ReplicaGroup
+from lightning_dpx.bench.models import TransformerBlock
+from lightning_dpx.bench.plan_peers import PEERS
+from lightning_dpx.recompute import apply_plan, plan_profile, profile_module, remove_plan
+from lightning_dpx.recompute.auto import make_planner
+from tests.gpu.models import Subject, large_gpt
+from tests.gpu.place import Place
+
+_ROUNDS = 7
+
+
+def host_time_of_a_step(place: Place) -> dict[str, Any]:
+    """A step of many small kernels on K replicas of one device, per replica, over a plain step of one."""
+    width, depth = (256, 24) if place.is_real else (32, 2)
+
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(TransformerBlock(width, 4) for _ in range(depth))).to(place.device)
+
+    plain_module, rows = module(), torch.randn(2, 16, width, device=place.device)
+    plain = _host_seconds(place, lambda: _plain_step(plain_module, rows))
+    figures: dict[str, Any] = {"plain ms": 1e3 * plain}
+    for replicas in (1, 2, 4):
+        batch = torch.randn(2 * replicas, 16, width, device=place.device)
+        group = ReplicaGroup(module(), [place.device] * replicas, execution="threads")
+        try:
+            seconds = _host_seconds(place, lambda group=group, batch=batch: _group_step(group, batch))
+        finally:
+            group.close()
+        figures[f"K={replicas}"] = round(seconds / replicas / plain, 3)
+    return figures
+
+
+def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
+    """Each peer's peak is measured, a plan made for just that, and both are timed in turns."""
+    sizes = (
+        {"0.1B": (1024, 8, 8), "0.4B": (1536, 14, 8), "1B": (2048, 20, 4)} if place.is_real else {"tiny": (64, 3, 2)}
+    )
+    figures: dict[str, Any] = {}
+    for name, (width, depth, rows) in sizes.items():
+        subject = large_gpt(place, width=width, depth=depth, rows=rows, context=1024 if place.is_real else 32)
+        subject.step()
+        figures[name] = _beside_peers(place, name, subject)
+        del subject
+        place.module.empty_cache()
+    return figures
+
+
+def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
+    profile, module = profile_module(subject.module, *subject.inputs), subject.module
+    plain, unplanned = _seconds(place, subject), _activations(place, subject)
+    found: dict[str, Any] = {"parameters": sum(one.numel() for one in module.parameters()), "plain ms": 1e3 * plain}
+    for peer, runner in PEERS.items():
+        module.runner = runner
+        try:
+            peak, seconds = _activations(place, subject), _seconds(place, subject)
+        finally:
+            del module.runner
+        entry: dict[str, Any] = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
+        try:
+            plan = plan_profile(module, profile, peak, make_planner("auto"))
+        except PlanError as error:
+            found[peer] = entry | {"ours": f"refused: {error}"}
+            continue
+        apply_plan(module, plan)
+        try:
+            entry["our peak"] = round(_activations(place, subject) / unplanned, 3)
+            entry["our time"] = round(_seconds(place, subject) / plain, 3)
+            with place.recording(f"{name}_{peer.replace(' ', '_')}"):
+                subject.step()
+        finally:
+            remove_plan(module)
+        found[peer] = entry
+    return found
+
+
+def _plain_step(module: nn.Module, rows: Tensor) -> None:
+    module.zero_grad(set_to_none=True)
+    module(rows).square().mean().backward()
+
+
+def _group_step(group: ReplicaGroup, batch: Tensor) -> None:
+    group.forward(batch, is_train=True)
+    outputs = group.outputs_merged()
+    group.backward(torch.ones_like(outputs))
+
+
+def _host_seconds(place: Place, step: Callable[[], None]) -> float:
+    """Median seconds until the host has queued a step; the device is idle when it begins."""
+    times = []
+    for number in range(_ROUNDS + 3):
+        place.synchronize()
+        start = time.perf_counter()
+        step()
+        if number >= 3:
+            times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _seconds(place: Place, subject: Subject) -> float:
+    times = []
+    for number in range(_ROUNDS + 1):
+        place.synchronize()
+        start = time.perf_counter()
+        subject.step()
+        place.synchronize()
+        if number:
+            times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _activations(place: Place, subject: Subject) -> int:
+    subject.module.zero_grad(set_to_none=True)
+    peak = place.peak_of(subject.step)
+    return peak - sum(one.grad.nbytes for one in subject.module.parameters() if one.grad is not None)

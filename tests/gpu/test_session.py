@@ -1,0 +1,46 @@
+"""The script for a machine with a GPU goes on after a failure, keeps what it found, and repeats only what failed."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import SIMULATED
+from tests.gpu.session import TASKS, Task, main, run_tasks
+
+_PASSES = Task("passes", command=("-c", "print('here')"))
+_FAILS = Task("fails", command=("-c", "import sys; sys.exit(3)"))
+_HANGS = Task("hangs", command=("-c", "import time; time.sleep(600)"), seconds=1)
+
+
+def test_it_goes_on_after_a_failure_and_then_repeats_only_that(tmp_path: Path, capsys: Any) -> None:
+    summary = run_tasks([_FAILS, _HANGS, _PASSES], tmp_path, "sim", minutes=5)
+    ends = {name: entry["end"] for name, entry in summary.items()}
+    assert ends == {"fails": "exit status 3", "hangs": "stopped after 1 s", "passes": "passed"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        log = archive.extractfile("logs/passes.log")
+        assert log is not None
+        assert log.read() == b"here\n"
+    capsys.readouterr()
+    again = run_tasks([_FAILS, _PASSES], tmp_path, "sim", minutes=5)
+    assert again["passes"] == summary["passes"], "it has passed before"
+    assert capsys.readouterr().out.split()[0] == "fails"
+
+
+def test_what_there_is_no_time_for_is_said_to_be_open(tmp_path: Path) -> None:
+    assert run_tasks([_PASSES], tmp_path, "sim", minutes=0) == {"passes": {"end": "not reached"}}
+
+
+def test_an_unknown_task_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="pass: no such task; there are passes"):
+        run_tasks([_PASSES], tmp_path, "sim", minutes=1, only=["pass"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_every_task_passes_on_simulated_devices(tmp_path: Path) -> None:
+    assert main(["--out", str(tmp_path), "--device", "sim", "--minutes", "60"]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text()).keys() == {task.name for task in TASKS}
