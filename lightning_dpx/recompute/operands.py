@@ -19,12 +19,14 @@ from torch.utils.weak import TensorWeakRef
 from lightning_dpx.recompute.recipes import NotRecomputable
 
 _TAG = "lightning_dpx.operands"
+_COPIES = "lightning_dpx.copies"
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward1")
 
 # Where the operands in question stand among the arguments, and their names as keywords.
 _SUM, _FIRST, _BIAS = ((0, "input"), (1, "other")), ((0, "input"),), ((2, "bias"),)
-_OPTIONAL = {"bias", "eps", "value", "nan", "posinf", "neginf"}
+_EPS, _TRAIN = ((4, "eps"),), ((2, "training"),)
+_OPTIONAL = {"bias", "eps", "value", "nan", "posinf", "neginf", "training"}
 _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, torch.sub, Tensor.sub, Tensor.sub_), _SUM),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), _SUM),
@@ -38,7 +40,9 @@ _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _BIAS),
     F.batch_norm: ((4, "bias"),),
     F.group_norm: ((3, "bias"),),
-    F.layer_norm: ((4, "eps"),),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _EPS),
+    **dict.fromkeys((F.dropout, torch.dropout, torch.native_dropout), _TRAIN),
+    **dict.fromkeys((torch.ops.aten.native_dropout, torch.ops.aten.native_dropout.default), _TRAIN),
     F.rms_norm: ((3, "eps"),),
     F.pad: ((3, "value"),),
     torch.constant_pad_nd: ((2, "value"),),
@@ -54,15 +58,35 @@ class Operands(TorchFunctionMode):
     ) -> Any:
         result = func(*args) if not kwargs else func(*args, **kwargs)
         places = _NOTED.get(func)
-        if places is None or type(result) not in _PLAIN or not result.requires_grad:
-            return result
-        if outside := _outside(places, args, kwargs or {}):
-            node = result.grad_fn
-            if node is not None and node.name() in _VIEWS:  # several rows are one matrix for the operator itself
-                node = node.next_functions[0][0]
-            if node is not None:
-                node.metadata[_TAG] = [_noted(operand) for operand in outside]  # type: ignore[index]
+        if places is not None:
+            first = result[0] if type(result) is tuple else result
+            if type(first) in _PLAIN and first.requires_grad:
+                _note(func, first, _outside(places, args, kwargs or {}), args, kwargs or {})
         return result
+
+
+def _note(
+    func: Callable[..., Any], result: Tensor, outside: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """At the node that made ``result``: its first caller's notes, as others may hand out what they were given."""
+    node = result.grad_fn
+    if node is not None and node.name() in _VIEWS:  # several rows are one matrix for the operator itself
+        node = node.next_functions[0][0]
+    if node is None:
+        return
+    notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    if _TAG in notes:
+        return
+    if outside:
+        notes[_TAG] = [_noted(operand) for operand in outside]
+    if func is F.batch_norm and not _given(args, kwargs, 5, "training"):
+        mean, variance = _given(args, kwargs, 1, "running_mean"), _given(args, kwargs, 2, "running_var")
+        if isinstance(mean, Tensor) and isinstance(variance, Tensor):
+            notes[_COPIES] = {"running_mean": mean.detach().clone(), "running_var": variance.detach().clone()}
+
+
+def _given(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -141,7 +165,19 @@ def operand_of(node: Any, index: int) -> Any:
     Raises:
         NotRecomputable: it was not noted.
     """
-    note = node.metadata.get(_TAG, ())
+    note: Sequence[Any] = node.metadata.get(_TAG, ())
     if index >= len(note) or note[index] is _UNKNOWN:
         raise NotRecomputable(f"an operand of {node.name()} is not part of the graph")
     return note[index]
+
+
+def copy_of(node: Any, name: str) -> Tensor:
+    """What a tensor held when ``node`` was made, of those that are written to without a new version.
+
+    Raises:
+        NotRecomputable: no copy was made.
+    """
+    copies: dict[str, Tensor] = node.metadata.get(_COPIES, {})
+    if name not in copies:
+        raise NotRecomputable(f"{name} of {node.name()} may have changed since")
+    return copies[name]

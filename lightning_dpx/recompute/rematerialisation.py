@@ -27,7 +27,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.calls import Again, Argument, Call, Key, base_of, pick, returned_by
 from lightning_dpx.recompute.garbage import COLLECTOR
-from lightning_dpx.recompute.operands import Operands, Reference, operand_of
+from lightning_dpx.recompute.operands import Operands, Reference, copy_of, operand_of
 from lightning_dpx.recompute.parking import Parking
 from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
 from lightning_dpx.recompute.values import (
@@ -299,12 +299,16 @@ class Rematerialisation:
 
     def constant(self, node: Any, index: int, most: int) -> Any:
         """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
-        self._want_operands = True
+        self.want_operands()
         found = operand_of(node, index)
         if not isinstance(found, Reference):
             return found
         value = self.keep_constant(found.base(most))
         return value if found.view is None else View(value, found.look)
+
+    def want_operands(self) -> None:
+        """The next step notes operands, too."""
+        self._want_operands = True
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
         """The value of such a tensor; nobody may write to it before backward."""
@@ -388,6 +392,11 @@ class Node:
         """Operand number ``index`` of those that are not part of the graph."""
         return self._owner.constant(self._node, index, math.prod(self.shape) * self.dtype.itemsize // 2)
 
+    def copies(self, *names: str) -> list[torch.Tensor]:
+        """What these inputs held when the operator ran, of those that are written to without a new version."""
+        self._owner.want_operands()
+        return [copy_of(self._node, name) for name in names]
+
     def saved(self, name: str, edge: int | None = None) -> Any:
         """The input tensor that the operator saved under ``name``; if it did not, the one along ``edge``."""
         if edge is not None:
@@ -409,11 +418,6 @@ class Node:
     def saved_list(self, name: str) -> list[Any]:
         """The tensors that the operator saved under ``name``, where it is a list; ``None`` for those that are none."""
         return [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
-
-    def leaf(self, index: int) -> torch.Tensor | None:
-        """Input ``index`` itself, if it is a parameter."""
-        source = self._node.next_functions[index][0]
-        return getattr(source, "variable", None)
 
     @property
     def num_edges(self) -> int:

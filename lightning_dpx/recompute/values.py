@@ -234,6 +234,11 @@ def run_recipe(value: Value) -> torch.Tensor:
             refuse_changed(source)
     made: torch.Tensor = value.make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
     identity = value.identity
+    if identity is not None and (made.dtype is not identity.dtype or made.size() != identity.size):
+        raise RuntimeError(
+            f"{value.operator} gave {list(made.size())} in {made.dtype} for {value.name} when it was repeated, instead "
+            f"of {list(identity.size)} in {identity.dtype}. Please report this; keep the value in the plan until then."
+        )
     if identity is not None and made.stride() != identity.stride and identity.is_dense_unlike(made):
         made = torch.empty_strided(identity.size, identity.stride, dtype=made.dtype, device=made.device).copy_(made)
     return made

@@ -35,12 +35,28 @@ def _masked_fill(node: Any) -> Any:
 
 @recipe("MulBackward0")
 def _mul(node: Any) -> Any:
-    return torch.mul, [node.saved("self", edge=0), node.saved("other", edge=1)]
+    return _in_dtype_of(node, torch.mul), [node.saved("self", edge=0), node.saved("other", edge=1)]
 
 
 @recipe("DivBackward0")
 def _div(node: Any) -> Any:
-    return torch.div, [node.saved("self", edge=0), node.saved("other", edge=1)]
+    return _in_dtype_of(node, torch.div), [node.saved("self", edge=0), node.saved("other", edge=1)]
+
+
+def _in_dtype_of(node: Any, operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``operator``, with numbers in the dtype of the result.
+
+    A number is saved as a tensor without dims, which has forgotten that it was a number: a complex one would widen the
+    result.
+    """
+    dtype = node.dtype
+    if not dtype.is_complex:
+        return operator
+
+    def combine(*given: torch.Tensor) -> torch.Tensor:
+        return operator(*(entry.to(dtype) if not entry.ndim else entry for entry in given))
+
+    return combine
 
 
 @recipe("AddcmulBackward0")
@@ -123,5 +139,7 @@ def _prelu(node: Any) -> Any:
 
 @recipe("NativeDropoutBackward0")
 def _dropout(node: Any) -> Any:
+    if node.constant() is False:  # of the call: the node does not note whether it was in training
+        return torch.clone, [node.edge(0)]
     scale = 1.0 / (1.0 - node.p) if node.p < 1 else 0.0  # the mask was drawn once and is saved
     return (lambda x, mask: x * mask * scale), [node.edge(0), node.saved("result1")]

@@ -34,15 +34,25 @@ def _bmm(node: Any) -> Any:
 @recipe("BaddbmmBackward0")
 def _baddbmm(node: Any) -> Any:
     inputs = [node.operand(0), node.saved("batch1", edge=1), node.saved("batch2", edge=2)]
-    return partial(torch.baddbmm, alpha=node.alpha, beta=node.beta), inputs
+    alpha, beta, dtype = node.alpha, node.beta, node.dtype
+
+    def multiply(start: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        # autocast converts an operand outside of the graph, which the graph does not know
+        return torch.baddbmm(start.to(dtype), left, right, alpha=alpha, beta=beta)
+
+    return multiply, inputs
 
 
 @recipe("LinearBackward0")
 def _linear(node: Any) -> Any:
-    inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
+    inputs, dtype = [node.saved("input", edge=0), node.saved("weight", edge=1)], node.dtype
     if node.num_edges > 2 and (bias := node.operand(2)) is not None:
         inputs.append(bias)
-    return F.linear, inputs
+
+    def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+
+    return apply, inputs
 
 
 @recipe("ConvolutionBackward0")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dpx.recompute.recipes.registry import NotRecomputable, aten, recipe, signed
 
@@ -33,7 +32,9 @@ def _batch_norm(node: Any) -> Any:
         weight, bias = affine if affine else (None, None)
         return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
 
-    return infer, [node.saved("input", edge=0), node.saved("running_mean"), node.saved("running_var"), *affine]
+    # A call in training mode in between writes into the running statistics, without counting up their version.
+    mean, variance = node.copies("running_mean", "running_var")
+    return infer, [node.saved("input", edge=0), mean, variance, *affine]
 
 
 @recipe("NativeGroupNormBackward0")
@@ -58,26 +59,17 @@ def _affine(node: Any) -> list[Any]:
 
 @recipe("NativeLayerNormBackward0")
 def _layer_norm(node: Any) -> Any:
-    """The node does not note eps, so the one that gives the saved inverse deviations is looked for."""
+    """The node does not note eps; the call does, see operands.py."""
     if node.output:
         raise NotRecomputable("only the first output of layer norm is computed again")
-    x, inverse, shape = node.saved("input", edge=0), node.saved("result2"), list(node.normalized_shape)
-    weight, bias = node.optional("weight"), node.optional("bias")
-    places = [place for place, entry in enumerate((weight, bias)) if entry is not None]
-    inputs = [x, inverse, *(entry for entry in (weight, bias) if entry is not None)]
-    key = node.leaf(1)
-    known = _given_eps(node) if key is None else None
+    shape, weight, bias = list(node.normalized_shape), node.optional("weight"), node.optional("bias")
 
-    def normalise(x: torch.Tensor, inverse: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        affine = dict(zip(places, given, strict=True))
-        eps = known if key is None or key not in _KNOWN_EPS else _KNOWN_EPS[key]
-        if eps is None:
-            eps = _find_eps(x, shape, inverse)
-            if key is not None:
-                _KNOWN_EPS[key] = eps
-        return torch.native_layer_norm(x, shape, affine.get(0), affine.get(1), eps)[0]
+    def normalise(
+        x: torch.Tensor, eps: float | None, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.native_layer_norm(x, shape, weight, bias, _DEFAULT_EPS if eps is None else eps)[0]
 
-    return normalise, inputs
+    return normalise, [node.saved("input", edge=0), node.constant(), weight, bias]
 
 
 @recipe("FusedRmsNormBackward0")
@@ -101,23 +93,4 @@ def _weight_norm(node: Any) -> Any:
     return (lambda v, g: aten._weight_norm_interface.default(v, g, dim)[output]), inputs
 
 
-def _given_eps(node: Any) -> float | None:
-    """From the call, where there is no weight to remember it by."""
-    try:
-        eps: float = node.constant()
-    except NotRecomputable:
-        return None
-    return eps
-
-
-_LIKELY_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-4, 1e-7, 1e-10, 1e-9, 1e-2, 1e-1, 0.0)
-_KNOWN_EPS = WeakTensorKeyDictionary()  # by the layer's weight
-
-
-def _find_eps(x: torch.Tensor, shape: list[int], inverse: torch.Tensor) -> float:
-    rows = x.reshape(-1, *x.shape[x.ndim - len(shape) :])[:4]
-    expected = inverse.reshape(-1)[:4]
-    for eps in _LIKELY_EPS:
-        if torch.equal(torch.native_layer_norm(rows, shape, None, None, eps)[2].reshape(-1), expected):
-            return eps
-    raise NotRecomputable(f"a layer norm over {shape} with an eps that is none of {_LIKELY_EPS}")
+_DEFAULT_EPS = 1e-5  # of F.layer_norm and torch.layer_norm, where none is given

@@ -53,7 +53,7 @@ recipe("PowBackward0")(with_arguments(aten.pow.Tensor_Scalar, "exponent"))
 def _along_dim(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         dim, dtype = signed(node.dim), node.dtype
-        return (lambda x: operator(x, dim).to(dtype)), [node.edge(0)]
+        return (lambda x: operator(x.to(dtype), dim)), [node.edge(0)]  # another dtype converts before it sums
 
     return make
 
@@ -100,8 +100,26 @@ recipe("LogcumsumexpBackward0")(with_arguments(aten.logcumsumexp.default, "dim")
 recipe("AmaxBackward0")(with_arguments(aten.amax.default, "dim", "keepdim"))
 recipe("AminBackward0")(with_arguments(aten.amin.default, "dim", "keepdim"))
 recipe("LogsumexpBackward0")(with_arguments(aten.logsumexp.default, "dim", "keepdim"))
-recipe("ProdBackward1")(with_arguments(aten.prod.dim_int, "dim", "keepdim"))
-recipe("LinalgVectorNormBackward0")(with_arguments(aten.linalg_vector_norm.default, "ord", "dim", "keepdim"))
+
+
+def _reduced(operator: Callable[..., torch.Tensor], *arguments: str) -> Recipe:
+    """Of a tensor, in the dtype of the result: one that was asked for is not noted, and converts before it reduces."""
+
+    def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
+        given, dtype = [argument(node, name) for name in arguments], node.dtype
+
+        def reduce(x: torch.Tensor) -> torch.Tensor:
+            return operator(x, *given, dtype=None if x.is_complex() else dtype)
+
+        return reduce, [node.edge(0)]
+
+    return make
+
+
+recipe("ProdBackward1")(_reduced(aten.prod.dim_int, "dim", "keepdim"))
+recipe("LinalgVectorNormBackward0")(_reduced(aten.linalg_vector_norm.default, "ord", "dim", "keepdim"))
+recipe("MeanBackward1")(_reduced(aten.mean.dim, "dim", "keepdim"))
+recipe("SumBackward1")(_reduced(aten.sum.dim_IntList, "dim", "keepdim"))
 
 
 def _spread(operator: Callable[..., Any]) -> Recipe:
@@ -136,15 +154,3 @@ def _selected(node: Any) -> Any:
         return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
 
     return pick, [node.edge(0), node.saved("indices")]
-
-
-@recipe("MeanBackward1")
-def _mean(node: Any) -> Any:
-    dims, keepdim = [signed(dim) for dim in node.dim or ()], node.keepdim
-    return (lambda x: x.mean(dims, keepdim)), [node.edge(0)]
-
-
-@recipe("SumBackward1")
-def _sum(node: Any) -> Any:
-    dims, keepdim = [signed(dim) for dim in node.dim or ()], node.keepdim
-    return (lambda x: x.sum(dims, keepdim)), [node.edge(0)]
