@@ -297,13 +297,11 @@ def test_dropout_on_an_absent_gpu_keeps_a_byte_per_element() -> None:
     assert sizes == {"cpu": [128 * 64 * 4], "cuda": [128 * 64]}
 
 
-@pytest.mark.parametrize(("eps", "refused"), [(1e-5, False), (1e-6, False), (0.123, True)])
-def test_the_eps_of_a_layer_norm_is_known(eps: float, refused: bool) -> None:
-    module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64, eps=eps), nn.Linear(64, 64))
+def test_a_layer_norm_is_repeated_whatever_its_eps() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64, eps=0.123), nn.Linear(64, 64))
     profile = profile_module(module, torch.randn(64, 64), device="cpu")
     (norm,) = [value for value in profile.values if value.operator == "NativeLayerNormBackward0"]
-    assert bool(norm.refused) == refused
-    assert not refused or "an eps that is none of" in norm.refused
+    assert not norm.refused
 
 
 def test_regions_of_torch_are_left_alone() -> None:
