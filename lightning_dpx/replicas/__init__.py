@@ -1,12 +1,12 @@
 """First sibling: K persistent replicas of one module, the slices that they get and the workers that run them."""
 
+from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import Beyond, ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.merging import Weights, weighted_mean
-from lightning_dpx.replicas.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice, weights_of
 from lightning_dpx.replicas.replicate import stand_in

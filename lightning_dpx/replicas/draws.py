@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import host_random_state
-from lightning_dpx.replicas.preserve import GeneratorStates, held_generators
+from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
 
 _FIRST, _EVERY = 8, 16  # runs: looking at Python's and NumPy's generators takes some 0.1 ms
 

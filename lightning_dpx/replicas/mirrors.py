@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.object_graph import MUTABLE
+from lightning_dpx.python_objects.object_graph import MUTABLE
 
 Translate = Callable[[Any], Any]
 _WITHOUT_STATE = (type, nn.Module, torch.Tensor, FunctionType, MethodType, ModuleType, functools.partial)

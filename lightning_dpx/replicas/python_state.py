@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
-from lightning_dpx.replicas.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ReplicationError, describe_error
-from lightning_dpx.replicas.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
+from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.errors import describe_error
-from lightning_dpx.replicas.preserve import GeneratorStates
+from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas.state import checksums
 
 MIN_FLOPS_PER_OPERATOR = 2e6  # of one replica's slice: some 30 us of arithmetic, against 5-10 us of interpreter

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
-from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
 
 Step = Callable[[Any, Any, int], Any]

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
@@ -30,7 +31,6 @@ from lightning_dpx.replicas import (
     parse_workload,
     split_sizes,
 )
-from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
 from lightning_dpx.trainer.profiling import profile_absent_share, profile_share

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.activations import example_run
 from lightning_dpx.errors import PlanError, ReplicationError, SliceError
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import Profile, profile_step, sum_of
 from lightning_dpx.replicas import Replica, ReplicaSet, batch_size, slice_batch
-from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.trainer.profiling import places_of
 
 

@@ -20,8 +20,8 @@ from torch.utils import _pytree
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import ReplicaRank, Share, current_rank
-from lightning_dpx.replicas.reachable import reachable
 from lightning_dpx.trainer.metric_arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
 from lightning_dpx.trainer.metric_values import SharedValue, shared_value
 

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas import ReplicaSet
-from lightning_dpx.replicas.preserve import GeneratorStates
 
 OnOOM = Literal["raise", "replan"]
 MOST_REPEATS = 3  # of one step

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import PlanError, UnsupportedError
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
-from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import applied_shift
 
 Step = Callable[[Any, Any, int], Any]

@@ -18,9 +18,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_dpx.python_objects.preserve import advance
 from lightning_dpx.replicas import GeneratorStates, ReplicaSet, Share
 from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
-from lightning_dpx.replicas.preserve import advance
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.trainer.metrics import ReplicaMetrics

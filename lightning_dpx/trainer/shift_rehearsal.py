@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet
-from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import shift_activations
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_dpx.errors import CollectiveError, UnsupportedError, WholeBatchError
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import planned
 from lightning_dpx.replicas import (
     MergeRules,
@@ -36,7 +37,6 @@ from lightning_dpx.replicas import (
     first_loss,
     weights_of,
 )
-from lightning_dpx.replicas.preserve import preserve_rng_state
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.acts_once import current_view

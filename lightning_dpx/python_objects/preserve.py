@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import RandomStates
-from lightning_dpx.replicas.reachable import reachable
+from lightning_dpx.python_objects.reachable import reachable
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.preserve import GeneratorStates, preserve_rng_state
+from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 
 GLOBAL = np.random.default_rng(5)
 
