@@ -44,7 +44,7 @@ class GeneratorStates:
         self._torch = RandomStates(devices)
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
-        self._held = [(generator, _state_of(generator)) for generator in (*held_generators(modules), *generators)]
+        self._held = [(generator, state_of(generator)) for generator in (*held_generators(modules), *generators)]
 
     def restore(self) -> None:
         """All continue as if nothing had been drawn since."""
@@ -52,17 +52,17 @@ class GeneratorStates:
         np.random.set_state(self._numpy)
         random.setstate(self._python)
         for generator, state in self._held:
-            _put_back(generator, state)
+            put_back(generator, state)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GeneratorStates):
             return NotImplemented
         return (
             self._torch == other._torch
-            and _same(self._numpy, other._numpy)
+            and same_state(self._numpy, other._numpy)
             and self._python == other._python
             and len(self._held) == len(other._held)
-            and all(_same(one[1], two[1]) for one, two in zip(self._held, other._held, strict=True))
+            and all(same_state(one[1], two[1]) for one, two in zip(self._held, other._held, strict=True))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -70,9 +70,9 @@ class GeneratorStates:
     def differs_outside_torch(self, other: "GeneratorStates") -> bool:
         """Whether something drew from NumPy, ``random`` or a generator that a module holds."""
         return not (
-            _same(self._numpy, other._numpy)
+            same_state(self._numpy, other._numpy)
             and self._python == other._python
-            and all(_same(one[1], two[1]) for one, two in zip(self._held, other._held, strict=False))
+            and all(same_state(one[1], two[1]) for one, two in zip(self._held, other._held, strict=False))
         )
 
 
@@ -109,33 +109,35 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
         for child in module.modules():
             for value in vars(child).values():
                 found.update((id(generator), generator) for generator in _generators_in(value))
-        found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if _is_generator(one))
+        found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if is_generator(one))
         for child in module.modules():
             files.update((kind.__module__, None) for kind in type(child).__mro__)
     for name in files:
         if name.partition(".")[0] not in _FRAMEWORKS and name in sys.modules:
             for value in list(vars(sys.modules[name]).values()):
-                if _is_generator(value):
+                if is_generator(value):
                     found[id(value)] = value
     return list(found.values())
 
 
 def _generators_in(value: Any) -> Iterator[Any]:
-    if _is_generator(value):
+    if is_generator(value):
         yield value
     elif type(value) in (list, tuple, dict) and len(value) <= _LARGEST_CONTAINER:
         for item in value.values() if isinstance(value, dict) else value:
-            if _is_generator(item):
+            if is_generator(item):
                 yield item
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random generator of its own, whose state can be read."""
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
     return isinstance(value, GENERATOR_TYPES) and not isinstance(value, random.SystemRandom)
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Where ``generator`` stands; of its own type."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -143,7 +145,8 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
-def _put_back(generator: Any, state: Any) -> None:
+def put_back(generator: Any, state: Any) -> None:
+    """``generator`` continues from ``state``."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -154,12 +157,12 @@ def _put_back(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def _same(one: Any, two: Any) -> bool:
+def same_state(one: Any, two: Any) -> bool:
     """Whether two states are equal; NumPy nests arrays in dicts and tuples."""
     if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_same(value, two[key]) for key, value in one.items())
+        return one.keys() == two.keys() and all(same_state(value, two[key]) for key, value in one.items())
     if isinstance(one, tuple):
-        return len(one) == len(two) and all(map(_same, one, two))
+        return len(one) == len(two) and all(map(same_state, one, two))
     if isinstance(one, np.ndarray):
         return np.array_equal(one, two)
     if isinstance(one, torch.Tensor):

@@ -6,9 +6,13 @@ far as those belong to the packages that the classes come from; it stops at a bo
 milliseconds.
 """
 
+import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +23,9 @@ _LIBRARIES = frozenset(
     {"builtins", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_dpx", "torchmetrics"}
     | {"numpy", "torchvision", "abc", "typing", "collections", "functools", "dataclasses", "logging", "threading"}
 )
+_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _MAX_OBJECTS = 20_000
+_MAX_FUNCTIONS = 1_000
 _MAX_ITEMS = 1_000  # of one container: a vocabulary holds no generators
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype)
 
@@ -59,7 +65,7 @@ def _children(path: str, value: Any, packages: frozenset[str]) -> Iterator[tuple
     elif isinstance(value, nn.Module):
         yield from _of_module(path, value)
         yield from _of_class(type(value), packages)
-    elif not isinstance(value, type | types.ModuleType | Dataset | DataLoader) and not _is_library(type(value)):
+    elif not isinstance(value, type | types.ModuleType | Dataset | DataLoader) and not is_library(type(value)):
         yield from ((f"{path}.{key}".lstrip("."), item) for key, item in list(getattr(value, "__dict__", {}).items()))
         yield from _of_class(type(value), packages)
 
@@ -111,6 +117,39 @@ def _of_function(function: Any, packages: frozenset[str]) -> Iterator[tuple[str,
         yield function.__qualname__, getattr(function, "__wrapped__", None)
 
 
+def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The globals that the code of a class or a function names, and those of functions of its package that it calls.
+
+    Yields:
+        The globals of a file, and names among them; modules, classes and functions are left out.
+    """
+    if isinstance(kind, type):
+        packages = frozenset(_root_of(base.__module__) for base in kind.__mro__) - _LIBRARIES
+        waiting: list[Any] = [function for _, function in _of_class(kind, packages)]
+    else:
+        packages, waiting = frozenset([_root_of(kind.__module__)]) - _LIBRARIES, [kind]
+    seen: set[int] = set()
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    while waiting and len(seen) < _MAX_FUNCTIONS:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        if _root_of(function.__module__) not in packages:
+            continue
+        namespace = function.__globals__
+        _, names = found.setdefault(id(namespace), (namespace, set()))
+        for name in set(_names(function.__code__)) & namespace.keys():
+            value = namespace[name]
+            if isinstance(value, types.FunctionType):
+                waiting.append(value)
+            elif not isinstance(value, type | types.ModuleType):
+                names.add(name)
+        waiting.append(getattr(function, "__wrapped__", None))
+    yield from ((namespace, tuple(sorted(names))) for namespace, names in found.values())
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -118,8 +157,18 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_library(kind: type) -> bool:
+def is_library(kind: type) -> bool:
+    """Whether ``kind`` belongs to Python, to torch, or to what stands between them and the user's code."""
     return _root_of(kind.__module__) in _LIBRARIES
+
+
+@cache
+def is_installed(name: str | None) -> bool:
+    """Whether the file called ``name`` belongs to Python or to an installed package, and not to the user's own code."""
+    if _root_of(name) in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
 
 
 def _root_of(name: str | None) -> str:

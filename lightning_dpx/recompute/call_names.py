@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from lightning_dpx.recompute.calls import Call, Passive, repeating
+from lightning_dpx.recompute.calls import Call, Passive, States, repeating
 
 
 class CallNames:
@@ -25,7 +25,7 @@ class CallNames:
     """
 
     def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
-        self._local, self.again = threading.local(), again
+        self._local, self.again, self._states = threading.local(), again, States()
         self._handles = []
         self.compiled = compiled = compiled_parts(module)
         for path, child in module.named_modules():
@@ -69,7 +69,7 @@ class CallNames:
     def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
         """A call that begins, and that may have to be made again."""
         with torch._C.DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
-            call = Call(module, name, args, kwargs, self.saved)
+            call = Call(module, name, args, kwargs, self.saved, self._states)
         self._local.noted.append(weakref.ref(call))
         return call
 

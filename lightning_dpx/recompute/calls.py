@@ -9,18 +9,19 @@ once more, as ``torch.utils.checkpoint`` calls it, with hooks that catch what au
     forward    enter -> Call      notes its arguments, weakly        leave -> marks what it returns
     backward   Again(arguments) -> Outcome -> pick(outcome, key)     nothing else of the second call remains
 
-[Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes attributes or
-buffers of its modules (but for the statistics of norms, of which the second call gets copies), or its arguments, has
-hooks of others, takes objects that may have changed, runs under a function mode, or talks to other processes. Random
-numbers, also those of ``random`` and NumPy, and attributes are as they were when the call began, and are put back. The
-profile makes every call once more before a plan relies on it, and compares all numbers.
+[Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes parameters,
+buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
+attributes, classes and globals lead to (see :mod:`lightning_dpx.python_objects.object_state`); they lead to something
+whose state nobody can see, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
+a function mode, or talks to other processes. Random numbers, whoever draws them, and what the attributes lead to are as
+they were when the call began, and are put back. The profile makes every call once more before a plan relies on it, and
+compares all numbers.
 """
 
 import random
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn
@@ -28,13 +29,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.devices import RandomStates, random_states_kept
+from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.recompute.operands import Operands
 from lightning_dpx.recompute.recipes import NotRecomputable
 
@@ -42,7 +45,8 @@ _TAG = "lightning_dpx.calls"
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
+_SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
 _HOST = torch.device("cpu")
 _REPEATING = threading.local()
 _GENERATORS = threading.Lock()  # the host's belongs to all threads: nobody else repeats random numbers at that time
@@ -142,6 +146,7 @@ class Call:
         args: What it is given.
         kwargs: Likewise, by name.
         saved: How many tensors autograd had saved before.
+        states: What was found behind the attributes of modules in earlier calls, by module.
 
     Attributes:
         arguments: The tensors that it is given.
@@ -149,12 +154,16 @@ class Call:
         outcome: The value that the call has become, weakly, once something is to be picked from it.
     """
 
-    def __init__(self, module: nn.Module, name: str, args: Any, kwargs: Any, saved: int) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, args: Any, kwargs: Any, saved: int, states: "States | None" = None
+    ) -> None:
         self.module, self.name, self.saved = module, name, saved
         self.outcome: Callable[[], Any] | None = None
         leaves, self._spec = tree_flatten((args, kwargs))
         parts = list(module.modules())
-        self._obstacle = _obstacle(parts, leaves)
+        self._states = States() if states is None else states
+        self._state, self._held = self._states.of(module)
+        self._obstacle = _obstacle(parts, leaves) or self._state.obstacle
         if self._obstacle:
             leaves = []
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
@@ -170,10 +179,8 @@ class Call:
         self._others_before, self._others_draw, self._is_over = _OtherGenerators(), False, False
         self._training = [part.training for part in parts]
         self._parameters = [parameter._version for parameter in module.parameters()]
-        self._attributes = [] if self._obstacle else [(part, _Attributes(part)) for part in parts]
-        self._buffers = [
-            (part, key, b, b._version) for part in parts for key, b in part._buffers.items() if b is not None
-        ]
+        with _disable_current_modes(), torch.no_grad():
+            self._buffers = [] if self._obstacle else _buffers_of(parts)
 
     def settle(self) -> None:
         """Forward is over: nothing more will be picked, and a call must not hold the graph that leads to it."""
@@ -186,19 +193,24 @@ class Call:
             after = RandomStates([self._home])
             self._after = None if after == self._before else after
         self._others_draw, self._is_over = _OtherGenerators() != self._others_before, True
-        changed = [what for part, old in self._attributes if (what := old.difference(_Attributes(part)))]
-        for part, key, buffer, version in self._buffers:
-            if part._buffers.get(key) is not buffer or (buffer._version != version and not isinstance(part, _NormBase)):
-                changed.append(f"{type(part).__name__}.{key}")
-        self._buffers = []
-        if changed and not self._obstacle:
-            self._obstacle = f"it changes {changed[0]}"
+        if not self._obstacle and (changed := self._changed()):
+            self._obstacle = f"it changes {changed}"
         if self._obstacle:
-            self._attributes = []
+            self._states.forget(self.module)
+            self._buffers, self._held = [], []
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
                 marks.setdefault((_TAG, leaf.output_nr), (self, Key("returned", number)))
+
+    def _changed(self) -> str:
+        """Something that is not as it was when the call began; empty if all is."""
+        if [parameter._version for parameter in self.module.parameters()] != self._parameters:
+            return f"a parameter of {type(self.module).__name__}"
+        for buffer in self._buffers:
+            if not buffer.is_there() or (buffer.is_changed() and not _is_norm(buffer.part)):
+                return f"{type(buffer.part).__name__}.{buffer.key}"
+        return self._state.difference(self._held, self._state.marks())
 
     def _was_given(self, tensor: torch.Tensor) -> bool:
         return any(argument.source == (tensor.grad_fn, tensor.output_nr) for argument in self.arguments)
@@ -226,7 +238,7 @@ class Call:
             for kind, enabled, dtype in self._autocast:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            stack.enter_context(_buffers_copied(parts))
+            stack.enter_context(self._buffers_of_then(parts))
             stack.enter_context(self._attributes_of_then())
             if self._others_draw:
                 stack.callback(_OtherGenerators().restore)
@@ -250,18 +262,36 @@ class Call:
 
     @contextmanager
     def _attributes_of_then(self) -> Iterator[None]:
-        """Whoever calls the module may have set others since."""
-        now = [(part, dict(vars(part))) for part, _ in self._attributes]
+        """Whoever calls the module may have set others since, or written to what they hold."""
+        now = self._state.marks()
         try:
-            for part, noted in self._attributes:
-                noted.put_back(part)
-                if what := noted.difference(_Attributes(part)):
-                    raise RuntimeError(f"{what} of {self.name!r} was changed between forward and backward.")
+            if left := self._state.put_back(self._held):
+                raise RuntimeError(f"{left} of {self.name!r} was changed between forward and backward.")
             yield
         finally:
-            for part, own in now:
-                vars(part).clear()
-                vars(part).update(own)
+            self._state.put_back(now)
+
+    @contextmanager
+    def _buffers_of_then(self, parts: Collection[nn.Module]) -> Iterator[None]:
+        """Other tensors with the same numbers stand in for the buffers, which backward may need as they are."""
+        for buffer in self._buffers:
+            if buffer.copy is None and not _is_norm(buffer.part) and (not buffer.is_there() or buffer.is_changed()):
+                raise RuntimeError(
+                    f"Buffer {buffer.key!r} of a {type(buffer.part).__name__} in {self.name!r} was changed between "
+                    "forward and backward."
+                )
+        own = [(part, dict(part._buffers)) for part in parts if part._buffers]
+        try:
+            for part, buffers in own:
+                part._buffers.update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
+            for buffer in self._buffers:
+                if buffer.copy is not None:
+                    buffer.part._buffers[buffer.key] = buffer.copy.clone()
+            yield
+        finally:
+            for part, buffers in own:
+                part._buffers.clear()
+                part._buffers.update(buffers)
 
     def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Its arguments, by position and by name, with these tensors."""
@@ -375,21 +405,71 @@ def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
-@contextmanager
-def _buffers_copied(parts: Collection[nn.Module]) -> Iterator[None]:
-    """Other tensors with the same numbers stand in for the buffers, which backward may need as they are.
+class _Buffer(NamedTuple):
+    """A buffer when a call began.
 
-    For all of them: a batch norm writes into its statistics without counting up their version.
+    Attributes:
+        part: Whose it is.
+        key: Its name there.
+        tensor: Itself.
+        version: Of the tensor.
+        copy: Its numbers, where it is small: a batch norm writes into its statistics without a new version.
     """
-    own = [(part, dict(part._buffers)) for part in parts if part._buffers]
-    try:
-        for part, buffers in own:
-            part._buffers.update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
-        yield
-    finally:
-        for part, buffers in own:
-            part._buffers.clear()
-            part._buffers.update(buffers)
+
+    part: nn.Module
+    key: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+    def is_there(self) -> bool:
+        """Whether the module has no other one by now."""
+        return self.part._buffers.get(self.key) is self.tensor
+
+    def is_changed(self) -> bool:
+        """Whether it was written to."""
+        return self.tensor._version != self.version
+
+
+def _buffers_of(parts: Collection[nn.Module]) -> list[_Buffer]:
+    found = []
+    for part in parts:
+        for key, tensor in part._buffers.items():
+            if tensor is not None:
+                small = tensor.nbytes <= _SMALL_BUFFER and not (_is_norm(part) and part.training)
+                copy = tensor.detach().clone() if small else None
+                found.append(_Buffer(part, key, tensor, tensor._version, copy))
+    return found
+
+
+def _is_norm(part: nn.Module) -> bool:
+    """Whether it is one of torch's, which in training writes its statistics and does not read them."""
+    return type(part).forward in _NORMS and "forward" not in vars(part)
+
+
+class States:
+    """What the objects behind the attributes of modules hold, found once and again where something was set since."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[nn.Module, ObjectState, list[Any]]] = {}
+
+    def of(self, module: nn.Module) -> tuple[ObjectState, list[Any]]:
+        """What was found for ``module``, and what that holds now."""
+        known = self._known.get(id(module))
+        if known is not None:
+            _, state, before = known
+            now = state.marks()
+            if not state.difference(before, now):
+                return state, now
+        state = ObjectState(list(module.modules()))
+        now = state.marks()
+        if not state.obstacle:
+            self._known[id(module)] = module, state, now
+        return state, now
+
+    def forget(self, module: nn.Module) -> None:
+        """Holds nothing of ``module`` any longer."""
+        self._known.pop(id(module), None)
 
 
 class _OtherGenerators:
@@ -413,53 +493,3 @@ class _OtherGenerators:
     def _all(self) -> list[Any]:
         numpy = () if self._numpy is None else self._numpy
         return [self._python, *(entry.tobytes() if hasattr(entry, "tobytes") else entry for entry in numpy)]
-
-
-class _Attributes:
-    """Those of a module that are its own, and what is in them."""
-
-    def __init__(self, part: nn.Module) -> None:
-        self._values = {key: value for key, value in vars(part).items() if key not in _OF_EVERY_MODULE}
-        self._contents = {key: tuple(_contents(value, _DEPTH)) for key, value in self._values.items()}
-        self._kind = type(part).__name__
-
-    def put_back(self, part: nn.Module) -> None:
-        """Gives ``part`` these attributes."""
-        for key in [key for key in vars(part) if key not in _OF_EVERY_MODULE and key not in self._values]:
-            del vars(part)[key]
-        vars(part).update(self._values)
-
-    def difference(self, other: "_Attributes") -> str:
-        """One that is not the same; empty if all are."""
-        for key in dict.fromkeys((*self._contents, *other._contents)):
-            old, new = self._contents.get(key), other._contents.get(key)
-            if old is None or new is None or len(old) != len(new) or not all(map(_alike, old, new)):
-                return f"{self._kind}.{key}"
-        return ""
-
-
-_DEPTH = 4
-
-
-def _contents(value: Any, depth: int) -> Iterator[Any]:
-    """``value``, how often it was written to if it is a tensor, and what is in it if it is a container or an object."""
-    yield value
-    if isinstance(value, torch.Tensor):
-        yield None if value.is_inference() else value._version
-    elif isinstance(value, (*_PLAIN, nn.Module)) or not depth:
-        return
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield key
-            yield from _contents(entry, depth - 1)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        for entry in value:
-            yield from _contents(entry, depth - 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        for key, entry in vars(value).items():
-            yield key
-            yield from _contents(entry, depth - 1)
-
-
-def _alike(old: Any, new: Any) -> bool:
-    return old is new or (type(old) is type(new) and isinstance(old, _NUMBERS) and old == new)

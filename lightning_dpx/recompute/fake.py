@@ -109,21 +109,17 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
 
     Attributes:
         masks: Storages with zeros and one other number, as a dropout draws them.
-        eps: Of the layer norms that made these storages of inverse deviations.
     """
 
     def __init__(self, device: torch.device, rates: Rates) -> None:
         super().__init__(device, rates)
         self.masks: set[Allocation] = set()
-        self.eps: dict[Allocation | None, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # fakes are asked for their device by an operator
             return func(*args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is aten.native_layer_norm.default:
-            self.eps[self._made(out[2])] = args[4]
-        elif func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             allocation = self._made(args[0])
             if func in _IN_PLACE and allocation is not None and args[0].nbytes == allocation.num_bytes:
                 self.masks.add(allocation)
@@ -166,21 +162,6 @@ def _scales(func: Any, args: Any) -> bool:
     return not isinstance(args[1], torch.Tensor) or args[1].ndim == 0
 
 
-class _FakeOperators(OperatorSeconds):  # type: ignore[no-untyped-call]
-    """Answers what recipes ask of numbers: with which eps a layer norm made these inverse deviations."""
-
-    def __init__(self, rates: Rates, trace: "_FakeTrace | None" = None) -> None:
-        super().__init__(rates)
-        self.trace, self._eps = trace, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.equal.default and self.trace is not None:
-            return self._eps == self.trace.eps.get(self.trace.allocation_of(args[1].untyped_storage()))
-        if func is aten.native_layer_norm.default:
-            self._eps = args[4]
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 class FakeMeter(RatedMeter):
     """Watches a step on fake tensors.
 
@@ -194,8 +175,7 @@ class FakeMeter(RatedMeter):
 
     def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
         super().__init__(here, target)
-        self._mode, self._fakes = mode, _FakeOperators(self.rates)
-        self._costs, self._traces = self._fakes, list[MemoryTrace]()
+        self._mode, self._traces = mode, list[_FakeTrace]()
         self.basis = f"from fake tensors for {target}: times by FLOPs and bytes, recomputation not proven here"
 
     def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -204,9 +184,8 @@ class FakeMeter(RatedMeter):
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        self._fakes.trace = _FakeTrace(self.device, self.rates)
-        self._traces.append(self._fakes.trace)
-        return self._fakes.trace
+        self._traces.append(_FakeTrace(self.device, self.rates))
+        return self._traces[-1]
 
     @property
     def left_behind(self) -> int:
@@ -225,8 +204,7 @@ class FakeMeter(RatedMeter):
 
     def is_mask(self, value: Value, span: Allocation) -> bool:
         """Whether a dropout has drawn it."""
-        assert self._fakes.trace is not None, "the step has been watched"
-        return span in self._fakes.trace.masks
+        return span in self._traces[-1].masks
 
 
 def place_for(target: torch.device) -> torch.device:

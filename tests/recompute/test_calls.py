@@ -1,9 +1,14 @@
 """Modules that are called again for what no operator in the graph can make, and those that cannot be."""
 
 import gc
+import io
+import itertools
 import random
 import re
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -208,7 +213,7 @@ def _writes_into_its_argument(_: Body, x: Tensor) -> Tensor:
     [
         (_counts, "it changes Body.count"),
         (_appends, "it changes Body.seen"),
-        (_draws_elsewhere, "gave other numbers"),
+        (_draws_elsewhere, "global _ENTROPY draws random numbers that nobody can draw again"),
         (_depends_on_what_it_changes, "it changes Body.mean"),
         (_counts_in_a_dict, "it changes Body.log"),
         (_averages, "it changes Body.average"),
@@ -224,6 +229,166 @@ def test_what_could_be_told_from_the_first_call_is_kept(body: Callable[..., Any]
     dpx.apply_plan(module, plan)
     if body is not _draws_elsewhere:
         assert all(map(torch.equal, train(module, x), train(plain, x)))
+
+
+class Slotted:
+    """Keeps a count where no ``__dict__`` is."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> float:
+        self.count += 1
+        return 1.0 + self.count / 8
+
+
+class Called:
+    """A callable object with a count; one of its class, too."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.rows = list[int]()
+
+    def __call__(self) -> float:
+        self.rows.append(1)
+        type(self).calls += 1
+        return 1.0 + len(self.rows) / 8 + self.calls
+
+
+def _closure() -> Callable[[], float]:
+    count = 0
+
+    def call() -> float:
+        nonlocal count
+        count += 1
+        return 1.0 + count / 8
+
+    return call
+
+
+def _adds_to_array(self: Body) -> float:
+    self.state += 1
+    return float(self.state.sum())
+
+
+_SEEN = list[int]()
+
+
+def _adds_to_a_global(_: Body) -> float:
+    _SEEN.append(1)
+    return float(len(_SEEN))
+
+
+def _draws_from(self: Body) -> float:
+    own = self.state
+    return float(torch.rand((), generator=own) if isinstance(own, torch.Generator) else own.random())
+
+
+_CALLS: Callable[[Body], float] = lambda self: self.state()  # noqa: E731
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Body], float], str]] = {
+    "slots": (Slotted, _CALLS, "it changes Body.state"),
+    "callable object": (Called, _CALLS, r"it changes (Body.state|Called)"),
+    "partial": (lambda: partial(Called()), _CALLS, r"it changes (Body.state|Called)"),
+    "method": (lambda: Called().__call__, _CALLS, r"it changes (Body.state|Called)"),
+    "closure": (_closure, _CALLS, "it changes Body.state"),
+    "array": (lambda: np.zeros(3), _adds_to_array, "it changes Body.state"),
+    "array that is read": (lambda: np.arange(6.0).reshape(2, 3), lambda m: float(m.state.sum()), ""),
+    "objects that are read": (lambda: {"a": [Slotted(), {1, 2}], "b": len}, lambda m: 2.0 + len(m.state["a"][1]), ""),
+    "array of objects": (
+        lambda: [np.array([1, None, 2.0])],
+        lambda m: _write_first(m.state[0]),
+        "it changes Body.state",
+    ),
+    "deque": (lambda: deque([1.0, 2.0, 3.0]), lambda m: m.state.rotate() or m.state[0], "it changes Body.state"),
+    "method of a list": (lambda: [1.0, 2.0, 3.0, 4.0, 5.0] * 9, lambda m: m.state.pop(), "it changes Body.state"),
+    "bytes": (lambda: bytearray(8), lambda m: _write_first(m.state), "it changes Body.state"),
+    "iterator": (lambda: iter(range(1, 99)), lambda m: float(next(m.state)), "state is a range_iterator, whose state"),
+    "counter": (lambda: itertools.count(1), lambda m: float(next(m.state)), "state is a count, whose state nobody"),
+    "generator": (lambda: (float(i) for i in range(1, 99)), lambda m: next(m.state), "state is a generator, whose"),
+    "iterator in a list": (lambda: [zip(range(99))], lambda m: next(m.state[0])[0] + 1.0, "state is a zip, whose"),
+    "file": (lambda: io.StringIO("123456789" * 9), lambda m: float(m.state.read(1)), "state is a StringIO, whose"),
+    "global": (lambda: None, _adds_to_a_global, r"it changes the global _SEEN"),
+    "module outside": (lambda: [Body()], lambda m: 2.0, "state is a module outside of it"),
+    "torch.Generator": (lambda: torch.Generator().manual_seed(1), _draws_from, ""),
+    "NumPy's": (lambda: np.random.default_rng(1), _draws_from, ""),
+    "NumPy's old one, in a list": (lambda: np.random.RandomState(1), _draws_from, ""),
+    "Python's": (lambda: random.Random(1), _draws_from, ""),
+}
+
+
+def _write_first(into: Any) -> float:
+    into[0] = into[0] + 1
+    return 1.0 + into[0] / 8
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_its_own_is_written_once_and_drawn_as_in_the_first_call(name: str) -> None:
+    make_state, use, why = STATES[name]
+    torch.manual_seed(3)
+    x, results = torch.randn(ROWS, 64), []
+    for planned in (False, True):
+        _SEEN.clear()
+        Called.calls = 0
+        torch.manual_seed(4)
+        module = Around(Body(lambda self, x: Swing.apply(x, use(self))))
+        module.middle.state = make_state()
+        if planned:
+            found = reasons(module, x)
+            again = [reason for reason in found if "called again" in reason]
+            assert any(re.search(why, reason) for reason in again) if why else not again
+            plan = smallest(module, x)
+            assert bool(plan.calls) is not bool(why)
+            module.middle.state = make_state()
+            _SEEN.clear()
+            Called.calls = 0
+            dpx.apply_plan(module, plan)
+        results.append([*train(module, x), torch.tensor(use(module.middle))])
+    assert all(map(torch.equal, *results))
+
+
+def test_what_others_write_to_what_a_call_reads_is_put_back_for_the_second_call() -> None:
+    """A list, a small buffer, and the statistics of a norm, which have no version that tells."""
+
+    def body(self: Body, x: Tensor) -> Tensor:
+        x = F.batch_norm(x, self.mean, self.variance, training=False)
+        return Swing.apply(x, sum(self.seen))
+
+    module, plain, x = make(lambda: (Around(Body(body)), torch.randn(ROWS, 64)))
+    results = []
+    for each in (module, plain):
+        each.middle.register_buffer("variance", torch.ones(64))
+        each.middle.seen[:] = [1, 2]
+        if each is module:
+            dpx.apply_plan(module, plan := smallest(module, x))
+            assert plan.calls
+        loss = each(x).sum()
+        each.middle.seen.append(3)
+        F.batch_norm(x, each.middle.mean, each.middle.variance, training=True, momentum=0.9)
+        loss.backward()
+        results.append([p.grad for p in each.parameters()])
+        assert each.middle.seen == [1, 2, 3]
+    assert all(map(torch.equal, *results))
+
+
+def test_a_call_that_writes_to_a_parameter_is_not_made_again() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(32, 64, max_norm=0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Swing.apply(x + self.table(torch.arange(len(x)) % 32), 2.0)
+
+    module, plain, x = make(lambda: (Around(Words()), torch.randn(ROWS, 64)))
+    assert any("it changes a parameter of Words" in reason for reason in reasons(module, x))
+    module.load_state_dict(plain.state_dict())
+    dpx.apply_plan(module, plan := dpx.search_plan(module, x))
+    assert not plan.calls
+    module.load_state_dict(plain.state_dict())
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
 
 
 class _Mode(TorchFunctionMode):
@@ -260,7 +425,7 @@ def test_who_else_takes_part_is_not_disturbed() -> None:
         assert "'middle' cannot be called again: it runs under a _Mode" in reasons(Around(Body()), x)
 
 
-_HIDDEN: dict[str, Any] = {}  # where nobody looks
+_HIDDEN: Any = ModuleType("hidden")  # where nobody looks
 
 
 @pytest.mark.parametrize(
@@ -268,18 +433,21 @@ _HIDDEN: dict[str, Any] = {}  # where nobody looks
     [
         (lambda module: module.middle.eval(), r"train\(\) or eval\(\) was called on 'middle' between"),
         (lambda module: nn.init.zeros_(module.middle.scale), "A parameter of 'middle' was changed in place"),
-        (lambda module: module.middle.seen.append(1), "Body.seen of 'middle' was changed between forward and backward"),
-        (lambda _: _HIDDEN.update(skip=True), "'middle' did not give its saved tensor"),
+        (lambda module: module.middle.average.add_(1), "Body.average of 'middle' was changed between forward and"),
+        (lambda module: module.middle.table.__setitem__(0, 1), "Body.table of 'middle' was changed between forward"),
+        (lambda module: module.middle.large.add_(1), "Buffer 'large' of a Body in 'middle' was changed between"),
+        (lambda _: setattr(_HIDDEN, "skip", True), "'middle' did not give its saved tensor"),
         (
-            lambda _: _HIDDEN.update(first=1),
+            lambda _: setattr(_HIDDEN, "first", 1),
             r"'middle' gave its saved tensor 1 of \[63, 64\] in torch.float32 when it was called again, instead of",
         ),
     ],
 )
 def test_a_module_that_was_meddled_with_is_noticed(meddle: Callable[[Any], Any], message: str) -> None:
-    _HIDDEN.update(skip=False, first=0)
-    module, _, x = around(lambda _, x: x if _HIDDEN["skip"] else Swing.apply(x[_HIDDEN["first"] :], 2.0))
-    module.middle.scale = nn.Parameter(torch.ones(1))
+    _HIDDEN.skip, _HIDDEN.first = False, 0
+    module, _, x = around(lambda _, x: x if _HIDDEN.skip else Swing.apply(x[_HIDDEN.first :], 2.0))
+    module.middle.scale, module.middle.table = nn.Parameter(torch.ones(1)), np.zeros(4)
+    module.middle.register_buffer("large", torch.zeros(128, 256))
     dpx.apply_plan(module, smallest(module, x))
     loss = module(x).sum()
     meddle(module)
@@ -390,8 +558,8 @@ def test_a_call_that_fails_the_second_time_is_not_made_again() -> None:
             return out
 
     def raises(_: Body, x: Tensor) -> Tensor:
-        _HIDDEN["runs"] = _HIDDEN.get("runs", 0) + 1
-        if _HIDDEN["runs"] > 2:
+        _HIDDEN.runs += 1
+        if _HIDDEN.runs > 2:
             raise KeyError("not a third time")
         return Swing.apply(x, 2.0)
 
@@ -399,5 +567,5 @@ def test_a_call_that_fails_the_second_time_is_not_made_again() -> None:
     dpx.apply_plan(module, plan := smallest(module, x))
     assert plan.calls == {"middle"}
     assert all(map(torch.equal, train(module, x), train(plain, x)))
-    _HIDDEN["runs"] = 0
+    _HIDDEN.runs = 0
     assert any("not a third time" in reason for reason in reasons(Around(Body(raises)), x))

@@ -1,0 +1,467 @@
+"""What the Python objects behind the attributes of modules hold, to be compared, or put back.
+
+A module may keep state anywhere: in an attribute, a list in a dict, an array, an object with slots, the closure of a
+function, a generator of random numbers, a class, or a global of the file that defines it. :class:`ObjectState` walks
+over all of that once and notes, for every object that can be written to, what it holds.
+
+[Note: hidden state] Of some objects Python cannot see all that they hold: an iterator's position, a file's, the inside
+of a compiled class. A type shows all of it if its instances take no more bytes than its slots, ``__dict__`` and weak
+references explain. An object of any other type that is not known to be constant is *hidden*: nobody can tell whether
+it was written to.
+"""
+
+import datetime
+import decimal
+import enum
+import functools
+import gc
+import logging
+import operator
+import re
+import threading
+import types
+import uuid
+import weakref
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dpx.python_objects.object_graph import ATOMS, content_of
+from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
+from lightning_dpx.python_objects.reachable import globals_of, is_installed
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_TRAINERS = ("_trainer", "_fabric")
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+# What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, what code is made of.
+_ATOMS = ATOMS - {bytearray}
+_CONSTANT = (
+    type, enum.Enum, types.CodeType, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType, types.ClassMethodDescriptorType,
+    staticmethod, classmethod, property, functools._lru_cache_wrapper, operator.itemgetter, operator.attrgetter,
+    operator.methodcaller, re.Pattern, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
+    decimal.Decimal, uuid.UUID, logging.Logger, logging.Handler, np.generic, np.dtype, np.ufunc,
+    type(threading.Lock()), type(threading.RLock()), threading.Condition, torch.Stream, torch.jit.ScriptFunction,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.finfo, torch.iinfo,
+)  # fmt: skip
+_BUILTIN = (
+    object, list, tuple, dict, OrderedDict, set, frozenset, deque, BaseException, types.SimpleNamespace, *_NUMBERS,
+)  # fmt: skip
+_KNOWN = (
+    *_CONSTANT, torch.Tensor, nn.Module, weakref.ref, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+    functools.partial, types.MappingProxyType, np.ndarray, bytearray, *GENERATOR_TYPES,
+)  # fmt: skip
+_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES = 20_000, 100_000, 16 * 2**20
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An object that can be written to.
+
+    Attributes:
+        path: How it was found.
+        value: The object.
+        read: Gives what it holds, as a tuple or a state that ``same`` compares.
+        write: Makes it hold that again; ``None`` if that cannot be done.
+    """
+
+    path: str
+    value: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None] | None
+
+
+class ObjectState:
+    """What everything behind the attributes of some modules holds.
+
+    The tensors among it count by identity and version, those of ``_parameters`` and ``_buffers`` not at all. Loggers
+    and locks do not count; a trainer that a module belongs to is an obstacle.
+
+    Args:
+        modules: Whose attributes; modules behind them that are not among these are an obstacle.
+        follow_code: Also what their classes hold, and the globals that the code of these names; but not of installed
+            packages, whose files nobody writes for one model.
+
+    Attributes:
+        obstacle: Why nobody can tell whether something changed; empty if one can.
+    """
+
+    def __init__(self, modules: Collection[nn.Module], *, follow_code: bool = True) -> None:
+        self.obstacle, self._follow_code = "", follow_code
+        self._entries: list[_Entry] = []
+        self._own = {id(module) for module in modules}
+        self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
+        self._num_items = 0
+        self._waiting: list[tuple[str, Any]] = []
+        for module in modules:
+            self._add_module(module)
+        if follow_code:
+            for kind in dict.fromkeys(type(module) for module in modules):
+                self._add_class(kind)
+        self._walk()
+        self._seen.clear()
+
+    def marks(self) -> list[Any]:
+        """What each object holds now."""
+        return [entry.read(entry.value) for entry in self._entries]
+
+    def difference(self, before: list[Any], after: list[Any]) -> str:
+        """The path of an object that holds something else; empty if none does. Random generators move on as ever."""
+        for entry, old, new in zip(self._entries, before, after, strict=True):
+            if old is not new and entry.write is not put_back and not _is_same(old, new):
+                return _name_of(entry, old, new)
+        return ""
+
+    def put_back(self, marks: list[Any]) -> str:
+        """Makes every object hold again what it held; the path of one for which that cannot be done, or nothing."""
+        left = ""
+        for entry, old in zip(self._entries, marks, strict=True):
+            if not _is_same(old, entry.read(entry.value)):
+                if entry.write is None:
+                    left = left or entry.path
+                else:
+                    entry.write(entry.value, old)
+        return left
+
+    # ---- the walk ----
+
+    def _add_module(self, module: nn.Module) -> None:
+        name = type(module).__name__
+        self._entries.append(_Entry(name, module, _attributes, _write_attributes))
+        for key, value in vars(module).items():
+            if key in _TRAINERS:
+                if value is not None:
+                    self._stop(f"{name} belongs to a trainer")
+            elif key not in OF_EVERY_MODULE:
+                self._waiting.append((f"{name}.{key}", value))
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) not in self._seen and not is_installed(base.__module__):
+                self._seen[id(base)] = base
+                self._entries.append(_Entry(base.__qualname__, base, _class_values, _write_class))
+                for key, value in list(vars(base).items()):
+                    self._add_known(f"{base.__qualname__}.{key}", value)
+        self._add_globals(kind)
+
+    def _add_globals(self, kind: type | types.FunctionType) -> None:
+        if is_installed(kind.__module__):
+            return
+        for namespace, names in _globals_of(kind):  # type: ignore[arg-type]
+            path = f"a global of {kind.__module__}"
+            self._entries.append(_Entry(path, _Globals(namespace, names), _Globals.read, _Globals.write))
+            for name in names:
+                self._add_known(f"the global {name}", namespace.get(name))
+
+    def _add_known(self, path: str, value: Any) -> None:
+        """Something that a class or a file holds for all: of what is hidden there, only iterators are written to."""
+        is_code = isinstance(value, types.FunctionType) and not value.__closure__ and not vars(value)
+        if not is_code and (not _is_hidden(value) or hasattr(value, "__next__")):
+            self._waiting.append((path, value))
+
+    def _walk(self) -> None:
+        while self._waiting and len(self._seen) <= _MOST_OBJECTS and self._num_items <= _MOST_ITEMS:
+            path, value = self._waiting.pop()
+            if type(value) in _ATOMS or isinstance(value, _CONSTANT) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            self._look_at(path, value)
+        if self._waiting:
+            self._stop(f"{self._waiting[-1][0]} is among too many objects to watch")
+
+    def _look_at(self, path: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            if id(value) not in self._own:
+                self._stop(f"{path} is a module outside of it")
+        elif isinstance(value, torch.Tensor):
+            self._entries.append(_Entry(path, value, _version, None))
+        elif isinstance(value, GENERATOR_TYPES):
+            if is_generator(value):
+                self._entries.append(_Entry(path, value, state_of, put_back))
+            elif value is not torch.default_generator:
+                self._stop(f"{path} draws random numbers that nobody can draw again")
+        elif isinstance(value, np.ndarray | bytearray) or _is_buffer(value):
+            self._add_array(path, value)
+        elif isinstance(value, weakref.ref):
+            self._waiting.append((path, value()))
+        elif isinstance(value, types.FunctionType):
+            self._add_function(path, value)
+        elif isinstance(value, types.MethodType):
+            self._waiting += [(path, value.__self__), (path, value.__func__)]
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._waiting.append((path, value.__self__))
+        elif isinstance(value, functools.partial | types.MappingProxyType):
+            self._waiting += [(path, one) for one in gc.get_referents(value) if not isinstance(one, type)]
+        elif _is_hidden(value):
+            self._stop(f"{path} is a {type(value).__name__}, whose state nobody can see")
+        else:
+            self._add_object(path, value)
+
+    def _stop(self, why: str) -> None:
+        self.obstacle = self.obstacle or why
+
+    def _add_array(self, path: str, value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            self._entries.append(_Entry(path, value, _objects_of_array, _write_array))
+            self._waiting += [(path, one) for one in value.ravel().tolist()]
+        elif memoryview(value).nbytes > _MOST_BYTES:
+            self._stop(f"{path} is an array of more than {_MOST_BYTES} bytes")
+        else:
+            self._entries.append(_Entry(path, value, _checksum, None))
+
+    def _add_function(self, path: str, value: types.FunctionType) -> None:
+        for cell in value.__closure__ or ():
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._entries.append(_Entry(path, cell, _cell, _write_cell))
+                self._waiting.append((path, content_of(cell)))
+        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        self._waiting += [(path, one) for one in given]
+        if vars(value):
+            self._waiting.append((path, vars(value)))
+        if self._follow_code:
+            self._add_globals(value)
+
+    def _add_object(self, path: str, value: Any) -> None:
+        """A container, or an instance of a class that Python can see through; both, for a subclass of a container."""
+        if isinstance(value, dict):
+            self._entries.append(_Entry(path, value, _pairs, _write_pairs))
+            self._wait_for(path, value)
+            self._wait_for(path, value.values())
+        elif isinstance(value, list | deque | set):
+            self._entries.append(_Entry(path, value, tuple, _WRITERS[_container(value)]))
+            self._wait_for(path, value)
+        elif isinstance(value, tuple | frozenset):
+            self._wait_for(path, value)
+        slots = _slots_of(value)
+        if slots or getattr(value, "__dict__", None) is not None:
+            self._entries.append(_Entry(path, value, _fields, _write_fields))
+            held = getattr(value, "__dict__", {})
+            self._waiting += [(f"{path}.{key}", one) for key, one in held.items()]
+            self._wait_for(path, [slot.__get__(value) for slot in slots if _is_set(slot, value)])
+        if self._follow_code:
+            self._add_class(type(value))
+
+    def _wait_for(self, path: str, values: Collection[Any]) -> None:
+        self._num_items += len(values)
+        if not _ATOMS.issuperset(set(map(type, values))):
+            self._waiting += [(path, one) for one in values]
+
+
+def _name_of(entry: _Entry, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    """The path of an object; of a module, that of the attribute that is another one."""
+    if entry.read is not _attributes:
+        return entry.path
+    before, after = _as_dict(old), _as_dict(new)
+    for key in (*before, *after):
+        if key not in before or key not in after or not _is_alike(before[key], after[key]):
+            return f"{entry.path}.{key}"
+    return entry.path
+
+
+def _as_dict(held: tuple[Any, ...]) -> dict[Any, Any]:
+    half = len(held) // 2
+    return dict(zip(held[:half], held[half:], strict=True))
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if type(old) is tuple and type(new) is tuple:
+        if len(old) != len(new):
+            return False
+        return all(map(operator.is_, old, new)) or all(map(_is_alike, old, new))
+    return same_state(old, new)
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _NUMBERS) and old == new)
+
+
+# ---- what objects hold, and how they hold it again ----
+
+
+def _attributes(module: nn.Module) -> tuple[Any, ...]:
+    own = [(key, value) for key, value in vars(module).items() if key not in OF_EVERY_MODULE]
+    return (*(key for key, _ in own), *(value for _, value in own))
+
+
+def _write_attributes(module: nn.Module, held: tuple[Any, ...]) -> None:
+    for key in [key for key in vars(module) if key not in OF_EVERY_MODULE]:
+        del vars(module)[key]
+    vars(module).update(_as_dict(held))
+
+
+def _class_values(kind: type) -> tuple[Any, ...]:
+    held = [(key, value) for key, value in list(vars(kind).items()) if not key.startswith("__")]
+    return (*(key for key, _ in held), *(value for _, value in held))
+
+
+def _write_class(kind: type, held: tuple[Any, ...]) -> None:
+    then = _as_dict(held)
+    for key in list(vars(kind)):
+        if not key.startswith("__") and key not in then:
+            type.__delattr__(kind, key)
+    for key, value in then.items():
+        if vars(kind).get(key, _MISSING) is not value:
+            type.__setattr__(kind, key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Globals:
+    """Some names of a file."""
+
+    namespace: dict[str, Any]
+    names: tuple[str, ...]
+
+    def read(self) -> tuple[Any, ...]:
+        return tuple([self.namespace.get(name, _MISSING) for name in self.names])
+
+    def write(self, held: tuple[Any, ...]) -> None:
+        for name, value in zip(self.names, held, strict=True):
+            if value is _MISSING:
+                self.namespace.pop(name, None)
+            else:
+                self.namespace[name] = value
+
+
+@cache
+def _globals_of(kind: Any) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    return list(globals_of(kind))
+
+
+def _version(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (None if tensor.is_inference() else tensor._version,)
+
+
+def _checksum(array: Any) -> tuple[Any, ...]:
+    data: Any = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array
+    shape = array.shape if isinstance(array, np.ndarray) else ()
+    return *shape, zlib.crc32(memoryview(data).cast("B") if memoryview(data).nbytes else b"")
+
+
+def _objects_of_array(array: np.ndarray) -> tuple[Any, ...]:
+    return tuple(array.ravel().tolist())
+
+
+def _write_array(array: np.ndarray, held: tuple[Any, ...]) -> None:
+    for place, value in enumerate(held):
+        array.flat[place] = value
+
+
+def _cell(cell: types.CellType) -> tuple[Any, ...]:
+    return (content_of(cell),)
+
+
+def _write_cell(cell: types.CellType, held: tuple[Any, ...]) -> None:
+    cell.cell_contents = held[0]
+
+
+def _pairs(held: dict[Any, Any]) -> tuple[Any, ...]:
+    return (*held, *held.values())
+
+
+def _write_pairs(into: dict[Any, Any], held: tuple[Any, ...]) -> None:
+    base = OrderedDict if isinstance(into, OrderedDict) else dict
+    base.clear(into)
+    for key, value in _as_dict(held).items():
+        base.__setitem__(into, key, value)
+
+
+def _write_list(into: list[Any], held: tuple[Any, ...]) -> None:
+    list.__setitem__(into, slice(None), held)
+
+
+def _write_deque(into: deque[Any], held: tuple[Any, ...]) -> None:
+    deque.clear(into)
+    deque.extend(into, held)
+
+
+def _write_set(into: set[Any], held: tuple[Any, ...]) -> None:
+    set.clear(into)
+    set.update(into, held)
+
+
+_WRITERS: dict[type, Callable[[Any, Any], None]] = {list: _write_list, deque: _write_deque, set: _write_set}
+
+
+def _container(value: Any) -> type:
+    return next(kind for kind in _WRITERS if isinstance(value, kind))
+
+
+def _fields(value: Any) -> tuple[Any, ...]:
+    held: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = [slot.__get__(value) if _is_set(slot, value) else _MISSING for slot in _slots_of(value)]
+    return (*slots, *held, *held.values())
+
+
+def _write_fields(value: Any, held: tuple[Any, ...]) -> None:
+    slots = _slots_of(value)
+    for slot, content in zip(slots, held, strict=False):
+        if content is not _MISSING:
+            slot.__set__(value, content)
+        elif _is_set(slot, value):
+            slot.__delete__(value)
+    rest = held[len(slots) :]
+    if hasattr(value, "__dict__"):
+        vars(value).clear()
+        vars(value).update(_as_dict(rest))
+
+
+def _is_set(slot: Any, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+# ---- which types show what they hold ----
+
+
+def _is_buffer(value: Any) -> bool:
+    if isinstance(value, bytes | tuple | list | dict):
+        return False
+    try:
+        memoryview(value)
+    except (TypeError, BufferError, ValueError):
+        return False
+    return True
+
+
+def _is_hidden(value: Any) -> bool:
+    return not isinstance(value, _KNOWN) and not _shows_all(type(value))  # type: ignore[arg-type]
+
+
+@cache
+def _shows_all(kind: Any) -> bool:
+    """Whether Python sees all that instances hold; see the note above."""
+    while kind not in _BUILTIN:
+        base = kind.__base__
+        assert base is not None, "all classes come from object"
+        fields = sum(isinstance(entry, types.MemberDescriptorType) for entry in vars(kind).values())
+        fields += kind.__dictoffset__ > 0 and not base.__dictoffset__
+        fields += kind.__weakrefoffset__ > 0 and not base.__weakrefoffset__
+        if kind.__basicsize__ - base.__basicsize__ > 8 * fields:
+            return False
+        kind = base
+    return True
+
+
+def _slots_of(value: Any) -> tuple[Any, ...]:
+    return _slots(type(value))  # type: ignore[arg-type]
+
+
+@cache
+def _slots(kind: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for base in kind.__mro__:
+        if base not in _BUILTIN:
+            found += [entry for entry in vars(base).values() if isinstance(entry, types.MemberDescriptorType)]
+    return tuple(found)
