@@ -1,7 +1,7 @@
 """What a model keeps between forward and backward: which module call keeps how many bytes, in the order of forward.
 
 Autograd reports every tensor that it saves to a pack hook; forward hooks tell which module call is running. Nothing is
-changed: buffers, gradients and random generators are put back after the traced run.
+changed: the module, and random generators, are put back after the traced run.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_dpx.devices import all_random_states_kept
+from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
 
 Run = Callable[[], Any]
 
@@ -161,17 +161,6 @@ class CallStack:
 
 @contextmanager
 def nothing_changed(module: nn.Module) -> Iterator[None]:
-    """Buffers, gradients and random generators are put back afterwards."""
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    try:
-        with all_random_states_kept(devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    """What runs in here leaves no trace; see :func:`lightning_dpx.python_objects.untouched.untouched`."""
+    with untouched(module) as writes, BeforeWrites(writes):
+        yield

@@ -40,7 +40,7 @@ from lightning_dpx.python_objects.reachable import globals_of, is_installed
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINERS = ("_trainer", "_fabric")
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-# What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, what code is made of.
+# What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, hooks, code.
 _ATOMS = ATOMS - {bytearray}
 _CONSTANT = (
     type, enum.Enum, types.CodeType, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -49,6 +49,7 @@ _CONSTANT = (
     operator.methodcaller, re.Pattern, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
     decimal.Decimal, uuid.UUID, logging.Logger, logging.Handler, np.generic, np.dtype, np.ufunc,
     type(threading.Lock()), type(threading.RLock()), threading.Condition, torch.Stream, torch.jit.ScriptFunction,
+    torch.utils.hooks.RemovableHandle,
     torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.finfo, torch.iinfo,
 )  # fmt: skip
 _BUILTIN = (
@@ -58,7 +59,7 @@ _KNOWN = (
     *_CONSTANT, torch.Tensor, nn.Module, weakref.ref, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     functools.partial, types.MappingProxyType, np.ndarray, bytearray, *GENERATOR_TYPES,
 )  # fmt: skip
-_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES = 20_000, 100_000, 16 * 2**20
+_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _MOST_COPIED = 20_000, 100_000, 16 * 2**20, 2**28
 _MISSING = object()
 
 
@@ -89,13 +90,17 @@ class ObjectState:
         modules: Whose attributes; modules behind them that are not among these are an obstacle.
         follow_code: Also what their classes hold, and the globals that the code of these names; but not of installed
             packages, whose files nobody writes for one model.
+        copies: Keep what arrays hold, to put it back; not only their checksums.
 
     Attributes:
         obstacle: Why nobody can tell whether something changed; empty if one can.
+        outside: Modules that are not among ``modules``.
     """
 
-    def __init__(self, modules: Collection[nn.Module], *, follow_code: bool = True) -> None:
-        self.obstacle, self._follow_code = "", follow_code
+    def __init__(self, modules: Collection[nn.Module], *, follow_code: bool = True, copies: bool = False) -> None:
+        self.obstacle = ""
+        self.outside: list[nn.Module] = []
+        self._follow_code, self._copies = follow_code, copies
         self._entries: list[_Entry] = []
         self._own = {id(module) for module in modules}
         self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
@@ -108,6 +113,10 @@ class ObjectState:
                 self._add_class(kind)
         self._walk()
         self._seen.clear()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those among what the attributes hold."""
+        return [entry.value for entry in self._entries if isinstance(entry.value, torch.Tensor)]
 
     def marks(self) -> list[Any]:
         """What each object holds now."""
@@ -180,6 +189,7 @@ class ObjectState:
     def _look_at(self, path: str, value: Any) -> None:
         if isinstance(value, nn.Module):
             if id(value) not in self._own:
+                self.outside.append(value)
                 self._stop(f"{path} is a module outside of it")
         elif isinstance(value, torch.Tensor):
             self._entries.append(_Entry(path, value, _version, None))
@@ -212,6 +222,8 @@ class ObjectState:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             self._entries.append(_Entry(path, value, _objects_of_array, _write_array))
             self._waiting += [(path, one) for one in value.ravel().tolist()]
+        elif self._copies and memoryview(value).nbytes <= _MOST_COPIED:
+            self._entries.append(_Entry(path, value, _bytes_of_array, _write_bytes))
         elif memoryview(value).nbytes > _MOST_BYTES:
             self._stop(f"{path} is an array of more than {_MOST_BYTES} bytes")
         else:
@@ -260,7 +272,7 @@ def _name_of(entry: _Entry, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
     """The path of an object; of a module, that of the attribute that is another one."""
     if entry.read is not _attributes:
         return entry.path
-    before, after = _as_dict(old), _as_dict(new)
+    before, after = _as_dict(old[1:]), _as_dict(new[1:])
     for key in (*before, *after):
         if key not in before or key not in after or not _is_alike(before[key], after[key]):
             return f"{entry.path}.{key}"
@@ -281,6 +293,8 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _is_alike(old: Any, new: Any) -> bool:
+    if isinstance(old, np.ndarray):
+        return isinstance(new, np.ndarray) and np.array_equal(old, new)
     return old is new or (type(old) is type(new) and isinstance(old, _NUMBERS) and old == new)
 
 
@@ -289,13 +303,15 @@ def _is_alike(old: Any, new: Any) -> bool:
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
     own = [(key, value) for key, value in vars(module).items() if key not in OF_EVERY_MODULE]
-    return (*(key for key, _ in own), *(value for _, value in own))
+    return (type(module), *(key for key, _ in own), *(value for _, value in own))
 
 
 def _write_attributes(module: nn.Module, held: tuple[Any, ...]) -> None:
+    if type(module) is not held[0]:
+        return  # a lazy module has become another one, for good
     for key in [key for key in vars(module) if key not in OF_EVERY_MODULE]:
         del vars(module)[key]
-    vars(module).update(_as_dict(held))
+    vars(module).update(_as_dict(held[1:]))
 
 
 def _class_values(kind: type) -> tuple[Any, ...]:
@@ -344,6 +360,20 @@ def _checksum(array: Any) -> tuple[Any, ...]:
     data: Any = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array
     shape = array.shape if isinstance(array, np.ndarray) else ()
     return *shape, zlib.crc32(memoryview(data).cast("B") if memoryview(data).nbytes else b"")
+
+
+def _bytes_of_array(array: Any) -> tuple[Any, ...]:
+    return (array.copy(),) if isinstance(array, np.ndarray) else (memoryview(array).tobytes(),)
+
+
+def _write_bytes(array: Any, held: tuple[Any, ...]) -> None:
+    if isinstance(array, np.ndarray):
+        if array.flags.writeable and array.shape == held[0].shape:
+            np.copyto(array, held[0])
+    elif isinstance(array, bytearray):
+        array[:] = held[0]
+    elif not memoryview(array).readonly:
+        memoryview(array).cast("B")[:] = held[0]
 
 
 def _objects_of_array(array: np.ndarray) -> tuple[Any, ...]:

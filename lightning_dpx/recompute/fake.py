@@ -24,7 +24,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_dpx.devices import all_random_states_kept, canonical_device, is_host
+from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
 from lightning_dpx.recompute.as_on_accelerators import AsOnAccelerators
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter
@@ -38,8 +39,8 @@ aten = torch.ops.aten
 class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
     """With times from rates."""
 
-    def __init__(self, device: torch.device, rates: Rates) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, rates: Rates, writes: CopyOnWrite | None = None) -> None:
+        super().__init__(device, writes)
         self._rates = rates
 
     def timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
@@ -68,7 +69,7 @@ class RatedMeter(Meter):
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        return RatedTrace(self.device, self.rates)
+        return RatedTrace(self.device, self.rates, self._writes)
 
     def timed(self, value: Value) -> tuple[torch.Tensor, float]:
         """The tensor of ``value``, made again, and what that would take.
@@ -178,9 +179,9 @@ class FakeMeter(RatedMeter):
         self._mode, self._traces = mode, list[_FakeTrace]()
         self.basis = f"from fake tensors for {target}: times by FLOPs and bytes, recomputation not proven here"
 
-    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Only random generators are put back: the module's tensors are none of its own."""
-        return all_random_states_kept([])
+    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """The module's tensors are none of its own: all else is put back."""
+        return untouched(module, tensors=False)
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import synchronize
+from lightning_dpx.python_objects.untouched import CopyOnWrite
 
 _COLLECTIVES = {"c10d", "_c10d_functional"}
 _QUIET = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # what pack hooks do themselves
@@ -39,6 +40,10 @@ class Allocation:
 class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages on one device, from now on.
 
+    Args:
+        device: Which.
+        writes: What is told before an operator writes to a tensor.
+
     Attributes:
         live: Bytes that were allocated since and are still there.
         curve: ``live`` after every event; an event is an operator, the end of a storage, or a :meth:`mark`.
@@ -47,9 +52,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         communicates: Whether an operator was one of several processes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._writes = device, writes
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
         self.allocations: list[Allocation] = []
@@ -79,6 +84,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entry[1] if entry is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._writes is not None:
+            self._writes.before(func, args, kwargs)
         out, seconds = self.timed(func, args, kwargs or {})
         with self._lock:
             self.seconds += seconds

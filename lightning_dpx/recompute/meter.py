@@ -1,13 +1,14 @@
 """How a step is watched and its operators are tried: by running them where the step runs."""
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from lightning_dpx.activations import nothing_changed
 from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
+from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.parking import copy_seconds
 from lightning_dpx.recompute.recipes import NotRecomputable
@@ -32,14 +33,23 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.parks = not is_host(device)
+        self._writes: CopyOnWrite | None = None
 
     def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Around a run: the module and random generators are put back."""
-        return nothing_changed(module)
+        """Around a run that :meth:`trace` follows: the module and random generators are put back."""
+        return self._untouched(module)
+
+    @contextmanager
+    def _untouched(self, module: nn.Module) -> Iterator[None]:
+        with untouched(module) as self._writes:
+            try:
+                yield
+            finally:
+                self._writes = None
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        return MemoryTrace(self.device)
+        return MemoryTrace(self.device, self._writes)
 
     def trying(self) -> AbstractContextManager[object]:
         """Around the repetition of operators."""

@@ -1,0 +1,137 @@
+"""A run of a module that leaves no trace: tensors, Python objects and random generators are put back afterwards."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.python_objects.object_state import ObjectState
+from lightning_dpx.python_objects.preserve import GeneratorStates
+
+
+class CopyOnWrite:
+    """Keeps the numbers of tensors from before an operator first writes to them; the others cost nothing.
+
+    Args:
+        tensors: Which; those that are views or share memory are kept together.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._watched = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            for tensor in tensors
+            if type(tensor) is not FakeTensor and tensor.layout is torch.strided and not tensor.is_meta
+        }
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before the operator ``func`` runs."""
+        for tensor in _written(func, args, kwargs or {}):
+            if tensor.layout is not torch.strided:
+                continue
+            address = tensor.untyped_storage()._cdata
+            storage = self._watched.get(address)
+            if storage is not None and address not in self._kept:
+                self._kept[address] = storage, storage.clone()  # type: ignore[no-untyped-call]
+
+    def put_back(self) -> None:
+        """All hold again what they held."""
+        for storage, before in self._kept.values():
+            storage.copy_(before)
+        self._kept.clear()
+
+
+class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells ``writes`` of every operator, where nothing else watches them."""
+
+    def __init__(self, writes: CopyOnWrite) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writes = writes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._writes.before(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    arguments = func._schema.arguments if func._schema.is_mutable else ()
+    return [(n, one.name) for n, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for place, name in _written_places(func):
+        for leaf in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+@contextmanager
+def untouched(module: nn.Module, *, tensors: bool = True) -> Iterator[CopyOnWrite]:
+    """What runs in here leaves ``module`` as it was: parameters, buffers, gradients, attributes and what they hold.
+
+    Random generators of the process, of the devices in question and of the module continue as if nothing had been
+    drawn. Objects whose state Python cannot see, such as iterators and files, stay where the run leaves them.
+
+    Args:
+        module: What the run may change.
+        tensors: Whether its own tensors take part; else the run has others in their place.
+
+    Yields:
+        What must be told before an operator writes to a tensor.
+    """
+    parts, state = _with_those_outside(module)
+    marks, owners = state.marks(), [part for part in parts if part._parameters or part._buffers]
+    own = [(part, dict(part._parameters), dict(part._buffers)) for part in owners if tensors]
+    held = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
+    buffers = [tensor for part in parts for tensor in part._buffers.values() if tensor is not None]
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
+    gradients = [(parameter, parameter.grad) for parameter in held if tensors]
+    writes = CopyOnWrite(tensor for tensor in (*held, *state.tensors()) if _is_there(tensor))
+    generators = GeneratorStates({tensor.device for tensor in (*held, *buffers) if tensors}, [module])
+    types = [type(part) for part in parts]
+    try:
+        yield writes
+    finally:
+        generators.restore()
+        state.put_back(marks)
+        with torch.no_grad():
+            writes.put_back()
+            for buffer, copy in copies:
+                if buffer.shape == copy.shape and not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        initialised = {id(part) for part, kind in zip(parts, types, strict=True) if type(part) is not kind}
+        for part, parameters, statistics in own:
+            if id(part) not in initialised:  # a lazy module has its tensors from now on
+                _put_in(part._parameters, parameters)
+                _put_in(part._buffers, statistics)
+
+
+def _with_those_outside(module: nn.Module) -> tuple[list[nn.Module], ObjectState]:
+    """All modules that ``module`` leads to, also in a list of its own, and what they hold."""
+    parts = list(module.modules())
+    while True:
+        state = ObjectState(parts, follow_code=False, copies=True)
+        more = [part for outside in state.outside for part in outside.modules()]
+        if not more:
+            return parts, state
+        parts = list(dict.fromkeys([*parts, *more]))
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor)
+
+
+def _put_in(held: dict[str, Any], before: dict[str, Any]) -> None:
+    if held.keys() != before.keys() or any(held[key] is not before[key] for key in held):
+        held.clear()
+        held.update(before)
