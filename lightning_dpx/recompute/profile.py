@@ -24,7 +24,7 @@ from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passin
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
-from lightning_dpx.recompute.values import Value, View, forget_recipe, used
+from lightning_dpx.recompute.values import Unnamed, Value, View, forget_recipe, used
 
 Run = Callable[[], torch.Tensor]
 
@@ -168,9 +168,9 @@ class _Profiler(Rematerialisation):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            return tensor.detach()  # a fake one has no type of its own, and a frozen one shall have no name
+            return Unnamed(tensor.detach(), tensor._version)  # a fake one has no type, a frozen one needs no name
         packed = super().pack(tensor)
-        if isinstance(packed, torch.Tensor):
+        if isinstance(packed, Unnamed):
             return packed
         value = packed if isinstance(packed, Value) else packed.value
         if value not in self.found and value.name not in self.spans:
@@ -521,4 +521,5 @@ def _is_view_of(value: Value) -> bool:
         return False
     address = value.tensor.untyped_storage()._cdata
     given = [*(source.tensor for source in value.sources), *value.inputs]
+    given += [one.tensor for one in value.inputs if isinstance(one, Unnamed)]
     return any(one.untyped_storage()._cdata == address for one in given if isinstance(one, torch.Tensor))

@@ -35,6 +35,7 @@ from lightning_dpx.recompute.values import (
     Identity,
     Make,
     Strides,
+    Unnamed,
     Value,
     View,
     asked,
@@ -128,14 +129,14 @@ class Rematerialisation:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
         node = tensor.grad_fn
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
-            return tensor  # a parameter, which lives anyway, or not worth the bookkeeping
+            return Unnamed(tensor, tensor._version)  # it lives anyway, or is not worth the bookkeeping
         base = base_of(tensor)
         if base is not tensor and base.is_leaf and base.requires_grad:
-            return tensor
+            return Unnamed(tensor, tensor._version)
         if tensor.nbytes < SMALL or type(base) not in self.kinds or base.layout is not torch.strided:
-            return tensor.detach()
+            return Unnamed(tensor.detach(), tensor._version)
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
-            return tensor.detach()
+            return Unnamed(tensor.detach(), tensor._version)
         value = self.value_of_tensor(base)
         value.want()
         if base is tensor or same_geometry(tensor, base):
@@ -170,7 +171,6 @@ class Rematerialisation:
             value.operator = node.name()
             _register(node, tensor.output_nr, value)
         if (node is not None or self._names.again) and self.consider(value, node, tensor.output_nr):
-            value.version = tensor._version
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
@@ -338,12 +338,14 @@ class Rematerialisation:
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
-        if isinstance(saved, torch.Tensor):
-            return saved
+        if type(saved) is Unnamed:
+            return saved.read()
         value = saved if type(saved) is Value else saved.value
         with self._lock:
             if self._undecided:  # a backward inside of the forward's context
                 self._decide_fleeting()
+            if value.counter is not None and value.counter._version != value.version:
+                refuse_changed(value)
             if value.tensor is None:
                 compute(value)
             elif not value.dropped and value.tensor._version != value.version:

@@ -4,9 +4,11 @@ Values point upstream only, and never at nodes: a graph that never runs backward
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.recompute.calls import Again
@@ -41,6 +43,25 @@ class Identity(NamedTuple):
         return any(step != other for step, _, other in steps)
 
 
+class Unnamed:
+    """A tensor that backward needs and no plan decides about: a parameter, a view of one, or a small one."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor, self.version = tensor, version
+
+    def read(self) -> torch.Tensor:
+        """The tensor, if nobody has written to it.
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        if self.tensor._version != self.version:
+            refuse(self.tensor, self.version, "a parameter" if self.tensor.requires_grad else "a tensor")
+        return self.tensor
+
+
 class Value:
     """A tensor of the forward: kept, or made again from other values when it is needed.
 
@@ -48,7 +69,8 @@ class Value:
         name: The call of the module that first saved it, and a number; empty where autograd does not save it.
         tensor: The value itself, or ``None`` while it is dropped.
         identity: By which it is known again when it is saved again; ``None`` where autograd does not save it.
-        version: Of the tensor when it was kept.
+        version: Of the tensor when it was kept or dropped.
+        counter: Shares the version of a tensor that was dropped, and nothing of its memory.
         make: Computes it from the tensors of ``inputs``; ``None`` where that is unknown.
         inputs: What ``make`` takes: values, views of values, or anything else as it is.
         sources: The values behind the inputs.
@@ -60,14 +82,15 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "_storage", "dropped", "fleeting", "identity", "inputs", "make", "name", "operator", "pending",
-        "sources", "tensor", "version", "wanted_by",
+        "__weakref__", "_storage", "counter", "dropped", "fleeting", "identity", "inputs", "make", "name", "operator",
+        "pending", "sources", "tensor", "version", "wanted_by",
     )  # fmt: skip
 
     def __init__(self, name: str, operator: str) -> None:
         self.name, self.operator = name, operator
         self.identity: Identity | None = None
         self.tensor: torch.Tensor | None = None
+        self.counter: torch.Tensor | None = None
         self.make: Make | None = None
         self.inputs: Sequence[Any] = ()
         self.sources: Sequence[Value] = ()
@@ -91,8 +114,11 @@ class Value:
         self.tensor = None
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """From now on ``tensor``, which it is, is computed when it is needed."""
-        self.dropped = True
+        """From now on ``tensor``, which it is, is computed when it is needed; who writes into it is noticed still."""
+        self.dropped, self.version = True, tensor._version
+        if type(tensor) in _COUNTED:
+            self.counter = tensor.detach()
+            self.counter.data = _nothing(tensor.dtype, tensor.device)
         self.let_go(tensor)
 
     def learn(self, make: Make | None, inputs: Sequence[Any]) -> None:
@@ -169,7 +195,7 @@ def read(entry: Any) -> Any:
     """What an operator takes for ``entry``; its value must be there."""
     if type(entry) is Value:
         return entry.tensor
-    return entry.read() if isinstance(entry, View) else entry
+    return entry.read() if isinstance(entry, View | Unnamed) else entry
 
 
 def compute(wanted: Value) -> torch.Tensor:
@@ -331,15 +357,37 @@ def make_fleeting(value: Value) -> None:
 
 
 def refuse_changed(value: Value) -> NoReturn:
-    """Somebody has written to a value that is kept, as autograd refuses it.
+    """Somebody has written to a value, as autograd refuses it.
 
     Raises:
         RuntimeError: always; names the value, its operator and both versions.
     """
-    tensor = value.tensor
+    tensor = value.tensor if value.counter is None else value.counter
     assert tensor is not None, "the caller has looked at it"
+    size = tensor.size() if value.identity is None else value.identity.size
+    refuse(tensor, value.version, value.name or "a parameter", size, value.operator)
+
+
+def refuse(
+    tensor: torch.Tensor, version: int, name: str, size: Sequence[int] | None = None, operator: str = ""
+) -> NoReturn:
+    """Likewise, for a tensor of which a plan knows no more than that.
+
+    Raises:
+        RuntimeError: always.
+    """
+    made_by = f", the output of {operator}," if operator else ""
     raise RuntimeError(
-        f"A tensor that backward needs was changed in place: {value.name or 'a parameter'} of shape "
-        f"{list(tensor.shape)}, the output of {value.operator}, has version {tensor._version} instead of "
-        f"{value.version}."
+        "One of the variables needed for gradient computation has been modified by an inplace operation. A tensor that "
+        f"backward needs was changed in place: {name} of shape {list(tensor.shape if size is None else size)}{made_by} "
+        f"has version {tensor._version} instead of {version}."
     )
+
+
+_COUNTED = (torch.Tensor, torch.nn.Parameter)
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device)
