@@ -2,34 +2,19 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
 from lightning_dpx.errors import PlanError
+from lightning_dpx.recompute.plan_file import format_file, read, write_whole
 
 Action = Literal["keep", "recompute", "recompute each time", "compress", "park"]
 _VERSION = 1
-_MOST_CHARACTERS = 8 * 2**20
-
-
-class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Data without aliases, which can stand for more than fits anywhere, and without a key given twice."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) != len(node.value):
-            raise yaml.YAMLError(f"a key is given twice{node.start_mark}")
-        return mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,34 +96,35 @@ class CheckpointPlan:
         return frozenset(call for decision in self.decisions if decision.name in again for call in decision.calls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as YAML, one line per value, to be read, edited and loaded again."""
+        """Writes the plan as YAML, one line per value, to be read, edited and loaded again.
+
+        A file that is there already is replaced by the whole new one, or stays as it is.
+
+        Raises:
+            PlanError: the plan could not be loaded again; says why.
+        """
+        _check_sound(self, str(path))
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "decisions"}
-        lines = [
-            "# Which activations are kept from forward to backward, and which are computed again.",
-            f"# action: {', '.join(get_args(Action))}",
-            yaml.safe_dump({"version": _VERSION, **head, "checksum": _checksum(self)}, sort_keys=False, width=10**6),
-            "decisions:",
+        head = {"version": _VERSION, **head, "num_decisions": len(self.decisions), "checksum": _checksum(self)}
+        comments = [
+            "Which activations are kept from forward to backward, and which are computed again.",
+            f"action: {', '.join(get_args(Action))}",
         ]
-        for decision in self.decisions:
-            values = {f.name: getattr(decision, f.name) for f in fields(decision) if f.name != "calls"}
-            if decision.calls:
-                values["calls"] = list(decision.calls)
-            lines.append("  - " + yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**6).strip())
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        try:
+            text = format_file(comments, head, map(_row_of, self.decisions))
+        except ValueError as error:
+            raise PlanError(f"The plan cannot be saved in {path}: {error}.") from error
+        write_whole(path, text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "CheckpointPlan":
         """Reads a plan.
 
         Raises:
-            PlanError: the file is not a plan; says what is wrong with it.
+            PlanError: the file is not a plan, or not a whole one; says what is wrong with it.
         """
         try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read(_MOST_CHARACTERS + 1)
-            if len(text) > _MOST_CHARACTERS:
-                raise ValueError(f"it is longer than {_MOST_CHARACTERS} characters")
-            content = yaml.load(text, _PlainLoader)
+            content = read(path)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise PlanError(f"{path} cannot be read as a plan: {error}") from error
         return _from_mapping(content, str(path))
@@ -182,10 +168,13 @@ def _from_mapping(content: Any, path: str) -> CheckpointPlan:
     if not isinstance(rows, list):
         raise PlanError(f"{path} has no list of decisions.")
     decisions = tuple(_decision(row, f"{path}, decision {number}") for number, row in enumerate(rows, start=1))
-    names = [decision.name for decision in decisions]
-    for name in names:
-        if names.count(name) > 1:
-            raise PlanError(f"{path} decides twice about {name!r}.")
+    expected = content.get("num_decisions", len(decisions))  # what older files lack
+    if expected != len(decisions):
+        raise PlanError(
+            f"{path} has {len(decisions)} decisions and says that it has {expected!r}: it is not whole. Load another "
+            'one; where lines were taken out on purpose, leave them in with "action: keep".'
+        )
+    _check_names(decisions, path)
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
         head[field] = content.get(field, _OF_BEFORE.get(field))
@@ -207,10 +196,38 @@ _HEAD: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _check_names(decisions: Sequence[Decision], path: str) -> None:
+    for name, times in Counter(decision.name for decision in decisions).items():
+        if times > 1:
+            raise PlanError(f"{path} decides twice about {name!r}.")
+
+
+def _check_sound(plan: CheckpointPlan, path: str) -> None:
+    """Refuses what could not be loaded again."""
+    _check_names(plan.decisions, path)
+    for decision in plan.decisions:
+        for field in ("num_bytes", "seconds"):
+            if not _is_sound(getattr(decision, field)):
+                raise PlanError(f"{path}: {field}={getattr(decision, field)!r} of {decision.name!r} is not allowed.")
+        if decision.action not in get_args(Action):
+            raise PlanError(f"{path}: action={decision.action!r} of {decision.name!r} is not allowed.")
+    for field in _HEAD:
+        if not _is_sound(getattr(plan, field)):
+            raise PlanError(f"{path}: {field}={getattr(plan, field)!r} is not allowed.")
+
+
+def _row_of(decision: Decision) -> dict[str, Any]:
+    row = {name: getattr(decision, name) for name in _FIELDS}
+    row["seconds"] = float(decision.seconds)
+    return {**row, "calls": decision.calls} if decision.calls else row
+
+
+_FIELDS = [field.name for field in fields(Decision) if field.name != "calls"]
+
+
 def _decision(row: Any, where: str) -> Decision:
-    expected = [field.name for field in fields(Decision) if field.name != "calls"]
-    if not isinstance(row, dict) or sorted(row.keys() - {"calls"}) != sorted(expected):
-        raise PlanError(f"{where} must have exactly {', '.join(expected)}; it is {row!r}.")
+    if not isinstance(row, dict) or row.keys() - {"calls"} != set(_FIELDS):
+        raise PlanError(f"{where} must have exactly {', '.join(_FIELDS)}; it is {row!r}.")
     if row["action"] not in get_args(Action):
         raise PlanError(f"{where}: action={row['action']!r} is not allowed; give one of {', '.join(get_args(Action))}.")
     for field, kinds in (("name", str), ("operator", str), ("num_bytes", int), ("seconds", _NUMBER)):
