@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,11 +40,12 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
-from lightning_dpx.trainer.acts_once import current_view
+from lightning_dpx.trainer.acts_once import current_view, held_optimizers
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.example_input import profile_example
 from lightning_dpx.trainer.gradient_hooks import GradientHooks
 from lightning_dpx.trainer.logging import StepLog, replay
+from lightning_dpx.trainer.loose_tensors import LooseTensors, reason_and_advice
 from lightning_dpx.trainer.manual import ManualOptimization
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import ReplicaMetrics
@@ -91,6 +93,7 @@ class StepsOfReplicas(RanksOfReplicas):
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
         self._whole_batches = WholeBatches()
+        self._loose_tensors = LooseTensors()
         self._manual: ManualOptimization | None = None
         self._gradient_hooks = GradientHooks()
         self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
@@ -340,6 +343,8 @@ class StepsOfReplicas(RanksOfReplicas):
     def _slices(self, name: str, batch: Any) -> list[Share] | None:
         """``None``, and announced once, where the batch must go whole."""
         assert self._replicas is not None, "only called with replicas"
+        if name == "training_step":
+            self._keep_loose_tensors_whole(self._replicas)
         if self._whole_batches.reason_for(name) is not None:
             return None
         if fetches_by_itself(batch):
@@ -359,6 +364,14 @@ class StepsOfReplicas(RanksOfReplicas):
         except UncuttableBatch as error:
             self._whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
             return None
+
+    def _keep_loose_tensors_whole(self, replicas: ReplicaSet) -> None:
+        """A gradient of a tensor that is no parameter of the module is that of the first replica's slice only."""
+        module = replicas.root.module
+        known = chain.from_iterable(replica.parameters for replica in replicas.replicas)
+        names = self._loose_tensors.find([*self.optimizers, *held_optimizers(module)], module, known)
+        if names:
+            self._whole_batches.give_whole("training_step", *reason_and_advice(names))
 
     @property
     def _reads_rows(self) -> bool:

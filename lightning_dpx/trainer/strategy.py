@@ -50,6 +50,7 @@ from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_
 from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.launcher import InThisProcess
 from lightning_dpx.trainer.leftovers import begin_unshifted, leave, take_over
+from lightning_dpx.trainer.loose_tensors import LooseTensors
 from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import KINDS, ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OnOOM, OutOfMemory
@@ -677,6 +678,7 @@ class DPXStrategy(StepsOfReplicas):
         self._shifts_open = self._auto_shifts
         self._planning.forget()
         self._whole_batches.forget()
+        self._loose_tensors = LooseTensors()
 
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
