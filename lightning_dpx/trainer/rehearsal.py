@@ -307,7 +307,7 @@ class _Rehearsal:
         sizes = _unequal_sizes(self._call.num_rows, len(self._call.active), factor)
         before = self._state(self._shadow())
         try:
-            whole = self._whole(self._first_rows(sum(sizes)), sum(sizes))
+            whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes))
         except (NotRehearsed, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
@@ -323,7 +323,6 @@ class _Rehearsal:
         return tuple(size for size in self._replicas.sizes(self._call.num_rows) if size)
 
     def _with_slices(self, before: Mapping[str, Any], whole: Observation, sizes: tuple[int, ...]) -> Outcome:
-        rows = self._first_rows(sum(sizes))
         if self._guest.written and not self._by_hand:
             names = ", ".join(self._guest.written[:3])
             raise SlicesFail(
@@ -331,7 +330,7 @@ class _Rehearsal:
                 "Write it between the steps instead (on_train_batch_end).",
             )
         try:
-            judge, sliced = self._sliced(rows, sizes, whole, self._loss_reduction)
+            judge, sliced = self._sliced(sizes, whole, self._loss_reduction)
         except (NotRehearsed, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
@@ -339,16 +338,16 @@ class _Rehearsal:
             self._try_real_slices(error, sizes)
             raise NotRehearsed(f"in slices of {sizes[0]} and fewer rows it raises {_told(error)}") from None
         if self._by_hand and self._loss_reduction == "auto" and self._differs(before, whole, sliced, judge, sizes):
-            by_sum = self._sliced(rows, sizes, whole, "sum")
+            by_sum = self._sliced(sizes, whole, "sum")
             if not self._differs(before, whole, by_sum[1], by_sum[0], sizes):
                 judge, sliced = by_sum
         comparison = self._compare(before, whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
         if comparison.differences:
-            again = self._whole(rows, sum(sizes), other_draws=True)
+            again = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=True)
             unstable = unstable_between(whole, again, self._tolerance)
             if unstable:
-                judge, sliced = self._sliced(rows, sizes, whole, self._loss_reduction, unstable)
+                judge, sliced = self._sliced(sizes, whole, self._loss_reduction, unstable)
                 comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
         return Outcome(
             comparison=comparison,
@@ -383,11 +382,14 @@ class _Rehearsal:
             )
         return comparison
 
-    def _first_rows(self, num_rows: int) -> Any:
-        batch, rest = self._call.args[0], self._call.num_rows - num_rows
-        if not rest:
-            return batch
-        return self._replicas.slicer.read(batch).cut([num_rows, rest])[0]
+    def _first_rows(self, *sizes: int) -> list[Any]:
+        """The first rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
+        batch, rest = self._call.args[0], self._call.num_rows - sum(sizes)
+        if not rest and len(sizes) == 1:
+            return [batch]
+        every = [*sizes, rest] if rest else list(sizes)
+        parts: list[Any] = self._replicas.slicer.read(batch).cut(every)
+        return parts[: len(sizes)]
 
     def _shadow(self) -> Any:
         try:
@@ -435,7 +437,6 @@ class _Rehearsal:
 
     def _sliced(
         self,
-        rows: Any,
         sizes: tuple[int, ...],
         whole: Observation,
         loss_reduction: str,
@@ -456,7 +457,7 @@ class _Rehearsal:
         reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
         step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_packs, None)
         step.rules = judge
-        parts = replicas.slicer.read(self._own(rows)).cut(sizes)
+        parts = self._own(self._first_rows(*sizes))
         active = self._call.active
         shares = [
             Share(replicas.replicas[index], size, part) for index, size, part in zip(active, sizes, parts, strict=True)
@@ -491,7 +492,7 @@ class _Rehearsal:
         failure = error
         if sizes != self._real_sizes:
             try:
-                self._sliced(self._call.args[0], self._real_sizes, Observation(), self._loss_reduction)
+                self._sliced(self._real_sizes, Observation(), self._loss_reduction)
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):
                 return
             except Exception as raised:  # noqa: BLE001  what it is, the announcement says

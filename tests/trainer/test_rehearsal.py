@@ -61,6 +61,7 @@ def fitted(caplog: pytest.LogCaptureFixture) -> Callable[..., Seen]:
         predict: bool = False,
         batch_size: int = 16,
         trainer: dict[str, Any] | None = None,
+        loader: Any = None,
         **options: Any,
     ) -> Seen:
         random.seed(0)
@@ -72,7 +73,7 @@ def fitted(caplog: pytest.LogCaptureFixture) -> Callable[..., Seen]:
             where = {"devices": num_replicas, "strategy": strategy}
         else:
             where = {}
-        loader = make_loader(3 * batch_size, batch_size)
+        loader = loader or make_loader(3 * batch_size, batch_size)
         chosen = make_trainer(max_epochs=1, **where, **(trainer or {}))
         evaluates = (
             hasattr(model, "validation_step") and type(model).validation_step is not LightningModule.validation_step
@@ -799,3 +800,39 @@ def test_a_shadow_leaves_nothing_on_a_device(sim, place) -> None:
 def test_unknown_choices_are_refused(options, message) -> None:
     with pytest.raises(dpx.ConfigurationError, match=message):
         dpx.DPXStrategy(**options)
+
+
+# ---- what is rehearsed is cut as the batch is ----
+
+
+class Columns(Model):
+    """Its batch has as many columns as a rehearsal has rows."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        rows, labels = batch
+        return {"columns": list(rows.split([2, 2, 2, 1, 1], 1)), "labels": labels}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(torch.cat(batch["columns"], 1)), batch["labels"])
+
+
+def test_a_batch_of_as_many_columns_as_few_rows_is_cut_like_any_other(fitted) -> None:
+    seen = fitted(Columns, 2)
+    assert "checked on 5 rows" in seen.told
+    assert not seen.warned
+    assert_equal(seen.values, fitted(Columns).values)
+
+
+class TwoLoaders(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows, labels), (others, more) = batch
+        return F.cross_entropy(self.net(torch.cat([rows, others])), torch.cat([labels, more]))
+
+
+@REPLICAS
+def test_batches_of_two_loaders_are_rehearsed(fitted, num_replicas) -> None:
+    loaders = (make_loader(32), make_loader(32))
+    seen = fitted(TwoLoaders, num_replicas, loader=loaders)
+    assert "checked" in seen.told
+    assert not seen.warned
+    assert_equal(seen.values, fitted(TwoLoaders, loader=loaders).values)
