@@ -33,6 +33,7 @@ class MergeRules:
     Attributes:
         outputs: By path in what a step returns, "result" being all of it.
         logged: By path in what a step logs, its name being the start.
+        same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
         is_outdated: Whether one of those has got another value since.
@@ -43,6 +44,11 @@ class MergeRules:
     loss_reduction: str = "mean"
     undecided: frozenset[str] = frozenset()
     is_outdated: bool = False
+    same_batch_sizes: set[str] = field(default_factory=set)
+
+    def merge_batch_sizes(self, path: str, sizes: Sequence[float]) -> float:
+        """The batch size to log a value of the whole batch with, from those of the slices."""
+        return sizes[0] if path in self.same_batch_sizes and len(set(sizes)) == 1 else sum(sizes)
 
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
         """The step's result, merged by rule where one is known, and else as :func:`gather` does."""

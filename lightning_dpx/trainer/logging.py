@@ -63,7 +63,9 @@ def replay(
         given = [options.get("batch_size") for _, _, options in present]
         rows = [one or count for one, count in zip(given, counts.rows, strict=True)]
         if any(given):
-            options["batch_size"] = sum(rows)  # else Lightning counts the rows of the whole batch, as it always does
+            options["batch_size"] = rules.merge_batch_sizes(
+                path_of(key), rows
+            )  # else Lightning counts the rows of the whole batch, as it always does
         if isinstance(present[0][1], Metric):
             module.log(key[0], present[0][1], **options)  # the replicas share it
             continue

@@ -17,10 +17,11 @@ _JOINED = ("join", "items", "union", "children", "equal")  # what an item of a g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """A value as a step logged it."""
+    """A value as a step logged it, with the batch size that the step named."""
 
     value: Any
     reduce_fx: str
+    batch_size: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class JudgingRules(MergeRules):
         self._unstable = unstable
         self.findings: dict[str, Finding] = {}
         self.logged_findings: dict[str, Finding] = {}
+        self.batch_sizes: dict[str, str] = {}  # those that slices cannot give, in words
         self.losses: dict[str, float] = {}
         self.loss_fits = True
 
@@ -102,6 +104,17 @@ class JudgingRules(MergeRules):
                 self.logged_findings[found.path] = found
             self.logged = chosen(self.logged_findings)
         return super().merge_logged(path, values, weights, device, reduce_fx)
+
+    def merge_batch_sizes(self, path: str, sizes: Sequence[float]) -> float:
+        """Decides, then merges."""
+        known = self._whole.logged.get(path)
+        if known is not None and known.batch_size is not None and known.batch_size != sum(sizes):
+            if all(size == known.batch_size for size in sizes):
+                self.same_batch_sizes.add(path)
+            else:
+                parts = " and ".join(f"{size:g}" for size in sizes)
+                self.batch_sizes[path] = f"batch_size={known.batch_size:g} on one device, {parts} from slices"
+        return super().merge_batch_sizes(path, sizes)
 
     def reduction(self, losses: Sequence[torch.Tensor], weights: Weights) -> str:
         """Mean or sum, whichever is the whole batch's loss."""
@@ -267,6 +280,8 @@ class Comparer:
         self._tensors("gradient", whole.gradients, sliced.gradients, out)
         self._weights(whole, sliced, out)
         self.values("logged value", judge.logged_findings, out)
+        for name, text in judge.batch_sizes.items():
+            out.differences.append(("logged value", f"logged value '{name}': {text}"))
         missing = [repr(name) for name in whole.logged if name not in sliced.logged]
         missing += [repr(name) for name in sliced.logged if name not in whole.logged]
         if missing:

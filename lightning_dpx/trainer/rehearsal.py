@@ -223,6 +223,7 @@ class Rehearsals:
         outputs, values = chosen(findings), chosen(logged)
         known = MergeRules(outputs, values, outcome.judge.loss_reduction)
         known.undecided = undecided(findings) | undecided(logged)
+        known.same_batch_sizes = outcome.judge.same_batch_sizes
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
@@ -624,7 +625,8 @@ def _recording(log: StepLog, shadow: Any) -> Iterator[None]:
 def _logged(value: Any, options: Mapping[str, Any]) -> Logged:
     reduce_fx = options.get("reduce_fx", "mean")
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    return Logged(value=None if isinstance(value, Metric) else value, reduce_fx=name)
+    whole = None if isinstance(value, Metric) else value
+    return Logged(value=whole, reduce_fx=name, batch_size=options.get("batch_size"))
 
 
 def _attributes(module: Any, private: frozenset[str]) -> Iterator[tuple[str, Any]]:

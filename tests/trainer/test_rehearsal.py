@@ -836,3 +836,36 @@ def test_batches_of_two_loaders_are_rehearsed(fitted, num_replicas) -> None:
     assert "checked" in seen.told
     assert not seen.warned
     assert_equal(seen.values, fitted(TwoLoaders, loader=loaders).values)
+
+
+# ---- the batch size that a value is logged with ----
+
+
+class LogsSizes(Model):
+    """Logs one loss with batch sizes of several kinds; the last batch is short."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        sizes = {"rows": len(batch[0]), "tokens": 3 * len(batch[0]), "constant": 5}
+        for name, size in sizes.items():
+            self.log(name, loss, batch_size=size, on_step=False, on_epoch=True)
+        return loss
+
+
+@REPLICAS
+def test_a_constant_batch_size_stays_what_it_is(hardware, fitted, num_replicas) -> None:
+    loader = make_loader(20)  # 16 rows, then 4 that only the first replica gets
+    seen = fitted(LogsSizes, num_replicas, loader=loader)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(LogsSizes, loader=loader).values)
+
+
+class LogsLargest(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("odd", loss, batch_size=len(batch[0]) ** 2, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_a_batch_size_that_slices_cannot_give_is_named(fitted) -> None:
+    assert "logged value 'odd': batch_size=25 on one device, 9 and 4 from slices" in fitted(LogsLargest, 2).warned
