@@ -184,6 +184,7 @@ class Comparison:
         largest: The largest relative difference among what is.
         skipped: What could not be compared, in words.
         notes: What else the user should know.
+        kept: Attributes that hold something of one slice after the step.
     """
 
     rows: int
@@ -194,6 +195,20 @@ class Comparison:
     largest: float = 0.0
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    def blame_kept(self, what: str) -> None:
+        """Adds what a second step in slices does differently because of what the first one kept."""
+        named = _more(", ".join(self.kept[:_NAMED]), self.kept)
+        text = f"a second step uses what the first one kept in {named}, which is of one slice: {what}"
+        self.differences.append(("kept", text))
+
+    @property
+    def _all_notes(self) -> list[str]:
+        if not self.kept or "kept" in dict(self.differences):
+            return self.notes
+        named = _more(", ".join(self.kept[:_NAMED]), self.kept)
+        return [*self.notes, f"What the step keeps in {named} is of one slice, not of the whole batch"]
 
     def line(self) -> str:
         """What is as on one device."""
@@ -202,7 +217,7 @@ class Comparison:
             if count:
                 told.append(kind if kind == "loss" else f"{count} {kind}{'s' if count > 1 else ''}")
         skipped = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
-        notes = "".join(f". {note}" for note in self.notes)
+        notes = "".join(f". {note}" for note in self._all_notes)
         if not told:
             nothing = f"{self.stage} returns, logs and changes nothing" if not self.skipped else self.stage
             return f"dpx: checked on {self.rows} rows: {nothing}{skipped}{notes}."
@@ -218,7 +233,7 @@ class Comparison:
     def complaint(self) -> str:
         """What differs, and the ways out."""
         cut = ", ".join(map(str, self.sizes[:-1])) + f" and {self.sizes[-1]}"
-        notes = "".join(f" {note}." for note in self.notes)
+        notes = "".join(f" {note}." for note in self._all_notes)
         kinds = dict.fromkeys(kind for kind, _ in self.differences)
         if "loss" in kinds:  # from which the gradients follow
             kinds.pop("gradient", None)
@@ -246,6 +261,10 @@ _WAYS_OUT = {
         "from self.all_gather(...) in the step, or by a torchmetrics metric"
     ),
     "output": "return what belongs to the rows, and compute the rest in {step}_end(outputs)",
+    "kept": (
+        "what a step keeps for the next one is that of the first slice; compute it from self.all_gather(...) in the "
+        "step, or in on_train_batch_end and its like, which see the whole batch"
+    ),
     "state": (
         "what a step counts or keeps is that of a slice; count and keep in on_train_batch_end and its like, which see "
         "the whole batch"
@@ -397,9 +416,7 @@ class Comparer:
                 here, there = _changed(start, mine), _changed(start, theirs)
                 wrong.append(f"self.{path} is {here} on one device, {there} in slices")
         out.counts["changed attribute"] = good
-        if rebound:
-            named = _more(", ".join(rebound[:_NAMED]), rebound)
-            out.notes.append(f"What the step keeps in {named} is of one slice, not of the whole batch")
+        out.kept = rebound
         out.differences += [("state", text) for text in wrong[:_NAMED]]
         if len(wrong) > _NAMED:
             out.differences.append(("state", f"{len(wrong) - _NAMED} more attributes"))

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_dpx.errors import ParityError, ReplicationError
-from lightning_dpx.replicas import MergeRules, Share, first_loss
+from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.tolerance import Tolerance
@@ -350,6 +351,10 @@ class _Rehearsal:
             if unstable:
                 judge, sliced = self._sliced(sizes, whole, self._loss_reduction, unstable)
                 comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
+        kinds = {kind for kind, _ in comparison.differences}
+        trained_alike = not kinds & {"loss", "gradient", "new weight"}
+        if comparison.kept and trained_alike and not unstable and not self._by_hand:
+            self._compare_second_steps(judge, sizes, comparison)
         return Outcome(
             comparison=comparison,
             judge=judge,
@@ -357,6 +362,31 @@ class _Rehearsal:
             logged=judge.logged_findings,
             unstable=unstable,
         )
+
+    def _compare_second_steps(self, judge: JudgingRules, sizes: tuple[int, ...], out: Comparison) -> None:
+        """What a step keeps may be of a slice by design; unless the next step uses it."""
+        try:
+            whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), num_steps=2)
+        except (NotRehearsed, CollectiveInRehearsal):
+            raise
+        except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
+            traceback.clear_frames(error.__traceback__)
+            out.skipped.append(f"a second step ({_told(error)})")
+            return
+        try:
+            again, sliced = self._sliced(sizes, whole, judge.loss_reduction, earlier=[judge])
+        except (NotRehearsed, CollectiveInRehearsal):
+            raise
+        except Exception as error:  # noqa: BLE001  such as a state of too many rows
+            traceback.clear_frames(error.__traceback__)
+            out.blame_kept(f"it raises {_told(error).removesuffix('.')}")
+            return
+        whole.state, sliced.state = {}, {}
+        second = self._compare({}, whole, sliced, again, sizes, frozenset())
+        known = {kind for kind, _ in out.differences}
+        second.differences = [one for one in second.differences if one[0] not in known]
+        if second.differences:
+            out.blame_kept(second.summary())
 
     def _differs(
         self, before: Mapping[str, Any], whole: Observation, sliced: Observation, judge: JudgingRules, sizes: Any
@@ -408,31 +438,35 @@ class _Rehearsal:
 
     # ---- as one device ----
 
-    def _whole(self, rows: Any, num_rows: int, *, other_draws: bool = False) -> Observation:
+    def _whole(self, rows: Any, num_rows: int, *, other_draws: bool = False, num_steps: int = 1) -> Observation:
+        """What the last of ``num_steps`` steps on the same rows does."""
         strategy, call, shadow = self._strategy, self._call, self._shadow()
         replicas = self._replicas_of(shadow, [strategy.root_device], workload="even")
-        share = Share(replicas.root, num_rows, self._own(rows))
-        log, seen = StepLog(share), Observation()
-
-        def step(share: Share) -> Any:
-            with log.recording(shadow), strategy._arranged(shadow):
-                batch = strategy._transfer(share, call.dataloader_idx)
-                return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
-
+        seen = Observation()
         with ExitStack() as stack:
             stack.enter_context(self._pointing_at(shadow, None, None, None, seen))
             stack.enter_context(self._guest.run(shadow, other_draws=other_draws))
             stack.callback(replicas.close)
-            with self._context():
-                seen.output = replicas.run(call.name, [share], step)[0]
-            with _recording(log, shadow):
-                final = strategy._finished(call.name, seen.output)
-            seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
-            self._finish(seen, final, shadow, list(shadow.parameters()))
+            for _ in range(num_steps):
+                self._forget_gradients(shadow)
+                share = Share(replicas.root, num_rows, self._own(rows))
+                log = StepLog(share)
+                with self._context():
+                    seen.output = replicas.run(call.name, [share], partial(self._step_of_one, log))[0]
+                with _recording(log, shadow):
+                    final = strategy._finished(call.name, seen.output)
+                seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
+                self._finish(seen, final, shadow, list(shadow.parameters()))
         self._forget_gradients(shadow)
         self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
         seen.drew, seen.left_alone = self._guest.drew, self._guest.left_alone
         return seen
+
+    def _step_of_one(self, log: StepLog, share: Share) -> Any:
+        call, shadow = self._call, share.replica.module
+        with log.recording(shadow), self._strategy._arranged(shadow):
+            batch = self._strategy._transfer(share, call.dataloader_idx)
+            return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
 
     # ---- in slices ----
 
@@ -442,7 +476,9 @@ class _Rehearsal:
         whole: Observation,
         loss_reduction: str,
         unstable: frozenset[str] = frozenset(),
+        earlier: Sequence[JudgingRules] = (),
     ) -> tuple[JudgingRules, Observation]:
+        """What a step in slices does, after as many others as there are rules of ``earlier`` ones."""
         strategy = self._strategy
         auto = loss_reduction == "auto" and not self._by_hand
         judge = JudgingRules(
@@ -457,26 +493,32 @@ class _Rehearsal:
         replicas = self._replicas_of(shadow, list(self._replicas.devices), existing=parameters)
         reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
         step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_packs, None)
-        step.rules = judge
-        parts = self._own(self._first_rows(*sizes))
-        active = self._call.active
-        shares = [
-            Share(replicas.replicas[index], size, part) for index, size, part in zip(active, sizes, parts, strict=True)
-        ]
-        shares = strategy._weighted(shares, shadow)
-        merged_log, seen = StepLog(replace(shares[0], num_rows=sum(sizes))), Observation()
+        seen = Observation()
         with ExitStack() as stack:
-            stack.enter_context(self._pointing_at(shadow, replicas, step, judge, seen))
             stack.enter_context(self._guest.run(shadow))
             stack.callback(replicas.close)
             stack.callback(step.close)
-            with _recording(merged_log, shadow):
-                final = self._step_of_replicas(shares)
-            seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
-            self._finish(seen, final, shadow, step.owner_parameters, step)
+            for rules in (*earlier, judge):
+                for replica in replicas.replicas:
+                    self._forget_gradients(replica.module)
+                step.rules = rules
+                shares = strategy._weighted(self._shares_of(replicas, sizes), shadow)
+                merged_log = StepLog(replace(shares[0], num_rows=sum(sizes)))
+                with self._pointing_at(shadow, replicas, step, rules, seen):
+                    with _recording(merged_log, shadow):
+                        final = self._step_of_replicas(shares)
+                    seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
+                    self._finish(seen, final, shadow, step.owner_parameters, step)
         for replica in replicas.replicas:
             self._forget_gradients(replica.module)
         return judge, seen
+
+    def _shares_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[Share]:
+        parts = self._own(self._first_rows(*sizes))
+        active = self._call.active
+        return [
+            Share(replicas.replicas[index], size, part) for index, size, part in zip(active, sizes, parts, strict=True)
+        ]
 
     def _step_of_replicas(self, shares: list[Share]) -> Any:
         strategy, call = self._strategy, self._call

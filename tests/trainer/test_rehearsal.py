@@ -869,3 +869,59 @@ class LogsLargest(Model):
 
 def test_a_batch_size_that_slices_cannot_give_is_named(fitted) -> None:
     assert "logged value 'odd': batch_size=25 on one device, 9 and 4 from slices" in fitted(LogsLargest, 2).warned
+
+
+# ---- what a step keeps for the next one ----
+
+
+class Stateful(Model):
+    """A recurrent cell whose state goes on from batch to batch, row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+        self.state: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        state = None if self.state is None or len(self.state) != len(rows) else self.state
+        hidden = self.cell(rows, state)
+        self.state = hidden.detach()
+        return F.cross_entropy(self.net(hidden), labels)
+
+
+class Remembers(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last_loss = loss
+        return loss
+
+
+class StatefulPrediction(Stateful):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.state = self.cell(batch[0], self.state)
+        return self.net(self.state)
+
+
+@REPLICAS
+def test_what_a_step_keeps_of_a_slice_for_the_next_one_is_named(hardware, fitted, execution, num_replicas) -> None:
+    warned = fitted(Stateful, num_replicas, execution=execution).warned
+    assert "a second step uses what the first one kept in self.state, which is of one slice: the loss is" in warned
+
+
+def test_a_stage_that_keeps_something_of_a_slice_falls_back(fitted) -> None:
+    seen = fitted(Stateful, 2, verify="first")
+    assert "gets all of its batches whole" in seen.warned
+    assert_equal(seen.values, fitted(Stateful).values)
+
+
+def test_predictions_that_depend_on_the_last_batch_are_named(fitted) -> None:
+    assert (
+        "a second step uses what the first one kept in self.state" in fitted(StatefulPrediction, 2, predict=True).warned
+    )
+
+
+def test_what_a_step_keeps_and_never_uses_is_only_told(fitted) -> None:
+    seen = fitted(Remembers, 2)
+    assert "What the step keeps in self.last_loss is of one slice" in seen.told
+    assert not seen.warned
