@@ -53,6 +53,46 @@ def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool =
     return found
 
 
+Place = tuple[str, Any, Any]  # a name, a namespace (a class, or the globals of a file) and a key in it
+
+
+def places_of_code(module: nn.Module) -> list[Place]:
+    """Where the code of the classes that ``module`` is made of may keep something: outside of ``module``.
+
+    Attributes of those classes, and globals that their methods name, with the namespaces that hold them.
+
+    Args:
+        module: Whose classes, and those that they inherit from, are looked at, as far as they are no library's.
+    """
+    packages = _packages_of(module)
+    classes = {base: None for child in module.modules() for base in type(child).__mro__}
+    found: dict[tuple[int, str], Place] = {}
+    for base in classes:
+        if _root_of(base.__module__) not in packages:
+            continue
+        for key, value in list(vars(base).items()):
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            function = function.fget if isinstance(function, property) else function
+            if isinstance(function, types.FunctionType):
+                spaces = function.__globals__
+                names = set(_names(function.__code__)) & spaces.keys()
+                found.update({(id(spaces), name): (name, spaces, name) for name in sorted(names)})
+            elif not key.startswith("__"):
+                found[id(base), key] = f"{base.__qualname__}.{key}", base, key
+    return [place for place in found.values() if _is_data(place)]
+
+
+def _is_data(place: Place) -> bool:
+    _, space, key = place
+    value = vars(space)[key] if isinstance(space, type) else space[key]
+    return not callable(value) and not isinstance(value, types.ModuleType | nn.Module | property)
+
+
+def is_of_a_library(value: Any) -> bool:
+    """Whether the class of ``value`` is Python's or a framework's, and none of the user's."""
+    return _is_library(type(value))
+
+
 def _children(path: str, value: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         if len(value) <= _MAX_ITEMS:

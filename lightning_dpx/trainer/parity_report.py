@@ -12,6 +12,7 @@ from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees,
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
 _NAMED = 3  # that many names of each kind are told; the rest is counted
+OUTSIDE = "@"  # begins the path of what is no attribute of the module
 _JOINED = ("join", "items", "union", "children", "equal")  # what an item of a growing list may be put together by
 
 
@@ -253,7 +254,8 @@ _WAYS_OUT = {
     ),
     "gradient": (
         "gradients that are edited before they are summed (a hook on a parameter, .grad in the step) are those of a "
-        "slice; edit them in on_before_optimizer_step"
+        "slice; edit them in on_before_optimizer_step. A loss may be the whole batch's by chance and have other "
+        "gradients (normalized by the batch, say): compute it in training_step_end(outputs)"
     ),
     "new weight": "what a step writes between its optimizer steps, write in on_train_batch_end",
     "logged value": (
@@ -411,10 +413,9 @@ class Comparer:
             if not _is_apart(mine, theirs, self._tolerance) or _grew_alike(start, mine, theirs, self._tolerance):
                 good += _is_apart(start, mine, self._tolerance)
             elif _is_of_a_slice(mine, theirs, self._tolerance):
-                rebound.append(f"self.{path}")
+                rebound.append(_shown(path))
             else:
-                here, there = _changed(start, mine), _changed(start, theirs)
-                wrong.append(f"self.{path} is {here} on one device, {there} in slices")
+                wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))
         out.counts["changed attribute"] = good
         out.kept = rebound
         out.differences += [("state", text) for text in wrong[:_NAMED]]
@@ -482,6 +483,31 @@ def _more(named: str, all_of_them: Sequence[str]) -> str:
 def _name_of(path: str) -> str:
     name = path.removeprefix("result.") if path != "result" else "what it returns"
     return f"'{name}'" if path != "result" else name
+
+
+def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> str:
+    """What differs, down to the first item of a container that does."""
+    for key, mine, theirs in _pairs(whole, sliced):
+        if _is_apart(mine, theirs, tolerance) and not _is_of_a_slice(mine, theirs, tolerance):
+            earlier = dict(_items(start)).get(key)
+            return _words_of(f"{path}.{key}", earlier, mine, theirs, tolerance)
+    return f"{path} is {_changed(start, whole)} on one device, {_changed(start, sliced)} in slices"
+
+
+def _pairs(one: Any, two: Any) -> list[tuple[Any, Any, Any]]:
+    """The items of two containers with the same keys; none of other values."""
+    mine, theirs = dict(_items(one)), dict(_items(two))
+    return [(key, value, theirs[key]) for key, value in mine.items()] if mine.keys() == theirs.keys() else []
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix(OUTSIDE) if path.startswith(OUTSIDE) else f"self.{path}"
 
 
 def _is_apart(one: Any, two: Any, tolerance: Tolerance) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -32,6 +33,7 @@ from lightning_dpx.replicas.tolerance import Tolerance
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.logging import StepLog, path_of
 from lightning_dpx.trainer.parity_report import (
+    OUTSIDE,
     Comparer,
     Comparison,
     JudgingRules,
@@ -463,7 +465,8 @@ class _Rehearsal:
         return seen
 
     def _step_of_one(self, log: StepLog, share: Share) -> Any:
-        call, shadow = self._call, share.replica.module
+        call = self._call
+        shadow: Any = share.replica.module
         with log.recording(shadow), self._strategy._arranged(shadow):
             batch = self._strategy._transfer(share, call.dataloader_idx)
             return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
@@ -642,7 +645,8 @@ class _Rehearsal:
         seen.state = self._state(shadow)
 
     def _state(self, shadow: Any) -> dict[str, Any]:
-        return python_state(_attributes(shadow, self._strategy._private_attributes))
+        outside = ((f"{OUTSIDE}{path}", value) for path, value in self._guest.surroundings.values())
+        return python_state(chain(_attributes(shadow, self._strategy._private_attributes), outside))
 
     def _forget_gradients(self, module: Any) -> None:
         """A shadow is in reference cycles and may live on for a while; what is large must not."""

@@ -24,15 +24,14 @@ from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.trainer.metrics import ReplicaMetrics
-
-_LARGEST_CONTAINER = 10_000
+from lightning_dpx.trainer.surroundings import Attributes, Surroundings
 
 
 class Guest:
     """Keeps what several runs of a rehearsal may change, and puts it back.
 
     Args:
-        trainer: Its attributes are put back, and those of its datamodule and its precision plugin.
+        trainer: Its attributes are put back, and those of its precision plugin and of what the user gave it.
         module: The real module.
         replicas: The real replicas.
     """
@@ -49,6 +48,7 @@ class Guest:
         self._start = GeneratorStates(self._devices, [module])
         self._run_start = self._start
         self._modes: list[SameDraws] = []
+        self.surroundings = Surroundings(trainer, module)
 
     @contextmanager
     def visit(self, *, calls_hooks: bool) -> Iterator[None]:
@@ -59,8 +59,7 @@ class Guest:
         """
         trainer: Any = self._trainer
         precision = getattr(trainer.precision_plugin, "wrapped", None)  # a user's own may count what it does
-        owners = [one for one in (trainer, getattr(trainer, "datamodule", None), precision) if one is not None]
-        attributes = [_Attributes(owner) for owner in owners]
+        attributes = [Attributes(owner) for owner in (trainer, precision) if owner is not None]
         holder, flags = _holder_of_results(trainer), _Flags()
         results = None if holder is None else holder._results
         try:
@@ -94,6 +93,7 @@ class Guest:
         finally:
             self.written = list(dict.fromkeys(self._shared.written))
             self._shared.restore()
+            self.surroundings.restore()
             now = GeneratorStates(self._devices, [shadow])
             left_alone = [name for mode in self._modes for name in mode.left_alone]
             if now.differs_outside_torch(self._run_start):
@@ -133,29 +133,6 @@ class ShadowReplicas(ReplicaSet):
                 return call(share)
 
         return super().run(stage, shares, watched)
-
-
-class _Attributes:
-    """The attributes of an object that has no shadow, and what its small containers hold."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner, self._values = owner, dict(vars(owner))
-        self._held = [
-            (value, copy.copy(value))
-            for value in self._values.values()
-            if type(value) in (list, dict, set) and len(value) <= _LARGEST_CONTAINER
-        ]
-
-    def restore(self) -> None:
-        now = vars(self._owner)  # a signal handler may ask for attributes meanwhile, so none is taken away for long
-        for key in [key for key in now if key not in self._values]:
-            del now[key]
-        for key, value in self._values.items():
-            if now.get(key) is not value:
-                now[key] = value
-        for container, held in self._held:
-            container.clear()
-            container.extend(held) if isinstance(container, list) else container.update(held)
 
 
 class _Flags:

@@ -1,0 +1,131 @@
+"""What a step can change outside its module: classes, globals, callbacks, data sets.
+
+A shadow has its own copies of what the module holds, but not of these. So they are put back after every run of a
+rehearsal, and compared like the state of the module. Only what the user wrote is looked at, attribute by attribute and
+one container deep: frameworks keep books of their own, which a step does not touch.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_dpx.replicas.reachable import is_of_a_library, places_of_code
+
+_LARGEST_CONTAINER = 10_000
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MISSING = object()
+
+
+class Attributes:
+    """The attributes of an object that has no shadow, and what its small containers hold.
+
+    Args:
+        owner: The object.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner, self._values = owner, dict(vars(owner))
+        self._contents = [_Content(value) for value in self._values.values() if is_small_container(value)]
+
+    def restore(self) -> None:
+        """All attributes are what they were."""
+        now = vars(self._owner)  # a signal handler may ask for attributes meanwhile, so none is taken away for long
+        for key in [key for key in now if key not in self._values]:
+            del now[key]
+        for key, value in self._values.items():
+            if now.get(key) is not value:
+                now[key] = value
+        for content in self._contents:
+            content.restore()
+
+
+class _Content:
+    """What a container held."""
+
+    def __init__(self, container: Any) -> None:
+        self._container, self._held = container, copy.copy(container)
+
+    def restore(self) -> None:
+        container = self._container
+        container.clear()
+        container.extend(self._held) if isinstance(container, list | deque) else container.update(self._held)
+
+
+class _Named:
+    """What a class or the globals of a file have under one name."""
+
+    def __init__(self, space: Any, key: str) -> None:
+        self._space, self._key = space, key
+        self._value = self.value
+        self._content = _Content(self._value) if is_small_container(self._value) else None
+
+    @property
+    def value(self) -> Any:
+        space = vars(self._space) if isinstance(self._space, type) else self._space
+        return space.get(self._key, _MISSING)
+
+    def restore(self) -> None:
+        if self.value is not self._value:
+            if isinstance(self._space, type):
+                setattr(self._space, self._key, self._value)
+            else:
+                self._space[self._key] = self._value
+        if self._content is not None:
+            self._content.restore()
+
+
+class Surroundings:
+    """What a step can change outside its module, as it is now.
+
+    Args:
+        trainer: Whose callbacks, data sets and datamodule count.
+        module: Whose code is searched for what it names.
+    """
+
+    def __init__(self, trainer: Any, module: nn.Module) -> None:
+        self._objects = dict(_objects_of(trainer))
+        self._attributes = [Attributes(owner) for owner in self._objects.values()]
+        self._named = {path: _Named(space, key) for path, space, key in places_of_code(module)}
+
+    def restore(self) -> None:
+        """All of it is what it was."""
+        for before in (*self._attributes, *self._named.values()):
+            before.restore()
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Names and values as they are now."""
+        for path, owner in self._objects.items():
+            yield from ((f"{path}.{key}", value) for key, value in vars(owner).items() if _is_plain(value))
+        for path, named in self._named.items():
+            if _is_plain(value := named.value):
+                yield path, value
+
+
+def is_small_container(value: Any) -> bool:
+    """Whether to keep a copy of what ``value`` holds."""
+    return type(value) in _CONTAINERS and len(value) <= _LARGEST_CONTAINER
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a number or text, or a small container of them: data sets hold what is costly to compare."""
+    if is_small_container(value):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(isinstance(item, _PLAIN) for item in items)
+    return isinstance(value, _PLAIN)
+
+
+def _objects_of(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Objects of the user's classes that a step reaches through its trainer."""
+    found = [(f"trainer.callbacks[{index}]", callback) for index, callback in enumerate(trainer.callbacks)]
+    found.append(("trainer.datamodule", getattr(trainer, "datamodule", None)))
+    loop = trainer._active_loop
+    combined = None if loop is None else getattr(loop, "_combined_loader", None)
+    for index, loader in enumerate([] if combined is None else combined.flattened):
+        found.append((f"the data set of loader {index}", getattr(loader, "dataset", None)))
+    for path, owner in found:
+        if owner is not None and hasattr(owner, "__dict__") and not is_of_a_library(owner):
+            yield path, owner
