@@ -93,8 +93,10 @@ class Surroundings:
 
     def restore(self) -> None:
         """All of it is what it was."""
-        for before in (*self._attributes, *self._named.values()):
-            before.restore()
+        for owner in self._attributes:
+            owner.restore()
+        for named in self._named.values():
+            named.restore()
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""

@@ -104,6 +104,7 @@ WITH_MEETINGS: dict[str, type[Classifier]] = {
 
 # Cases that are compared with one device: in float64, where the order of additions changes next to nothing.
 PARITY = (
+    "sum-late",
     "even", "colocate", "uneven", "sum-accumulated", "sparse-uneven", "sparse-sum", "meets", "merged", "contrastive",
     "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged",
 )  # fmt: skip
@@ -139,6 +140,21 @@ def own_loader(rank: int, first: int) -> DataLoader[Any]:
     parts = [slice(at, at + first) if rank == 0 else slice(at + first, at + 16) for at in (0, 16, 32)]
     chosen = TensorDataset(torch.cat([rows[part] for part in parts]), torch.cat([labels[part] for part in parts]))
     return DataLoader(chosen, first if rank == 0 else 16 - first)
+
+
+LATE = ((1, 1), (15, 1), (8, 8))  # rows of both ranks, batch by batch
+
+
+def late_batches(rank: int | None = None) -> list[Any]:
+    """Batches of a rank, or of both together."""
+    data: Any = make_loader(48).dataset
+    batches, start = [], 0
+    for sizes in LATE:
+        ends = (start, start + sizes[0], start + sum(sizes))
+        own = slice(ends[0], ends[-1]) if rank is None else slice(ends[rank], ends[rank + 1])
+        batches.append(data[own])
+        start = ends[-1]
+    return batches
 
 
 def planned_ddp(case: str, folder: Path) -> None:
@@ -179,6 +195,9 @@ def main() -> None:
         summed = Summed(optimizer="sgd")
         summed.load_state_dict(model.state_dict())
         model = summed  # type: ignore[assignment]
+    elif case == "sum-late":  # with loss_reduction="auto"
+        torch.manual_seed(0)
+        model = Summed(optimizer="sgd")  # type: ignore[assignment]
     elif case in WITH_MEETINGS:
         torch.manual_seed(0)
         model = WITH_MEETINGS[case]()
@@ -205,6 +224,8 @@ def main() -> None:
     rank = trainer.global_rank
     if not dealt:
         loader = own_loader(rank, first=10 if case.endswith("uneven") else 8)
+    if case == "sum-late":  # neither rank sees one at first, and then only rank 0
+        loader = DataLoader(late_batches(rank), None)
     if case == "shapes":  # rank 1 has a larger batch in the second step, and rank 0 has not
         loader = DataLoader([loader.dataset[:rows] for rows in ((8, 8, 4) if rank == 0 else (4, 8, 8))], None)
     if case == "different":

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from tests import programs
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
-from tests.trainer.process_program import WITH_MEETINGS, Embedded, Summed
+from tests.trainer.process_program import WITH_MEETINGS, Embedded, Summed, late_batches
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
@@ -74,6 +75,22 @@ def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str,
         assert_equal(weights, one_device(Summed(optimizer="sgd"), **options))
     elif case != "dealt":  # by a sampler that shuffles
         assert_equal(weights, one_device(precision="64-true"))
+
+
+class MeanAtFirst(Summed):
+    """What is trained while no process could find out that its loss is a sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss / 2 if self.global_step == 0 else loss
+
+
+def test_processes_agree_on_the_loss_as_soon_as_one_finds_out(tmp_path: Path) -> None:
+    weights = weights_of_both("sum-late", tmp_path)
+    torch.manual_seed(0)
+    model = MeanAtFirst(optimizer="sgd")
+    make_trainer(precision="64-true").fit(model, DataLoader(late_batches(), None), make_loader(48))
+    assert_equal(weights, model.state_dict())
 
 
 @pytest.mark.parametrize("case", ["sparse-uneven", "sparse-sum"])
