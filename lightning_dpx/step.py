@@ -92,6 +92,7 @@ class TrainingStep:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas = replicas
         self.rules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
+        self._communication_dtype = communication_dtype
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
         self._gradient_packs = gradient_packs
         self._take_replicas()
@@ -109,6 +110,12 @@ class TrainingStep:
         self._eager = (
             EagerReduction(parameters, self._gradient_packs, self._reduce_early, self._names) if several else None
         )
+
+    def exchange_reducer(self, reducer: str | GradientReducer) -> None:
+        """Before the first step: gradients are summed by another reducer, on the owners that it chooses."""
+        self.close()
+        self._reducer = make_reducer(reducer, self._replicas.devices, self._communication_dtype)
+        self._take_replicas()
 
     def remake_replicas(self) -> None:
         """Makes the replicas anew from the user's module; gradients that have accumulated stay.

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_dpx.errors import ParityError, ReplicationError
+from lightning_dpx.errors import GatherError, ParityError, ReplicationError
 from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
@@ -546,6 +546,11 @@ class _Rehearsal:
                 failure = raised
             else:
                 return
+        if isinstance(failure, GatherError):
+            raise SlicesFail(
+                f"What its slices return cannot be put together. {_told(failure).partition(': ')[2]}",
+                "For all devices to take part, let it return tensors, numbers, or containers of them.",
+            )
         raise SlicesFail(
             f"It runs on the whole batch, but on a slice it raises {_told(failure)}",
             "For all devices to take part, let it run on any number of rows.",

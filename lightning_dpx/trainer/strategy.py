@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
-from lightning_dpx.errors import BudgetError, CollectiveError, ConfigurationError, ReplicationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, CollectiveError, ConfigurationError, ReplicationError
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile
 from lightning_dpx.reducers import (
     REDUCERS,
@@ -587,24 +587,26 @@ class DPXStrategy(StepsOfReplicas):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """The user's optimizers, each over the copies of its parameters that the owners hold."""
         super().setup_optimizers(trainer)
-        if self._step is not None and self._replicas is not None:
-            assert self.lightning_module is not None, "connect() sets the module first"
-            self._gradient_hooks.begin(self.lightning_module, self._replicas, self._step)
-        if self._step is None or self._replicas is None or not self._step.has_other_owners:
+        if self._step is None or self._replicas is None:
             return
+        assert self.lightning_module is not None, "connect() sets the module first"
+        reason = self._why_all_on_first(trainer) if self._step.has_other_owners else None
+        if reason is not None:
+            name = choose_reducer(self._replicas.devices)
+            rank_zero_warn(f"dpx: gradients are summed by reducer={name!r}, all on {self.root_device}: {reason}")
+            self._step.exchange_reducer("auto")
+        self._gradient_hooks.begin(self.lightning_module, self._replicas, self._step)
+        if self._step.has_other_owners:
+            self.optimize_owners()
+
+    def _why_all_on_first(self, trainer: "pl.Trainer") -> str | None:
+        """Why parameters cannot have owners on several devices here; ``None`` where they can."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, BaseFinetuning):
-                raise UnsupportedError(
-                    f"{type(callback).__name__} looks for the optimizer's parameters in the module, but with "
-                    "reducer='colocate' they have owners elsewhere; use another reducer."
-                )
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise UnsupportedError(
-                    "LBFGS keeps all parameters in one vector, so reducer='colocate' cannot spread them; use another "
-                    "reducer."
-                )
-        self.optimize_owners()
+                return f"{type(callback).__name__} looks for the optimizer's parameters in the module."
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            return "LBFGS keeps all parameters in one vector, which cannot be spread over devices."
+        return None
 
     def optimize_owners(self) -> None:
         """Optimizers change the owners' copies, also in groups that they got later."""

@@ -942,6 +942,25 @@ def test_what_a_step_keeps_and_never_uses_is_only_told(fitted) -> None:
     assert not seen.warned
 
 
+class Cache:
+    """Keeps the keys of all rows, as models of transformers return it."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+class ReturnsCache(Model):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self.net(batch[0]), "cache": Cache(batch[0])}
+
+
+def test_an_output_that_cannot_be_put_together_gets_its_own_advice(fitted) -> None:
+    seen = fitted(ReturnsCache, 2, predict=True)
+    assert "What its slices return cannot be put together. The replicas returned different values" in seen.warned
+    assert "let it return tensors, numbers, or containers of them" in seen.warned
+    assert [len(one["cache"].keys) for one in seen.predictions] == [16, 16, 16]
+
+
 # ---- what a step changes outside the module ----
 
 COUNTED = {"steps": 0}
