@@ -90,7 +90,7 @@ def _is_data(place: Place) -> bool:
 
 def is_of_a_library(value: Any) -> bool:
     """Whether the class of ``value`` is Python's or a framework's, and none of the user's."""
-    return _is_library(type(value))
+    return is_library(type(value))
 
 
 def _children(path: str, value: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dpx.replicas.reachable import is_of_a_library, places_of_code
+from lightning_dpx.python_objects.reachable import is_of_a_library, places_of_code
 
 _LARGEST_CONTAINER = 10_000
 _CONTAINERS = (list, dict, set, deque)
