@@ -23,11 +23,11 @@ class JoinRules:
     """How the arguments of one method of one metric are joined, by their path.
 
     Attributes:
-        learned: What a rehearsal has found.
+        learned: The rules that fitted all that a rehearsal has seen, the likeliest first.
         guessed: Numbers that differed between replicas, and what was made of them.
     """
 
-    learned: dict[str, str] = field(default_factory=dict)
+    learned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     guessed: dict[str, str] = field(default_factory=dict)
 
 
@@ -90,22 +90,27 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         GatherError: the values do not fit together; names their path.
     """
     options = dict(_options(list(parts), settings, path))
-    rule = rules.learned.get(path, next(iter(options), ""))
-    if rule not in options:
+    learned = [rule for rule in rules.learned.get(path, ()) if rule in options]
+    rule = next(iter(learned or options), "")
+    if not rule:
         kinds = ", ".join(_describe(part) for part in parts)
         raise GatherError(f"The replicas gave {kinds} as {path}, which do not fit together.")
     if rule == ITEMS:
         keys = list(options[ITEMS])
         joined = [join([part[key] for part in parts], settings, rules, f"{path}[{key!r}]") for key in keys]
         return _rebuild(parts[0], keys, joined)
-    if rule in (MEAN, SUM) and path not in rules.learned and not _are_equal(parts):
+    if rule in (MEAN, SUM) and not learned and not _are_equal(parts):
         rules.guessed[path] = rule
     return _apply(rule, list(parts), settings)
 
 
 def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str) -> list[str]:
-    """Finds the rules that make ``whole`` of ``parts``; returns the paths for which there is none."""
+    """Finds the rules that make ``whole`` of ``parts``; returns the paths for which there is none.
+
+    Zeros fit many rules, so all that fit are noted, and of those of before the ones that fit again.
+    """
     options = dict(_options(list(parts), settings, path))
+    fitting = []
     for rule in options:
         if rule == ITEMS:
             keys = list(options[ITEMS])
@@ -115,12 +120,14 @@ def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinR
             for key in keys:
                 missing += learn(whole[key], [part[key] for part in parts], settings, rules, f"{path}[{key!r}]")
             if not missing:
-                rules.learned[path] = rule
-                return []
+                fitting.append(rule)
         elif _are_equal([_apply(rule, list(parts), settings), whole]):
-            rules.learned[path] = rule
-            return []
-    return [path]
+            fitting.append(rule)
+    if not fitting:
+        return [path]
+    again = [rule for rule in rules.learned.get(path, ()) if rule in fitting]
+    rules.learned[path] = tuple(again or fitting)
+    return []
 
 
 def _options(parts: list[Any], settings: JoinSettings, path: str) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ value the step may use, where the replicas meet in them. Nobody but the user eve
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +86,8 @@ class ReplicaMetrics:
         named: The metrics by path, nested ones, too.
         dim: The batch dim to look for first in what metrics are given.
         separate: Why, in the last step, calls were made once per replica, as one device would not have made them.
+        example: What one device gave its metrics on the rows of the step that is under way, where that is known: how
+            arguments are joined is learned from it.
     """
 
     def __init__(self, module: nn.Module, number: str = "mean") -> None:
@@ -97,6 +99,7 @@ class ReplicaMetrics:
         self._told: set[str] = set()
         self.named: dict[str, nn.Module] = {}
         self.separate: list[str] = []
+        self.example: CallLog | None = None
         self.find()
 
     def __bool__(self) -> bool:
@@ -156,26 +159,16 @@ class ReplicaMetrics:
             self._step = None
             _put_back(before)
 
-    def learn(self, whole: "CallLog", parts: Sequence["CallLog"], rows: Sequence[int]) -> list[str]:
-        """How arguments are joined, from a step on the whole batch and the same one on its slices.
+    def rules_by_path(self) -> dict[tuple[str, str], JoinRules]:
+        """How arguments are joined, by the path of the metric and the method."""
+        paths = {id(metric): path for path, metric in self.named.items()}
+        return {(paths[key], method): rules for (key, method), rules in self._rules.items() if key in paths}
 
-        Args:
-            whole: What a shadow module's metrics were given by the whole batch.
-            parts: Likewise, by each slice.
-            rows: Of each slice.
-
-        Returns:
-            Arguments that no rule makes of those of the slices, by metric, method and path.
-        """
-        settings, missing = JoinSettings(rows=tuple(rows), dim=self.dim, number=self._number), []
-        for (path, method, number), given in whole.calls.items():
-            metric = self.named.get(path)
-            key = path, method, number
-            theirs = [part.calls[key] for part in parts if key in part.calls]
-            if metric is not None and len(theirs) == len(parts):
-                rules = self._rules.setdefault((id(metric), method), JoinRules())
-                missing += [f"{path}.{method}: {where}" for where in learn_calls(given, theirs, settings, rules)]
-        return missing
+    def take_rules(self, rules: Mapping[tuple[str, str], JoinRules]) -> None:
+        """From now on arguments are joined as others have learned, who had the same metrics at these paths."""
+        for (path, method), learned in rules.items():
+            if (metric := self.named.get(path)) is not None:
+                self._rules[id(metric), method] = learned
 
     # ---- routing ----
 
@@ -207,11 +200,11 @@ class ReplicaMetrics:
         rank, step = current_rank(), self._step
         if rank is None or step is None:
             return self._call_own(call.metric, call.method, (call.args, call.kwargs))
-        if call.method in AT_ONCE:
-            return self._call_at_once(call, rank, step)
         key = id(call.metric), call.method
         number = step.counts[rank.rank].get(key, 0)
         step.counts[rank.rank][key] = number + 1
+        if call.method in AT_ONCE:
+            return self._call_at_once(call, number, rank, step)
         # The step may go on to change in place what it gave away.
         args, kwargs = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
         step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs)
@@ -240,7 +233,7 @@ class ReplicaMetrics:
             calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
             metric, method = next(iter(calls.values())).metric, key[1]
             try:
-                arguments = self._joined(calls, step)
+                arguments = self._joined(calls, key[2], step)
             except GatherError as error:
                 self._note_separate(metric, method, str(error))
                 for rank, call in calls.items():
@@ -248,12 +241,12 @@ class ReplicaMetrics:
             else:
                 self._call_own(metric, method, arguments)
 
-    def _call_at_once(self, call: _Call, rank: ReplicaRank, step: _Step) -> Any:
+    def _call_at_once(self, call: _Call, number: int, rank: ReplicaRank, step: _Step) -> Any:
         def act(present: list[tuple[int, _Call]]) -> SharedValue:
             self._call_pending()
             shared = shared_value(
                 {place: self._at_home(one, step.shares[place]) for place, one in present},
-                lambda arguments: self._join(call.metric, call.method, arguments, step),
+                lambda arguments: self._join(call, number, arguments, step),
                 lambda arguments: self._call_own(call.metric, call.method, arguments),
                 differentiable=getattr(call.metric, "is_differentiable", None) is not False,
             )
@@ -271,18 +264,24 @@ class ReplicaMetrics:
 
     # ---- arguments ----
 
-    def _joined(self, calls: dict[int, _Call], step: _Step) -> Arguments:
+    def _joined(self, calls: dict[int, _Call], number: int, step: _Step) -> Arguments:
         one = next(iter(calls.values()))
         arguments = {rank: self._at_home(call, step.shares[rank]) for rank, call in calls.items()}
-        return self._join(one.metric, one.method, arguments, step)
+        return self._join(one, number, arguments, step)
 
-    def _join(self, metric: Any, method: str, arguments: dict[int, Arguments], step: _Step) -> Arguments:
+    def _join(self, call: _Call, number: int, arguments: dict[int, Arguments], step: _Step) -> Arguments:
+        """Those of the ``number``-th call of a method in a step, by rank."""
         rows = tuple(step.shares[rank].num_rows for rank in arguments)
         if len(rows) == 1:
             return next(iter(arguments.values()))
+        metric, method, parts = call.metric, call.method, list(arguments.values())
         rules = self._rules.setdefault((id(metric), method), JoinRules())
         settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
-        joined = join_calls(list(arguments.values()), settings, rules)
+        if self.example is not None:
+            given = self.example.calls.get((self._name(metric), method, number))
+            if given is not None:
+                learn_calls(given, parts, settings, rules)
+        joined = join_calls(parts, settings, rules)
         for path, rule in rules.guessed.items():
             what = "their mean over the rows" if rule == "mean" else "their sum"
             self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {what}")
@@ -327,7 +326,7 @@ class ReplicaMetrics:
 
 @dataclass(slots=True)
 class CallLog:
-    """What the metrics of a shadow module were given: positional and named arguments, by path, method and number."""
+    """What the metrics of a module were given in a step: arguments by path, method and number of the call."""
 
     calls: dict[tuple[str, str, int], Any] = field(default_factory=dict)
 

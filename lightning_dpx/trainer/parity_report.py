@@ -10,6 +10,7 @@ import torch
 from lightning_dpx.replicas import MergeRules, Weights
 from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, describe, reduce_numbers
 from lightning_dpx.replicas.tolerance import Tolerance, difference
+from lightning_dpx.trainer.metrics import CallLog
 
 _NAMED = 3  # that many names of each kind are told; the rest is counted
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
@@ -38,6 +39,7 @@ class Observation:
         state: Python state and buffers, by path.
         drew: Whether random numbers were made equal for all rows.
         left_alone: What else drew random numbers.
+        metric_calls: What metrics were given, by one device.
     """
 
     loss: torch.Tensor | None = None
@@ -48,6 +50,7 @@ class Observation:
     state: dict[str, Any] = field(default_factory=dict)
     drew: bool = False
     left_alone: list[str] = field(default_factory=list)
+    metric_calls: CallLog | None = None
 
 
 class JudgingRules(MergeRules):

@@ -32,6 +32,7 @@ from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.tolerance import Tolerance
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.logging import StepLog, path_of
+from lightning_dpx.trainer.metrics import recorded_calls
 from lightning_dpx.trainer.parity_report import (
     OUTSIDE,
     Comparer,
@@ -181,7 +182,8 @@ class Rehearsals:
         before = self.rules(*key)
         before.is_outdated = False
         try:
-            outcome = _Rehearsal(strategy, call, self._loss_reduction).run()
+            rehearsal = _Rehearsal(strategy, call, self._loss_reduction)
+            outcome = rehearsal.run()
         except SlicesFail as failure:
             strategy._whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
@@ -192,6 +194,7 @@ class Rehearsals:
         if self._again[key]:
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
+        strategy._metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy._step.rules = rules
         self._tell(call.name, outcome.comparison, is_first=not self._again[key])
@@ -250,6 +253,9 @@ class _Rehearsal:
         strategy: Whose step it is.
         call: What the trainer called.
         loss_reduction: As given.
+
+    Attributes:
+        metric_rules: How arguments of metrics are joined, as was learned.
     """
 
     def __init__(self, strategy: Any, call: Call, loss_reduction: str) -> None:
@@ -259,6 +265,7 @@ class _Rehearsal:
         self._trains = call.name == "training_step"
         self._by_hand = self._trains and not self._module.automatic_optimization
         self._norms: list[str] = []
+        self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas)
         self._tolerance = _tolerance_of(strategy, self._module, call)
 
@@ -453,7 +460,7 @@ class _Rehearsal:
                 self._forget_gradients(shadow)
                 share = Share(replicas.root, num_rows, self._own(rows))
                 log = StepLog(share)
-                with self._context():
+                with self._context(), recorded_calls(shadow) as seen.metric_calls:
                     seen.output = replicas.run(call.name, [share], partial(self._step_of_one, log))[0]
                 with _recording(log, shadow):
                     final = strategy._finished(call.name, seen.output)
@@ -497,11 +504,13 @@ class _Rehearsal:
         reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
         step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_packs, None)
         seen = Observation()
+        replicas.metrics.take_rules(self.metric_rules)
         with ExitStack() as stack:
             stack.enter_context(self._guest.run(shadow))
             stack.callback(replicas.close)
             stack.callback(step.close)
             for rules in (*earlier, judge):
+                replicas.metrics.example = whole.metric_calls if rules is judge else None
                 for replica in replicas.replicas:
                     self._forget_gradients(replica.module)
                 step.rules = rules
@@ -512,6 +521,7 @@ class _Rehearsal:
                         final = self._step_of_replicas(shares)
                     seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
                     self._finish(seen, final, shadow, step.owner_parameters, step)
+        self.metric_rules = replicas.metrics.rules_by_path()
         for replica in replicas.replicas:
             self._forget_gradients(replica.module)
         return judge, seen

@@ -511,6 +511,7 @@ class DPXStrategy(StepsOfReplicas):
         homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))
         self._planning.remove(replicas)
         metrics = self._find_metrics(replicas.root.module)
+        metrics.take_rules(self._metrics.rules_by_path() if self._metrics is not None else {})
         replicas.shared = tuple(metrics.named.values())
         try:
             step.remake_replicas()

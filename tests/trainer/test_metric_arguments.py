@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torchmetrics import SumMetric
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, SumMetric
 
+import lightning_dpx as dpx
 from lightning_dpx.errors import GatherError
 from lightning_dpx.trainer.metric_arguments import JoinRules, JoinSettings, join, join_calls, learn_calls
-from lightning_dpx.trainer.metrics import ReplicaMetrics, recorded_calls
-from tests.conftest import Classifier
+from tests.conftest import Classifier, make_loader, make_trainer
 
 UNEVEN = JoinSettings(rows=(3, 2))
 EVEN = JoinSettings(rows=(2, 2))
@@ -80,23 +81,45 @@ def test_a_rehearsal_tells_means_from_sums_and_constants_from_rows() -> None:
     assert learn_calls(call(9.0, 7.0, rows(3)), parts, UNEVEN, JoinRules()) == ["argument 0"]
 
 
-class Sums(Classifier):
+def test_zeros_fit_many_rules_and_decide_nothing() -> None:
+    rules = JoinRules()
+
+    def call(value: float) -> Any:
+        return (torch.tensor(value),), {}
+
+    assert learn_calls(call(0.0), [call(0.0), call(0.0)], UNEVEN, rules) == []
+    assert learn_calls(call(5.0), [call(2.0), call(3.0)], UNEVEN, rules) == []
+    (joined,), _ = join_calls([call(4.0), call(4.0)], EVEN, rules)
+    assert joined == 8.0, "the sum is the only rule that fitted both times"
+
+
+class Totals(Classifier):
+    """Metrics that are given a sum, a mean with its weight, and a constant."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.total = SumMetric()
+        self.total, self.mean, self.steps = SumMetric(), MeanMetric(), SumMetric()
 
-    def shared_step(self, numbers: torch.Tensor) -> None:
-        self.total.update(numbers.sum())
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.total(losses.sum().detach())
+        self.mean.update(losses.mean().detach(), len(losses))
+        self.steps.update(1.0)
+        return losses.mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"total": self.total.compute(), "mean": self.mean.compute(), "steps": self.steps.compute()})
 
 
-def test_rules_are_learned_from_what_shadows_gave_their_metrics() -> None:
-    module, logs = Sums(), []
-    for part in (rows(5), rows(3), rows(2, start=3)):
-        with recorded_calls(module) as log:
-            module.shared_step(part)
-        logs.append(log)
-    metrics = ReplicaMetrics(module)
-    assert metrics.learn(logs[0], logs[1:], (3, 2)) == []
-    (rules,) = metrics._rules.values()
-    assert rules.learned == {"argument 0": "sum"}
-    assert "update" not in log.calls or "forward" not in vars(module.total)
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_the_check_before_the_first_step_tells_metrics_sums_from_means(num_replicas: int, execution: str) -> None:
+    def fit(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(max_epochs=1, limit_val_batches=0, **options)
+        trainer.fit(Totals(), make_loader(), make_loader())
+        return trainer.callback_metrics
+
+    ours = fit(strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas)
+    for name, value in fit().items():
+        torch.testing.assert_close(ours[name].cpu(), value)
