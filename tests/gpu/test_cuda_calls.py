@@ -1,0 +1,166 @@
+"""Every call of ``torch.cuda`` of the package: on a GPU, and here on fakes that check its order and its arguments."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.cuda import nccl
+
+from lightning_dpx import devices
+from lightning_dpx.devices import Resting, capacity_of, linked_groups, num_direct_links
+from lightning_dpx.reducers import make_reducer
+
+HERE, HOST = torch.device("cuda", 0), torch.device("cpu")
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+class Streams:
+    """Streams that do nothing but write down what was asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.main = _Stream("main", self)
+        self.current = self.main
+
+    def make(self, name: str) -> "_Stream":
+        return _Stream(name, self)
+
+    @contextmanager
+    def use(self, stream: "_Stream") -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class _Stream:
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self._streams = name, streams
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self._streams.asked.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self._streams.asked.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        number = sum(line.startswith(f"{self.name} records") for line in self._streams.asked)
+        self._streams.asked.append(f"{self.name} records")
+        return f"{self.name} event {number}"
+
+
+@pytest.fixture
+def streams(monkeypatch: Any) -> Iterator[Streams]:
+    """In the place of CUDA's, with fake tensors on a device that need not be there."""
+    found = Streams()
+    side, fetch = found.make("out"), found.make("back")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current)
+    monkeypatch.setattr(torch.cuda, "stream", found.use)
+    monkeypatch.setattr(devices, "_rest_stream", lambda device: side)
+    monkeypatch.setattr(devices, "_fetch_stream", lambda device: fetch)
+    pinned = torch.empty_like
+
+    def empty_like(tensor: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        found.asked.append(f"empty on {torch.device(options['device']).type}{', pinned' if pin_memory else ''}")
+        return pinned(tensor, **options)
+
+    def copy_(tensor: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        found.asked.append(f"{found.current.name} copies to {tensor.device.type}")
+        return tensor
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    with FakeTensorMode():
+        yield found
+
+
+def test_a_tensor_leaves_and_comes_back_beside_the_computation_and_nobody_reads_too_early(streams: Streams) -> None:
+    resting = Resting(torch.empty(4, device=HERE), HOST)
+    assert streams.asked == ["out waits for main", "empty on cpu, pinned", "out copies to cpu", "out records"]
+    streams.asked.clear()
+    resting.leave()
+    assert streams.asked == ["main waits for out event 0"], "its memory is given away after the copy has read it"
+    streams.asked.clear()
+    resting.start()
+    waits = ["back waits for main", "back waits for out event 0"]
+    assert streams.asked == ["empty on cuda", *waits, "back copies to cuda", "back records"]
+    streams.asked.clear()
+    assert resting.take().device.type == "cuda"
+    assert streams.asked == ["main waits for back event 0"]
+    streams.asked.clear()
+    resting.drop()
+    assert streams.asked == ["main waits for back event 0"], "the next owner of the memory writes after the copy"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
+def test_a_tensor_comes_back_as_it_left(device: str) -> None:
+    tensor = torch.randn(1000, 1000, device=device)
+    expected = tensor.cpu()
+    resting = Resting(tensor, HOST)
+    resting.leave()
+    del tensor
+    torch.full((1000, 1000), 7.0, device=device)  # may take the memory that was given away
+    resting.start()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        taken = resting.take().clone()
+    other.synchronize()
+    assert torch.equal(taken.cpu(), expected)
+
+
+def test_devices_are_grouped_by_who_reaches_whom(monkeypatch: Any) -> None:
+    pairs = {frozenset(pair) for pair in ((0, 1), (2, 3))}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: frozenset((a.index, b.index)) in pairs)
+    four = [torch.device("cuda", index) for index in range(4)]
+    assert linked_groups(four) == [[0, 1], [2, 3]]
+    assert num_direct_links(four) == 2
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
+def test_all_devices_of_the_machine_are_grouped(kind: str) -> None:
+    found = [torch.device(kind, index) for index in range(torch.cuda.device_count())]
+    assert sorted(index for group in linked_groups(found) for index in group) == list(range(len(found)))
+
+
+def test_what_other_processes_hold_is_read_from_the_driver(monkeypatch: Any) -> None:
+    module = SimpleNamespace(mem_get_info=lambda device: (600, 1000), memory_reserved=lambda device: 100)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda device: "handle", raising=False)
+    processes = [SimpleNamespace(pid=devices.os.getpid(), usedGpuMemory=150), SimpleNamespace(pid=1, usedGpuMemory=200)]
+    driver = SimpleNamespace(nvmlDeviceGetComputeRunningProcesses=lambda handle: processes, NVMLError=OSError)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert capacity_of(HERE) == (100, 1000, 200)
+    processes[:] = processes[1:]  # in a container: nobody has our number
+    assert capacity_of(HERE) == (100, 1000, 300), "what is neither free nor ours"
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
+def test_the_capacity_of_a_device_is_its_memory(kind: str) -> None:
+    found = capacity_of(torch.device(kind, 0))
+    assert found.total == torch.cuda.get_device_properties(0).total_memory
+    assert 0 <= found.others <= found.total
+
+
+def test_nccl_is_given_one_pack_per_device_and_the_owner_as_root(monkeypatch: Any) -> None:
+    roots = []
+
+    def reduce(packs: list[torch.Tensor], *, output: torch.Tensor, root: int) -> None:
+        roots.append(root)
+        assert output is packs[root]
+        output.copy_(torch.stack(packs).sum(0))
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl, "reduce", reduce)
+    reducer = make_reducer("nccl", [torch.device("cuda", index) for index in range(2)])
+    lists = [[torch.ones(2), torch.ones(3)], [2 * torch.ones(2), 3 * torch.ones(3)]]
+    summed = reducer._sum(lists, [0, 1])
+    assert sorted(roots) == [0, 1]
+    assert torch.equal(summed[0], 3 * torch.ones(2))
+    assert torch.equal(summed[1], 4 * torch.ones(3))
