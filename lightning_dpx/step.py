@@ -99,6 +99,7 @@ class TrainingStep:
         self._processes, self._rows = processes, 0.0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
+        self._rows_of_active: list[int] = []
         self._unreduced = self._said_none = False
 
     def _take_replicas(self) -> None:
@@ -153,6 +154,7 @@ class TrainingStep:
         if len(shares) > 1:
             self._replicas.state.refuse_shared_writes()
         self._active = [share.replica for share in shares]
+        self._rows_of_active = [share.num_rows for share in shares]
         kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
         self._rows += sum(weights_of([share for share, _ in kept]).of_loss)
         if 0 < len(kept) < len(shares):
@@ -224,6 +226,7 @@ class TrainingStep:
         self._replicas.state.remember_buffers()
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
+        self._rows_of_active = [share.num_rows for share in shares]
         self._collect_buffers()
         return self.rules.merge_outputs(
             outputs, weights_of(shares), self._replicas.root.device, self._replicas.output_dim
@@ -274,7 +277,8 @@ class TrainingStep:
 
     def _collect_buffers(self) -> None:
         """Only after backward: batch norm keeps its running statistics for it, and they must not change before."""
-        self._replicas.state.collect_buffers(self._active)
+        by_rule = self.rules.buffer_rule if self.rules.decides_buffers else None
+        self._replicas.state.collect_buffers(self._active, self._rows_of_active, by_rule)
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into the owners' and drops the others, unless that has been done."""

@@ -3,7 +3,7 @@
 What a rehearsal has found out is merged by rule. Where nothing is known, a value is merged by its type.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_dpx.replicas.merging import (
 from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
 from lightning_dpx.replicas.slicing import PLAIN, children_of, rebuild
+from lightning_dpx.replicas.state import BufferRule
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class MergeRules:
     Attributes:
         outputs: By path in what a step returns, "result" being all of it.
         logged: By path in what a step logs, its name being the start.
+        buffers: By name, the rule by which a buffer that a step writes comes together; the first replica's otherwise.
         same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
@@ -45,6 +47,17 @@ class MergeRules:
     undecided: frozenset[str] = frozenset()
     is_outdated: bool = False
     same_batch_sizes: set[str] = field(default_factory=set)
+    buffers: dict[str, BufferRule] = field(default_factory=dict)
+
+    @property
+    def decides_buffers(self) -> bool:
+        """Whether any buffer comes together by a rule."""
+        return bool(self.buffers)
+
+    def buffer_rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
+        """By which rule a buffer comes together; a rehearsal decides it here, by what the rules make of it."""
+        del value
+        return self.buffers.get(name, "first")
 
     def merge_batch_sizes(self, path: str, sizes: Sequence[float]) -> float:
         """The batch size to log a value of the whole batch with, from those of the slices."""

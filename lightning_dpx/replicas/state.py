@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +13,39 @@ from lightning_dpx.replicas.replica import Replica
 
 BufferMode = Literal["broadcast", "mean"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+BufferRule = Literal["first", "mean", "sum"]  # "sum" is what it was, and all changes of it
+ChooseBufferRule = Callable[[str, Callable[[BufferRule], torch.Tensor | None]], BufferRule]
+
+
+class _BufferCandidates:
+    """What the rules would make of a buffer; on the first device."""
+
+    def __init__(
+        self,
+        owned: torch.Tensor,
+        column: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        before: torch.Tensor | None,
+    ) -> None:
+        self._owned, self._column, self._rows, self._before = owned, column, rows, before
+
+    def value(self, rule: BufferRule) -> torch.Tensor | None:
+        """``None`` where the rule makes no sense for it."""
+        values = [buffer.to(self._owned.device) for buffer in self._column]
+        if any(value.shape != values[0].shape for value in values):
+            return values[0] if rule == "first" else None
+        if rule == "mean" and self._owned.is_floating_point():
+            return torch.stack(
+                [value * (n / sum(self._rows)) for value, n in zip(values, self._rows, strict=True)]
+            ).sum(0)
+        if rule == "sum" and self._before is not None and self._owned.dtype != torch.bool:
+            total = self._before.clone()
+            for value in values:
+                total = total + (value - self._before)
+            return total
+        return values[0] if rule == "first" else None
 
 
 class StateSync:
@@ -243,10 +276,17 @@ class StateSync:
             torch._foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
 
-    def collect_buffers(self, active: Sequence[Replica]) -> None:
+    def collect_buffers(
+        self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None
+    ) -> None:
         """After a step: replica 0's buffers become the first active replica's, or the mean over the active ones.
 
         Integer buffers (such as ``num_batches_tracked``) are never averaged.
+
+        Args:
+            active: The replicas that took part.
+            rows: Of each of them.
+            choose: Says, given a buffer's name and what the rules would make of it, by which one it comes together.
         """
         self._may_restore = False
         if self._buffers == "mean" and len(active) > 1:
@@ -256,6 +296,9 @@ class StateSync:
                 self._check_buffers(replica)
         if not self._root.buffers:
             return
+        if self._buffers == "broadcast" and choose is not None and len(active) > 1:
+            self._collect_by_rules(active, rows, choose)
+            return
         columns = zip(*(replica.buffers for replica in active), strict=True)
         with torch.no_grad():
             for owned, column in zip(self._root.buffers, columns, strict=True):
@@ -263,6 +306,19 @@ class StateSync:
                     owned.copy_(torch.stack([buffer.to(owned.device) for buffer in column]).mean(0))
                 elif column[0] is not owned:
                     owned.copy_(column[0])
+
+    @torch.no_grad()
+    def _collect_by_rules(self, active: Sequence[Replica], rows: Sequence[int], choose: ChooseBufferRule) -> None:
+        for replica in active:  # a step may have put new tensors in their place
+            replica.refresh()
+        columns = list(zip(*(replica.buffers for replica in active), strict=True))
+        names = [name for name, _ in self._root.module.named_buffers()]
+        before = self._before if _alike(self._root.buffers, self._before) else None
+        for index, (owned, column) in enumerate(zip(self._root.buffers, columns, strict=True)):
+            candidates = _BufferCandidates(owned, column, rows, None if before is None else before[index])
+            value = candidates.value(choose(names[index], candidates.value))
+            if value is not owned and value is not None:
+                owned.copy_(value)
 
     def _check_buffers(self, replica: Replica) -> None:
         mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))

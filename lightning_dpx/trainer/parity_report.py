@@ -1,7 +1,7 @@
 """What a step did as one device and what it did in slices, compared; and the line that says so."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from lightning_dpx.replicas import MergeRules, Weights
 from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, describe, reduce_numbers
+from lightning_dpx.replicas.state import BufferRule
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 from lightning_dpx.trainer.metrics import CallLog
 
@@ -119,6 +120,27 @@ class JudgingRules(MergeRules):
                 parts = " and ".join(f"{size:g}" for size in sizes)
                 self.batch_sizes[path] = f"batch_size={known.batch_size:g} on one device, {parts} from slices"
         return super().merge_batch_sizes(path, sizes)
+
+    @property
+    def decides_buffers(self) -> bool:
+        """Always: any buffer may turn out to need a rule."""
+        return True
+
+    def buffer_rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
+        """The first replica's, unless another rule makes of it what one device did."""
+        whole = self._whole.state.get(name)
+        if not isinstance(whole, torch.Tensor):
+            return "first"
+        rules: tuple[BufferRule, ...] = ("first", "mean", "sum")
+        for rule in rules:
+            candidate = value(rule)
+            if candidate is None or candidate.shape != whole.shape:
+                continue
+            if difference(whole, _host_copy(candidate), self._tolerance) <= self._tolerance.relative:
+                if rule != "first":
+                    self.buffers[name] = rule
+                return rule
+        return "first"
 
     def reduction(self, losses: Sequence[torch.Tensor], weights: Weights) -> str:
         """Mean or sum, whichever is the whole batch's loss."""

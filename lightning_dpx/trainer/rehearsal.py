@@ -230,6 +230,7 @@ class Rehearsals:
         known = MergeRules(outputs, values, outcome.judge.loss_reduction)
         known.undecided = undecided(findings) | undecided(logged)
         known.same_batch_sizes = outcome.judge.same_batch_sizes
+        known.buffers = outcome.judge.buffers
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
@@ -362,7 +363,8 @@ class _Rehearsal:
                 comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
         kinds = {kind for kind, _ in comparison.differences}
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
-        if comparison.kept and trained_alike and not unstable and not self._by_hand:
+        goes_on = comparison.kept or "sum" in judge.buffers.values()  # a decayed count grows like any other from zero
+        if goes_on and trained_alike and not unstable and not self._by_hand:
             self._compare_second_steps(judge, sizes, comparison)
         return Outcome(
             comparison=comparison,
@@ -381,6 +383,7 @@ class _Rehearsal:
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
             traceback.clear_frames(error.__traceback__)
             out.skipped.append(f"a second step ({_told(error)})")
+            judge.buffers = {name: rule for name, rule in judge.buffers.items() if rule != "sum"}
             return
         try:
             again, sliced = self._sliced(sizes, whole, judge.loss_reduction, earlier=[judge])
@@ -390,11 +393,15 @@ class _Rehearsal:
             traceback.clear_frames(error.__traceback__)
             out.blame_kept(f"it raises {_told(error).removesuffix('.')}")
             return
+        for name in [name for name, rule in judge.buffers.items() if again.buffers.get(name) != rule]:
+            del judge.buffers[name]
+            text = f"self.{name} comes together from slices in a first step, and not in a second"
+            out.differences.append(("kept", text))
         whole.state, sliced.state = {}, {}
         second = self._compare({}, whole, sliced, again, sizes, frozenset())
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in known]
-        if second.differences:
+        if second.differences and out.kept:
             out.blame_kept(second.summary())
 
     def _differs(

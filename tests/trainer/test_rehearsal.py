@@ -1022,3 +1022,85 @@ def test_a_stage_that_counts_outside_the_module_falls_back(fitted, nothing_count
     counter = Counter()
     fitted(CountsOutside, 2, verify="first", trainer={"callbacks": [counter]})
     assert counts(counter) == [3] * 5
+
+
+# ---- buffers that a step writes ----
+
+
+class Averages(Model):
+    """A moving average of batch means, as of a teacher's center, that the loss uses; and a count of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("rows_seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits - self.center.clone(), batch[1])
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(logits.mean(0), alpha=0.1)
+        self.rows_seen += len(logits)
+        self.steps += 1
+        return loss
+
+
+class AveragesAnew(Averages):
+    """Puts a new tensor in the place of the average in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        earlier = self.center.clone()
+        loss = super().training_step(batch, batch_idx)
+        self.center = earlier * 0.9 + self.net(batch[0]).detach().mean(0) * 0.1
+        return loss
+
+
+class Spread(Model):
+    """A buffer that no rule makes of those of slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("spread", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits * self.spread.clone(), batch[1])
+        self.spread.copy_(logits.detach().std())
+        return loss
+
+
+@REPLICAS
+@pytest.mark.parametrize("kind", [Averages, AveragesAnew])
+def test_buffers_come_together_by_the_rule_that_reproduces_them(hardware, fitted, kind, num_replicas) -> None:
+    loader = make_loader(41)  # batches of 16, 16 and 9
+    seen = fitted(kind, num_replicas, execution="threads" if num_replicas == 2 else "inline", loader=loader)
+    assert "3 changed attributes as on one device" in seen.told
+    assert not seen.warned
+    assert_equal(seen.values, fitted(kind, loader=loader).values)
+
+
+class DecayingCount(Model):
+    """A decayed count, which from zero grows like any other in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.count.mul_(0.9).add_(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_comes_together_once_but_not_twice_is_named(fitted) -> None:
+    warned = fitted(DecayingCount, 2).warned
+    assert "self.count comes together from slices in a first step, and not in a second" in warned
+
+
+def test_a_buffer_that_slices_cannot_give_is_named(fitted) -> None:
+    assert "a second step uses what the first one kept in self.spread" in fitted(Spread, 2).warned
+
+
+def test_a_mean_of_buffers_that_was_asked_for_stays_one(fitted) -> None:
+    seen = fitted(Averages, 2, buffers="mean", batch_size=16)
+    torch.testing.assert_close(seen.values["center"], fitted(Averages, batch_size=16).values["center"])
