@@ -84,7 +84,9 @@ def places(num_replicas: int) -> list[str]:
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     threads, intra_op, held = set(threading.enumerate()), torch.get_num_threads(), simulated_bytes()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     yield
+    torch.use_deterministic_algorithms(deterministic)  # Trainer(deterministic=True) leaves them on
     assert torch.get_default_dtype() == torch.float32
     left = [t.name for t in threading.enumerate() if t not in threads and t.name.startswith("dpx")]
     assert not left, f"worker threads left running: {left}"

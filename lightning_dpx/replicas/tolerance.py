@@ -20,9 +20,12 @@ class Tolerance:
 
     Attributes:
         relative: Relative to the largest magnitude of what is compared.
+        of_neighbors: Relative to the largest magnitude among its neighbors: what cancels out in a value carries some
+            roundings of numbers of their size, however few were added.
     """
 
     relative: float
+    of_neighbors: float = 0.0
 
     @classmethod
     def of(cls, dtype: torch.dtype, additions: int) -> "Tolerance":
@@ -33,7 +36,8 @@ class Tolerance:
         """
         eps = torch.finfo(dtype).eps
         explained = _ROUNDINGS_PER_SUM * eps * math.sqrt(max(additions, 1))
-        return cls(min(explained, _FACTOR_OF_LARGEST * eps**_LARGEST_SHARE_OF_DIGITS))
+        relative = min(explained, _FACTOR_OF_LARGEST * eps**_LARGEST_SHARE_OF_DIGITS)
+        return cls(relative, min(_ROUNDINGS_PER_SUM * eps, relative))
 
 
 def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale: float = 0.0) -> float:
@@ -62,6 +66,7 @@ def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale
     if not bool(apart.isfinite().all()):
         return math.inf
     finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
-    largest = float(finite.max()) + _SHARE_OF_NEIGHBORS * scale
+    share = max(_SHARE_OF_NEIGHBORS, tolerance.of_neighbors / tolerance.relative)
+    largest = float(finite.max()) + share * scale
     smallest = torch.finfo(torch.float32).tiny * tolerance.relative
     return float(apart.max()) / max(largest, smallest)

@@ -1104,3 +1104,24 @@ def test_a_buffer_that_slices_cannot_give_is_named(fitted) -> None:
 def test_a_mean_of_buffers_that_was_asked_for_stays_one(fitted) -> None:
     seen = fitted(Averages, 2, buffers="mean", batch_size=16)
     torch.testing.assert_close(seen.values["center"], fitted(Averages, batch_size=16).values["center"])
+
+
+# ---- gradients that cancel out ----
+
+
+class CancelsOut(Model):
+    """A loss that does not change when its inputs are shifted: the last bias has a gradient of mere rounding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"one": self.net(batch[0]), "other": self.net(batch[0] * 1.1)}
+
+    def training_step_end(self, outputs: Any) -> torch.Tensor:
+        spread = torch.sqrt(outputs["one"].var(0) + 1e-4)
+        return F.mse_loss(outputs["one"], outputs["other"]) + F.relu(1 - spread).mean()
+
+
+@REPLICAS
+def test_a_gradient_that_cancels_out_is_no_difference(fitted, num_replicas) -> None:
+    seen = fitted(CancelsOut, num_replicas)
+    assert "loss, 4 gradients" in seen.told
+    assert not seen.warned
