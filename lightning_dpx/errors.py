@@ -54,6 +54,19 @@ class ReplicationError(DPXError, TypeError):
     """The module holds something that cannot be copied, or whose copy would still point at the original."""
 
 
+class SharedWriteError(ReplicationError):
+    """A step wrote a parameter that several replicas share.
+
+    Args:
+        message: What was written, and what to do.
+        name: Of the parameter.
+    """
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class GatherError(DPXError, ValueError):
     """The results of the replicas have different structures."""
 

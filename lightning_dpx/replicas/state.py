@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lightning_dpx.errors import ReplicationError
+from lightning_dpx.errors import ReplicationError, SharedWriteError
 from lightning_dpx.replicas.replica import Replica
 
 BufferMode = Literal["broadcast", "mean"]
@@ -239,13 +239,14 @@ class StateSync:
         """After a forward: replicas on one device share the storage of their parameters, so each write hit it again.
 
         Raises:
-            ReplicationError: the forward wrote a parameter.
+            SharedWriteError: the forward wrote a parameter.
         """
         if name := self.written_by_step():
-            raise ReplicationError(
+            raise SharedWriteError(
                 f"The step wrote parameter {name}, which the replicas on {self._root.device} "
                 "share, once for every replica. Write it in a hook between the steps (on_train_batch_end), or make "
-                "it a buffer."
+                "it a buffer.",
+                name,
             )
 
     def written_by_step(self) -> str:

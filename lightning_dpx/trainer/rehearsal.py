@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_dpx.errors import GatherError, ParityError, ReplicationError
+from lightning_dpx.errors import GatherError, ParityError, ReplicationError, SharedWriteError
 from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
@@ -336,11 +336,7 @@ class _Rehearsal:
 
     def _with_slices(self, before: Mapping[str, Any], whole: Observation, sizes: tuple[int, ...]) -> Outcome:
         if self._guest.written and not self._by_hand:
-            names = ", ".join(self._guest.written[:3])
-            raise SlicesFail(
-                f"It writes parameter {names} in its forward, which each replica would do for itself.",
-                "Write it between the steps instead (on_train_batch_end).",
-            )
+            raise _writes_parameters(self._guest.written)
         try:
             judge, sliced = self._sliced(sizes, whole, self._loss_reduction)
         except (NotRehearsed, CollectiveInRehearsal):
@@ -563,6 +559,8 @@ class _Rehearsal:
                 failure = raised
             else:
                 return
+        if isinstance(failure, SharedWriteError):
+            raise _writes_parameters([failure.name])
         if isinstance(failure, GatherError):
             raise SlicesFail(
                 f"What its slices return cannot be put together. {_told(failure).partition(': ')[2]}",
@@ -674,6 +672,13 @@ class _Rehearsal:
         """A shadow is in reference cycles and may live on for a while; what is large must not."""
         for parameter in module.parameters():
             parameter.grad = None
+
+
+def _writes_parameters(names: Sequence[str]) -> SlicesFail:
+    return SlicesFail(
+        f"It writes parameter {', '.join(names[:3])} in its forward, which each replica would do for itself.",
+        "Write it between the steps instead (on_train_batch_end).",
+    )
 
 
 @contextmanager

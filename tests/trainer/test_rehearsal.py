@@ -1125,3 +1125,26 @@ def test_a_gradient_that_cancels_out_is_no_difference(fitted, num_replicas) -> N
     seen = fitted(CancelsOut, num_replicas)
     assert "loss, 4 gradients" in seen.told
     assert not seen.warned
+
+
+# ---- parameters that a step exchanges ----
+
+
+class MovesTeacher(Model):
+    """Gives the parameters of a teacher new storage in its step, as examples of BYOL do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for parameter in self.teacher.parameters():
+            parameter.data = parameter.data * 0.9 + 0.1
+        return super().training_step(batch, batch_idx) + F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+
+def test_a_parameter_that_gets_new_storage_in_a_step_has_its_own_advice(fitted) -> None:
+    seen = fitted(MovesTeacher, 2)
+    assert "It writes parameter teacher.weight in its forward, which each replica would do for itself." in seen.warned
+    assert "between the steps instead (on_train_batch_end)" in seen.warned
+    assert_equal(seen.values, fitted(MovesTeacher).values)
