@@ -7,49 +7,39 @@ CPU allocator gives out or takes back, whoever asks for it.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-_Block = tuple[int, int, int, int | None]  # nanoseconds, address, bytes (negative: given back), the operator around it
+_Block = tuple[int, int, int]  # nanoseconds, address, bytes (negative: given back)
 
 
 def peak_of_passing(step: Callable[[], object]) -> int:
     """The most bytes, at any time of ``step``, of what was allocated in it and is gone by its end.
 
-    Activations and what backward needs in between; not the gradients of parameters, nor what was there before. Nor,
-    as in :meth:`MemoryTrace.peak_of_passing`, what an operator allocates and frees inside. Only what ``step`` does on
-    the CPU in its own thread is seen.
+    Activations, what backward needs in between, and what operators take inside themselves; not the gradients of
+    parameters, unless others were there already, nor what was there before. Only what ``step`` does on the CPU in its
+    own thread is seen.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         step()
     blocks = sorted(_blocks(record.profiler.kineto_results.experimental_event_tree()), key=lambda block: block[0])
     changes = [0] * len(blocks)
     present: dict[int, int] = {}
-    for event, (_, address, num_bytes, operator) in enumerate(blocks):
+    for event, (_, address, num_bytes) in enumerate(blocks):
         if num_bytes > 0:
             present[address] = event
         elif (born := present.pop(address, None)) is not None:
-            inside = operator is not None and operator == blocks[born][3]
-            if not inside:
-                changes[born], changes[event] = -num_bytes, num_bytes
-    live = peak = 0
-    for change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak
+            changes[born], changes[event] = -num_bytes, num_bytes
+    return max(accumulate(changes), default=0)
 
 
-def _blocks(events: list[Any], operator: int | None = None) -> Iterator[_Block]:
-    """What came and went during ``events``, with the outermost operator during which it did."""
+def _blocks(events: list[Any]) -> Iterator[_Block]:
+    """What came and went during ``events``."""
     for event in events:
         if event.tag != _EventType.Allocation:
-            yield from _blocks(event.children, event.id if operator is None and _is_operator(event.name) else operator)
+            yield from _blocks(event.children)
         elif event.extra_fields.device.type == "cpu":
-            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, operator
-
-
-def _is_operator(name: str) -> bool:
-    """Of a library like aten; autograd's and the compiler's own regions hold many operators."""
-    return "::" in name and not name.startswith(("autograd::", "torch::"))
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size

@@ -29,6 +29,7 @@ def profile_absent(
     *,
     here: torch.device,
     few: Callable[[], tuple[int, Cut]],
+    accumulates: bool = False,
 ) -> Profile:
     """A step of ``module`` on ``batch`` as it would be on ``target``; with times from rates, see rates.py.
 
@@ -42,13 +43,21 @@ def profile_absent(
         step: The step on such a batch.
         here: Where the fakes are: on ``target``, or the host.
         few: Asked if fakes cannot: the number of rows of ``batch``, and what gives its first rows, as many as wanted.
+        accumulates: As :func:`profile_step` takes it.
 
     Raises:
         PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
     """
     try:
         with faked(module, batch, target, here) as (inputs, meter):
-            return profile_step(module, step(inputs), meter.device, context=meter.as_on_target, meter=meter)
+            return profile_step(
+                module,
+                step(inputs),
+                meter.device,
+                context=meter.as_on_target,
+                meter=meter,
+                accumulates=accumulates,
+            )
     except DPXError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # torch, where a fake has no answer
@@ -66,7 +75,7 @@ def profile_absent(
         f"batch, and what it takes is scaled to all {rows}.",
         stacklevel=4,
     )
-    return _on_few_rows(module, target, step, rows, cut)
+    return _on_few_rows(module, target, step, rows, cut, accumulates)
 
 
 def _reason(error: Exception) -> str:
@@ -79,15 +88,19 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" + (f", at {lines[-1]}" if lines else "")
 
 
-def _on_few_rows(module: nn.Module, target: torch.device, step: Callable[[Any], Run], rows: int, cut: Cut) -> Profile:
+def _on_few_rows(
+    module: nn.Module, target: torch.device, step: Callable[[Any], Run], rows: int, cut: Cut, accumulates: bool
+) -> Profile:
     def on(count: int) -> Profile:
         given = cut(count)
         tensors = (*module.parameters(), *tree_leaves(given))
         here = canonical_device(next(t.device for t in tensors if isinstance(t, torch.Tensor)))
         meter = RatedMeter(here, target)
-        return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter)
+        return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter, accumulates=accumulates)
 
     rule = f"for {target}: times by FLOPs and bytes"
+    if all(tensor.device.type != target.type for tensor in module.parameters()):
+        rule += ", what operators take inside by rule"
     if rows <= 4:
         return replace(on(rows), basis=f"from a real step {rule}")
     few, more = max(rows // 8, 2), max(rows // 4, 4)

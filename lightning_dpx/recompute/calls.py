@@ -174,7 +174,7 @@ class Call:
         self._home = next((tensor.device for tensor in (*module.parameters(), *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
         with _disable_current_modes():  # which would count it as a part of the step
-            self._before = RandomStates([self._home])
+            self._before: RandomStates | None = RandomStates([self._home])
         self._after: RandomStates | None = None
         self._others_before, self._others_draw, self._is_over = _OtherGenerators(), False, False
         self._training = [part.training for part in parts]
@@ -192,6 +192,8 @@ class Call:
         with _disable_current_modes():
             after = RandomStates([self._home])
             self._after = None if after == self._before else after
+        if self._after is None:
+            self._before = None  # 5 KiB that would stay until backward
         self._others_draw, self._is_over = _OtherGenerators() != self._others_before, True
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
@@ -246,6 +248,7 @@ class Call:
             if self._after is not None:
                 stack.enter_context(_GENERATORS)
                 stack.enter_context(random_states_kept([self._home]))
+                assert self._before is not None, "it has drawn"
                 self._before.restore()
             _REPEATING.on = True
             try:
@@ -314,6 +317,7 @@ class Again:
     def __init__(self, call: Call) -> None:
         self.call = call
         self._wanted: dict[Key, tuple[torch.Size, torch.dtype]] = {}
+        self._tell: Callable[[Key, torch.Tensor], None] | None = None
 
     def want(self, key: Key, size: torch.Size, dtype: torch.dtype) -> None:
         """Somebody will pick this tensor."""
@@ -322,6 +326,15 @@ class Again:
     def forgo(self, key: Key) -> None:
         """Nobody will."""
         del self._wanted[key]
+
+    @contextmanager
+    def told(self, tell: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
+        """Calls in here keep nothing: ``tell`` gets what is wanted, when it is made."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
 
     def __call__(self, *tensors: torch.Tensor) -> Outcome:
         """The outcome, for these arguments.
@@ -343,7 +356,7 @@ class Again:
             for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
                 if isinstance(leaf, torch.Tensor):
                     self._take(outcome, Key("returned", number_returned), leaf)
-        if missing := self._wanted.keys() - outcome.given.keys():
+        if self._tell is None and (missing := self._wanted.keys() - outcome.given.keys()):
             raise RuntimeError(f"{call.name!r} did not give {_described(min(missing))} when it was called again.")
         return outcome
 
@@ -356,7 +369,10 @@ class Again:
                 f"{self.call.name!r} gave {_described(key)} of {list(tensor.size())} in {tensor.dtype} when it was "
                 f"called again, instead of {list(expected[0])} in {expected[1]}."
             )
-        outcome.given[key] = tensor.detach()
+        if self._tell is None:
+            outcome.given[key] = tensor.detach()
+        else:
+            self._tell(key, tensor)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

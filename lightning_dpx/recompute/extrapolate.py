@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_dpx.recompute.profile import Profile
+from lightning_dpx.recompute.profile import Profile, SavedValue
 
 
 def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int) -> Profile:
@@ -17,8 +17,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
 
     same = (
         len(few.curve) == len(more.curve)
-        and [(v.name, v.operator, v.storage, v.inputs, v.refused, v.call) for v in few.values]
-        == [(v.name, v.operator, v.storage, v.inputs, v.refused, v.call) for v in more.values]
+        and list(map(_described, few.values)) == list(map(_described, more.values))
         and len(few.storages) == len(more.storages)
         and few.requests == more.requests
     )
@@ -34,6 +33,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
                 compact=round(line(a.compact, b.compact)),
                 copying=line(a.copying, b.copying),
                 beside=round(line(a.beside, b.beside)),
+                stretches=tuple(round(line(*pair)) for pair in zip(a.stretches, b.stretches, strict=True)),
             )
             for a, b in zip(few.values, more.values, strict=True)
         ),
@@ -46,6 +46,12 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         scale=target / rows[1],
         forward_seconds=max(line(few.forward_seconds, more.forward_seconds), more.forward_seconds),
     )
+
+
+def _described(value: SavedValue) -> tuple[object, ...]:
+    """What a value is, whatever its size."""
+    order = len(value.stretches), value.gone
+    return value.name, value.operator, value.storage, value.inputs, value.refused, value.call, *order
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
@@ -62,6 +68,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
                 compact=round(v.compact * factor),
                 copying=v.copying * factor,
                 beside=round(v.beside * factor),
+                stretches=tuple(round(stretch * factor) for stretch in v.stretches),
             )
             for v in profile.values
         ),

@@ -8,7 +8,7 @@ autograd meets a tensor that claims to be there. Sizes are the same, and where t
 
 What no fake can tell: numbers. So nobody proves here that a repeated operator gives the same ones; masks are known from
 the operator that draws them, and times from FLOPs and bytes. Nor can a step look at its numbers (``.item()``, a branch
-on a tensor), or call an operator that has no rule for fakes. What libraries need beside is not seen, which kernel
+on a tensor), or call an operator that has no rule for fakes. What libraries need beside is estimated, which kernel
 attention takes is assumed, and ``torch.autocast`` of an absent device does nothing.
 """
 
@@ -26,27 +26,46 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_dpx.devices import canonical_device, is_host
 from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
+from lightning_dpx.recompute.account import Account, Taken
 from lightning_dpx.recompute.as_on_accelerators import AsOnAccelerators
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
-from lightning_dpx.recompute.meter import Meter
-from lightning_dpx.recompute.rates import OperatorSeconds, Rates, rates_of
+from lightning_dpx.recompute.meter import Meter, Trial
+from lightning_dpx.recompute.rates import OperatorSeconds, rates_of
 from lightning_dpx.recompute.recipes import NotRecomputable
+from lightning_dpx.recompute.scratch import inside_bytes
 from lightning_dpx.recompute.values import Value, repeat
 
 aten = torch.ops.aten
 
 
 class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
-    """With times from rates."""
+    """With times from rates, and what operators take inside by rule where the target's cannot be asked.
 
-    def __init__(self, device: torch.device, rates: Rates, writes: CopyOnWrite | None = None) -> None:
+    Args:
+        device: Where the tensors of the step are.
+        target: What is planned for.
+        writes: What is told before an operator writes to a tensor.
+        fake: Whether these tensors are, so that operators take nothing.
+    """
+
+    def __init__(
+        self, device: torch.device, target: torch.device, writes: CopyOnWrite | None = None, *, fake: bool = False
+    ) -> None:
         super().__init__(device, writes)
-        self._rates = rates
+        self._rates, self._target = rates_of(target), target
+        self._by_rule = fake or device.type != target.type
+        if self._by_rule:
+            self._account = Account()
 
-    def timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """The results of an operator, and what it would take."""
-        out = func(*args, **kwargs)
-        return out, self._rates.seconds(func, args, kwargs, out)
+        out, _, taken = super().observed(func, args, kwargs)
+        return out, self._rates.seconds(func, args, kwargs, out), taken
+
+    def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
+        if self._by_rule:
+            return inside_bytes(func, args, out, self._target.type)
+        return super()._inside(func, args, out, counted)
 
 
 class RatedMeter(Meter):
@@ -59,7 +78,7 @@ class RatedMeter(Meter):
 
     def __init__(self, here: torch.device, target: torch.device) -> None:
         super().__init__(here)
-        self.rates = rates_of(target)
+        self.rates, self._target = rates_of(target), target
         self.parks, self.elsewhere = not is_host(target), here.type != target.type
         self._costs = OperatorSeconds(self.rates)
 
@@ -67,11 +86,10 @@ class RatedMeter(Meter):
         """Around a forward: keeps what the target's operators would."""
         return AsOnAccelerators() if self.elsewhere and self.parks else nullcontext()
 
-    def trace(self) -> MemoryTrace:
-        """Follows the storages of a run."""
-        return RatedTrace(self.device, self.rates, self._writes)
+    def _watch(self) -> RatedTrace:
+        return RatedTrace(self.device, self._target, self._writes)
 
-    def timed(self, value: Value) -> tuple[torch.Tensor, float]:
+    def tried(self, value: Value) -> Trial:
         """The tensor of ``value``, made again, and what that would take.
 
         Raises:
@@ -80,9 +98,10 @@ class RatedMeter(Meter):
         if self.elsewhere and "ForCpu" in value.operator:
             raise NotRecomputable("the device that is planned for has another operator")
         self._costs.seconds = 0.0
-        with self._costs:
+        trace = self._watch()
+        with trace, self._costs:
             tensor = repeat(value)
-        return tensor, self._costs.seconds
+        return Trial(tensor, self._costs.seconds, max(trace.curve, default=0))
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
         """As the host does."""
@@ -112,8 +131,8 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         masks: Storages with zeros and one other number, as a dropout draws them.
     """
 
-    def __init__(self, device: torch.device, rates: Rates) -> None:
-        super().__init__(device, rates)
+    def __init__(self, device: torch.device, target: torch.device) -> None:
+        super().__init__(device, target, fake=True)
         self.masks: set[Allocation] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,15 +149,15 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
             self.masks.add(allocation)
         return out
 
-    def timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """Refuses tensors on absent devices, before autograd sees them; see [Note: where fakes are]."""
         if func is aten.mkldnn_rnn_layer.default:
             raise RuntimeError("what a recurrent layer's library keeps is not known to fake tensors")
-        out, seconds = super().timed(func, args, kwargs)
+        out, seconds, taken = super().observed(func, args, kwargs)
         for leaf in out if isinstance(out, list | tuple) else (out,):
             if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self._device.type, "cpu", "meta"):
                 raise RuntimeError(f"the step makes a tensor on {leaf.device}; write device=x.device, or self.device")
-        return out, seconds
+        return out, seconds, taken
 
     def _made(self, tensor: torch.Tensor) -> Allocation | None:
         return self.allocation_of(tensor.untyped_storage())
@@ -177,7 +196,10 @@ class FakeMeter(RatedMeter):
     def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
         super().__init__(here, target)
         self._mode, self._traces = mode, list[_FakeTrace]()
-        self.basis = f"from fake tensors for {target}: times by FLOPs and bytes, recomputation not proven here"
+        self.basis = (
+            f"from fake tensors for {target}: times by FLOPs and bytes, what operators take inside by rule, "
+            "recomputation not proven here"
+        )
 
     def nothing_changed(self, module: nn.Module) -> AbstractContextManager[Any]:
         """The module's tensors are none of its own: all else is put back."""
@@ -185,8 +207,11 @@ class FakeMeter(RatedMeter):
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        self._traces.append(_FakeTrace(self.device, self.rates))
+        self._traces.append(_FakeTrace(self.device, self._target))
         return self._traces[-1]
+
+    def _watch(self) -> RatedTrace:
+        return RatedTrace(self.device, self._target, fake=True)
 
     @property
     def left_behind(self) -> int:
@@ -298,4 +323,6 @@ def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  # as nn.Parameter marks what is no plain tensor
+        if tensor.grad is not None and tensor.grad.layout is torch.strided:
+            made.grad = torch.empty_like(made)
     return made

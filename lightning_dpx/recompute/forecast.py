@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_dpx.look_ahead import LookAhead
+from lightning_dpx.recompute.call_course import most_with
 from lightning_dpx.recompute.profile import Profile
 
 HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth
@@ -87,14 +88,17 @@ class _Replay:
         self._pending = [0] * len(values)
         for request in profile.requests:
             self._pending[request.value] += 1
-        picked = dict[int, int]()  # bytes of what is wanted of each call that is made again
+        picked = dict[int, list[tuple[int, int]]]()  # what is wanted of each call that is made again
         for index in self._live_users():
             for source in values[index].inputs:
                 self._pending[source] += 1
                 if values[index].picked:
-                    picked[source] = picked.get(source, 0) + values[index].num_bytes
-        for index, size in picked.items():
-            self._sizes[index] = size
+                    picked.setdefault(source, []).append((values[index].gone, values[index].num_bytes))
+        self._beside = [value.beside for value in values]
+        for index, wanted in picked.items():
+            self._sizes[index] = sum(size for _, size in wanted)
+            if stretches := values[index].stretches:
+                self._beside[index] = max(0, most_with(stretches, wanted) - self._sizes[index])
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
         parked = [index for index in dropped if values[index].parked and values[index].storage >= 0]
@@ -252,7 +256,7 @@ class _Replay:
             self._held += self._sizes[index]
             for source in self._viewed(index):
                 self._views[source] += 1
-            self._see(event, values[index].beside)
+            self._see(event, self._beside[index])
             if later or (index in made and not self._fleeting[index]):
                 later.append(index)
             else:

@@ -1,10 +1,11 @@
 """Which storages a stretch of code allocates, and when they go: the memory of a step as a curve over its events.
 
 Works on every device, also where the allocator counts nothing (the host), because it watches operators, not the
-allocator. It does not see what an operator allocates and frees inside.
+allocator. What an operator allocates and frees inside is added from the allocator's reports; see account.py.
 
 [Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out
 of place, and otherwise in place: into the term that came last. So if that one goes right after the sum, it was the sum.
+Its formulas for what was gathered, indexed or sorted do likewise with the zeros that they have just made and fill.
 """
 
 import sys
@@ -21,9 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite
+from lightning_dpx.recompute.account import Taken, account_of
 
+aten = torch.ops.aten
 _COLLECTIVES = {"c10d", "_c10d_functional"}
-_QUIET = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}  # what pack hooks do themselves
+_QUIET = {aten.detach.default, aten.alias.default}  # what pack hooks do themselves
+_CONSTANTS = {aten.new_zeros, aten.zeros, aten.zeros_like}
+_FILLING = {aten.index_add, aten.index_put, aten.put, aten.scatter, aten.scatter_add}
 
 
 class Allocation:
@@ -37,6 +42,29 @@ class Allocation:
         self.died_operator: int | None = None
 
 
+class _Course:
+    """What an operator took that also made what stays, such as the gradient of a parameter.
+
+    At the moment when it had most inside, that may not have been there yet.
+    """
+
+    __slots__ = ("_before", "_made", "_taken")
+
+    def __init__(self, before: int, taken: Taken, made: list[Allocation]) -> None:
+        self._before, self._taken, self._made = before, taken, made
+
+    def most_of_passing(self) -> int:
+        """Bytes at the most while it ran, without those of its results that are still there."""
+        lasting = [allocation.num_bytes for allocation in self._made if allocation.died is None]
+        most = there = 0
+        for size, before in self._taken.until_each_stays():
+            most = max(most, before - there)
+            if size in lasting:
+                lasting.remove(size)
+                there += size
+        return self._before + most
+
+
 class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages on one device, from now on.
 
@@ -46,7 +74,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         live: Bytes that were allocated since and are still there.
-        curve: ``live`` after every event; an event is an operator, the end of a storage, or a :meth:`mark`.
+        curve: The most bytes at every event; an event is an operator, the end of a storage, or a :meth:`mark`.
         operators: The event of every operator.
         seconds: Spent in operators.
         communicates: Whether an operator was one of several processes.
@@ -54,12 +82,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._writes = device, writes
+        self._device, self._writes, self._account = device, writes, account_of(device)
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._constant: Allocation | None = None  # the last one that was made
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
         self.allocations: list[Allocation] = []
         self.live, self.seconds, self.communicates = 0, 0.0, False
         self.curve: list[int] = []
+        self._courses: dict[int, _Course] = {}
         self.operators: list[int] = []
         self._lock = threading.RLock()  # backward has a thread per device
 
@@ -74,8 +104,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._settle()
             return self._event()
 
-    def _event(self) -> int:
-        self.curve.append(self.live)
+    def _event(self, inside: int = 0) -> int:
+        self.curve.append(self.live + inside)
         return len(self.curve) - 1
 
     def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
@@ -86,28 +116,34 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._writes is not None:
             self._writes.before(func, args, kwargs)
-        out, seconds = self.timed(func, args, kwargs or {})
+        out, seconds, taken = self.observed(func, args, kwargs or {})
         with self._lock:
             self.seconds += seconds
             if func not in _QUIET:
-                self._see(func, out, args, kwargs)
+                self._see(func, out, args, kwargs, taken)
         return out
 
-    def timed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """The results of an operator, and the seconds that it took."""
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+        """The results of an operator, the seconds that it took, and the memory."""
+        token = self._account.start()
         start = time.perf_counter()
-        out = func(*args, **kwargs)
-        synchronize(self._device)
-        return out, time.perf_counter() - start
+        try:
+            out = func(*args, **kwargs)
+            synchronize(self._device)
+        finally:
+            seconds = time.perf_counter() - start
+            taken = self._account.stop(token)
+        return out, seconds, taken
 
-    def _see(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
+    def _see(self, func: Any, out: Any, args: Any, kwargs: Any, taken: Taken) -> None:
         self._settle()
+        before, earlier = self.live, len(self.allocations)
         self.communicates |= func.namespace in _COLLECTIVES
         given: set[int] | None = None
-        if func is torch.ops.aten.add.Tensor and _called_by_engine():
-            self._sum = self._term_of_sum(out, args)
+        if (func is aten.add.Tensor or func.overloadpacket in _FILLING) and _called_by_engine():
+            self._sum = self._term_of_sum(out, args if func is aten.add.Tensor else self._constant_among(args[:1]))
             if self._sum is not None:
-                self.operators.append(self._event())
+                self.operators.append(self._event(max(0, taken.most - out.untyped_storage().nbytes())))
                 return
         for leaf in tree_leaves(out):
             if not isinstance(leaf, torch.Tensor) or leaf.device != self._device or leaf.layout is not torch.strided:
@@ -119,7 +155,21 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 given = {_identity(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)}
             if storage._cdata not in given:
                 self._add(storage)
-        self.operators.append(self._event())
+                if func.overloadpacket in _CONSTANTS:
+                    self._constant = self.allocations[-1]
+        inside = self._inside(func, args, out, taken.most - (self.live - before))
+        if inside and len(self.allocations) > earlier:
+            self._courses[self.now] = _Course(before, taken, self.allocations[earlier:])
+        self.operators.append(self._event(inside))
+
+    def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
+        """The most bytes that an operator has beyond its results; by the allocator's account it is ``counted``."""
+        return max(0, counted)
+
+    def _constant_among(self, tensors: Any) -> list[torch.Tensor]:
+        """Of ``tensors``, the constant that was made last."""
+        known = self._constant
+        return [x for x in tensors if _identity(x) and known and self.allocation_of(x.untyped_storage()) is known]
 
     def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
         found = [
@@ -165,7 +215,21 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Gradients of parameters, the loss and other results are still there and do not count.
         """
-        return max(passing(self.curve, self.allocations), default=0)
+        return max(self.passing(), default=0)
+
+    def passing(self) -> list[int]:
+        """The curve without the allocations that are still there."""
+        lasting = [0] * (len(self.curve) + 1)
+        for allocation in self.allocations:
+            if allocation.died is None:
+                lasting[allocation.born] += allocation.num_bytes
+        result, sum_so_far = [], 0
+        for event, live in enumerate(self.curve):
+            before, sum_so_far = sum_so_far, sum_so_far + lasting[event]
+            result.append(live - sum_so_far)
+            if lasting[event] and event in self._courses:
+                result[-1] = max(result[-1], self._courses[event].most_of_passing() - before)
+        return result
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -184,16 +248,3 @@ def _called_by_engine() -> bool:
 
 def _identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-def passing(curve: list[int], allocations: list[Allocation]) -> list[int]:
-    """``curve`` without the allocations that never end."""
-    lasting = [0] * (len(curve) + 1)
-    for allocation in allocations:
-        if allocation.died is None:
-            lasting[allocation.born] += allocation.num_bytes
-    result, sum_so_far = [], 0
-    for event, live in enumerate(curve):
-        sum_so_far += lasting[event]
-        result.append(live - sum_so_far)
-    return result

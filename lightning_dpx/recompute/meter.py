@@ -3,16 +3,32 @@
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
+from lightning_dpx.recompute.account import account_of, hidden_on
+from lightning_dpx.recompute.call_course import CallCourse, course_of
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.parking import copy_seconds
-from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.values import Value, compress, repeat, run_recipe
+
+
+class Trial(NamedTuple):
+    """What making a value again gave.
+
+    Attributes:
+        tensor: The value.
+        seconds: That it took.
+        most: Bytes that were there at once, the result's own among them.
+    """
+
+    tensor: torch.Tensor
+    seconds: float
+    most: int
 
 
 class Meter:
@@ -31,9 +47,11 @@ class Meter:
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._account = device, account_of(device)
         self.parks = not is_host(device)
         self._writes: CopyOnWrite | None = None
+        if why := hidden_on(device):
+            self.basis = f"without what operators take inside: {why}"
 
     def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
         """Around a run that :meth:`trace` follows: the module and random generators are put back."""
@@ -49,36 +67,42 @@ class Meter:
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        return MemoryTrace(self.device, self._writes)
+        return self._watch()
 
     def trying(self) -> AbstractContextManager[object]:
         """Around the repetition of operators."""
         return nullcontext()
 
-    def timed(self, value: Value) -> tuple[torch.Tensor, float]:
-        """The tensor of ``value``, made again, and the better time of two."""
-        best = float("inf")
-        for _ in range(2):
-            synchronize(self.device)
-            start = time.perf_counter()
-            tensor = repeat(value)
-            synchronize(self.device)
-            best = min(best, time.perf_counter() - start)
-        return tensor, best
+    def tried(self, value: Value) -> Trial:
+        """What making ``value`` again gives and takes: the better time of two, the second by the allocator's account.
 
-    def peak_of(self, call: Value) -> int:
-        """Bytes that are there at the most while ``call`` is made again.
+        The first may fill caches, for example of what a library compiled for these shapes.
+        """
+        best = self._repeated(value)[1]
+        token = self._account.start()
+        try:
+            tensor, seconds = self._repeated(value)
+        finally:
+            taken = self._account.stop(token)
+        return Trial(tensor, min(best, seconds), taken.most)
+
+    def _repeated(self, value: Value) -> tuple[torch.Tensor, float]:
+        synchronize(self.device)
+        start = time.perf_counter()
+        tensor = repeat(value)
+        synchronize(self.device)
+        return tensor, time.perf_counter() - start
+
+    def course_of(self, call: Value) -> CallCourse:
+        """What ``call`` takes while it is made again.
 
         Raises:
             NotRecomputable: it talks to other processes, which would not answer.
         """
-        trace = MemoryTrace(self.device)
-        with trace:
-            outcome = repeat(call)
-        if trace.communicates:
-            raise NotRecomputable(f"{call.operator} talks to other processes")
-        del outcome
-        return max(trace.curve, default=0)
+        return course_of(call, self._watch())
+
+    def _watch(self) -> MemoryTrace:
+        return MemoryTrace(self.device, self._writes)
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right: to the bit on the host."""

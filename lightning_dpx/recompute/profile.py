@@ -8,6 +8,7 @@ proves on the spot that the result is the same. A :class:`Meter` watches and tri
 import statistics
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from torch import nn
 
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
+from lightning_dpx.recompute.call_course import CallCourse
 from lightning_dpx.recompute.call_names import CallNames, compiled_parts
 from lightning_dpx.recompute.calls import Again, Argument, pick
-from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace, passing
+from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
@@ -46,8 +48,10 @@ class SavedValue:
         copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be parked.
         saved: The event of forward before which it was saved first.
         call: The module call that is made again for it; it stands for all that is picked from that call.
-        beside: Bytes that come and go while such a call is made.
+        beside: Bytes that come and go while it is made, beyond its own.
         picked: Whether it is a part of its only input, a call, and takes no memory of its own.
+        stretches: Of a call: bytes at the most in each of its stretches, while nothing is picked; see call_course.py.
+        gone: The first stretch of its call without what is picked.
     """
 
     name: str
@@ -64,6 +68,8 @@ class SavedValue:
     call: str = ""
     beside: int = 0
     picked: bool = False
+    stretches: tuple[int, ...] = ()
+    gone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,17 @@ class _Every:
         return True
 
 
+class _Dead:
+    """A value that forward itself let go, because nothing leads from it to the loss."""
+
+    def __init__(self, value: Value, span: Allocation, saved: int, refused: str) -> None:
+        assert value.tensor is not None, "the profile keeps everything"
+        self.name, self.operator, self.num_bytes = value.name, value.operator, value.tensor.nbytes
+        self.span, self.saved = span, saved
+        self.sources = [weakref.ref(source) for source in value.sources]
+        self.refused = "" if value.make is not None else refused or "it does not come from the graph"
+
+
 class _Traced:
     """Tells when autograd lets go of it."""
 
@@ -160,7 +177,9 @@ class _Profiler(Rematerialisation):
         self._trace, self._keep = trace, keep
         self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
         self.saved: dict[str, int] = {}  # the events, by name
-        self._saved: list[Value] = []  # by what autograd holds
+        self._saved: list[Value | None] = []  # by what autograd holds, as long as it does in forward
+        self._holders: dict[Value, int] = {}  # how often that is
+        self.dead: list[_Dead] = []  # what forward itself lets go
         self.numbers: list[int] = []  # likewise, of the values
         self.asks: list[tuple[int, int]] = []  # (event, what autograd holds)
         self.ends: dict[int, int] = {}
@@ -183,6 +202,7 @@ class _Profiler(Rematerialisation):
             value.let_go(tensor)
             return packed
         self._saved.append(value)
+        self._holders[value] = self._holders.get(value, 0) + 1
         return _Traced(packed, len(self._saved) - 1, self)
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
@@ -217,13 +237,33 @@ class _Profiler(Rematerialisation):
 
     def released(self, index: int) -> None:
         self.ends[index] = self._trace.mark()
+        if self._saved:  # forward still runs
+            self._let_die(index)
+
+    def _let_die(self, index: int) -> None:
+        """A part of the graph goes while forward still runs: nothing leads from it to the loss.
+
+        What only that part has saved goes as well, unless others are made from it.
+        """
+        value, self._saved[index] = self._saved[index], None
+        assert value is not None, "released once"
+        self._holders[value] -= 1
+        value.wanted_by -= 1
+        if self._holders[value]:
+            return
+        del self._holders[value]
+        span = self.found.get(value)
+        if span is not None and not value.wanted_by:
+            del self.found[value]
+            self.dead.append(_Dead(value, span, self.saved[value.name], self.refused.get(value.name, "")))
 
     def let_go(self, numbers: dict[Value, int]) -> None:
         """Forward is over: from now on only autograd holds the values."""
-        self.numbers = [numbers[value] for value in self._saved]
+        self.numbers = [-1 if value is None else numbers[value] for value in self._saved]
         for value in numbers:
             value.learn(None, ())  # they would keep each other longer than autograd does
         self._saved.clear()
+        self._holders.clear()
         self.found.clear()
 
 
@@ -235,6 +275,7 @@ def profile_step(
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     meter: Meter | None = None,
+    accumulates: bool = False,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
 
@@ -245,6 +286,8 @@ def profile_step(
         backward: What to do with the result of ``run``.
         context: Entered for every forward, for example autocast.
         meter: What watches the step; one that measures on ``device`` unless given.
+        accumulates: Whether every parameter that is trained has a gradient already, to which backward adds another
+            that is there at the same time. Unless given, those have that have one now.
 
     Raises:
         PlanError: the step leads to no backward.
@@ -263,11 +306,19 @@ def profile_step(
             lifetimes, operators = _natural_lifetimes(names, run, meter, context)
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             names.again = _Every()
-            for parameter in module.parameters():
-                parameter.grad = None  # so that backward allocates the gradients as in a first step
+            _stand_in_for_gradients(module, accumulates)
             return _full_step(names, run, meter, backward, context, lifetimes, operators)
     finally:
         names.remove()
+
+
+def _stand_in_for_gradients(module: nn.Module, accumulates: bool) -> None:
+    """Zeros in place of the gradients that backward will add to; elsewhere it leaves its own, as in a first step."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = torch.zeros_like(parameter.grad)
+        elif accumulates and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _natural_lifetimes(
@@ -324,7 +375,7 @@ def _full_step(
         values=tuple(values),
         storages=tuple(storages),
         requests=tuple(requests),
-        curve=tuple(passing(trace.curve, trace.allocations)[:end]),
+        curve=tuple(trace.passing()[:end]),
         forward_events=forward_events,
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
@@ -347,7 +398,7 @@ def _measure(
     order: dict[Value, int] = {}
     for value in profiler.found:
         _number(value, order)
-    seconds, beside = dict.fromkeys(order, 0.0) | seconds, dict[Value, int]()
+    seconds, memory = dict.fromkeys(order, 0.0) | seconds, _Beside()
     sizes = {value: _bytes_on(meter.device, value) for value in order}
     refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
     for value in reversed(list(profiler.found)):
@@ -355,7 +406,7 @@ def _measure(
             refused[value] = "" if value in compact else refused[value] or "it does not come from the graph"
             continue
         try:
-            refused[value] = _try(value, meter, seconds, sizes, beside)  # also elsewhere: others may be made from it
+            refused[value] = _try(value, meter, seconds, sizes, memory)  # also elsewhere: others may be made from it
         except torch.OutOfMemoryError:
             raise  # fewer rows may do, and the caller knows how to get them
         except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
@@ -395,12 +446,35 @@ def _measure(
             copying.get(value, 0.0),
             profiler.saved.get(value.name, 0),
             value.make.call.name if isinstance(value.make, Again) else "",
-            beside.get(value, 0),
+            memory.beside.get(value, 0),
             value.make is pick and value not in parked,
+            memory.stretches_of(value),
+            memory.gone_of(value),
         )
         for value in order
     ]
+    values += [_dead_value(dead, order, storages, spans) for dead in profiler.dead]
     return order, values, spans
+
+
+def _dead_value(
+    dead: _Dead, order: dict[Value, int], storages: dict[int, int], spans: list[tuple[str, Allocation]]
+) -> SavedValue:
+    """It is never asked for, so that it can be dropped for nothing; that it comes out the same need not be shown."""
+    if id(dead.span) not in storages:
+        storages[id(dead.span)] = len(spans)
+        spans.append((dead.name, dead.span))
+    sources = [source for reference in dead.sources if (source := reference()) is not None]
+    return SavedValue(
+        dead.name,
+        dead.operator,
+        dead.num_bytes,
+        storages[id(dead.span)],
+        tuple(order[source] for source in sources if source in order),
+        0.0,
+        dead.refused,
+        saved=dead.saved,
+    )
 
 
 def _judge_calls(profiler: _Profiler, refused: dict[Value, str]) -> None:
@@ -448,9 +522,29 @@ def _number(value: Value, order: dict[Value, int]) -> None:
         order.setdefault(top, len(order))
 
 
-def _try(
-    value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int], beside: dict[Value, int]
-) -> str:
+class _Beside:
+    """What values take beyond themselves while they are made.
+
+    Attributes:
+        beside: Bytes at the most.
+        courses: Of calls.
+    """
+
+    def __init__(self) -> None:
+        self.beside: dict[Value, int] = {}
+        self.courses: dict[Value, CallCourse] = {}
+
+    def stretches_of(self, value: Value) -> tuple[int, ...]:
+        """Of a call."""
+        return self.courses[value].stretches if value in self.courses else ()
+
+    def gone_of(self, value: Value) -> int:
+        """The first stretch of its call without a tensor that is picked."""
+        course = self.courses.get(value.inputs[0]) if value.make is pick else None
+        return 0 if course is None else course.gone.get(value.inputs[1], len(course.stretches))
+
+
+def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
     """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
     stack = [source for source in value.sources if source.tensor is None]
     while stack:
@@ -462,17 +556,17 @@ def _try(
         if missing:
             stack += missing
             continue
-        most = 0
         if isinstance(top.make, Again):
             for argument in top.make.call.arguments:
                 argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
-            most = _peak_of_call(top, meter)
-        top.tensor, seconds[top] = meter.timed(top)
+            memory.courses[top] = _course_of(top, meter)
+        top.tensor, seconds[top], most = meter.tried(top)
         sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
-        beside[top] = max(0, most - sizes[top])
+        memory.beside[top] = max(0, most - sizes[top])
         stack.pop()
         used(top)
-    again, seconds[value] = meter.timed(value)
+    again, seconds[value], most = meter.tried(value)
+    memory.beside[value] = max(0, most - sizes[value])
     used(value)
     original = value.tensor
     assert original is not None, "the profile keeps everything"
@@ -482,9 +576,9 @@ def _try(
     return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
 
 
-def _peak_of_call(call: Value, meter: Meter) -> int:
+def _course_of(call: Value, meter: Meter) -> CallCourse:
     try:
-        return meter.peak_of(call)
+        return meter.course_of(call)
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         raise NotRecomputable(f"there was no room to try {call.operator} once more") from None

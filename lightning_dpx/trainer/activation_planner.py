@@ -28,7 +28,7 @@ from lightning_dpx.recompute import (
 from lightning_dpx.replicas import Replica, Share, stand_in
 from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.profiling import loss_to_plan_from
+from lightning_dpx.trainer.profiling import keeps_gradients, loss_to_plan_from
 from lightning_dpx.trainer.strategy import DPXStrategy
 
 
@@ -134,7 +134,13 @@ class ActivationPlanner(Callback):
             with StepLog(Share(replica, 0, batch)).recording(twin):
                 return loss_to_plan_from(twin.training_step(batch, batch_idx))
 
-        return profile_step(twin, step, replica.device, context=trainer.precision_plugin.train_step_context)
+        return profile_step(
+            twin,
+            step,
+            replica.device,
+            context=trainer.precision_plugin.train_step_context,
+            accumulates=keeps_gradients(trainer),
+        )
 
     def _planned(self, module: LightningModule, latest: Profile, now: CheckpointPlan | None) -> CheckpointPlan:
         profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)

@@ -2,8 +2,9 @@
 
 A step of one replica is watched on the CPU, on as many rows as each device would get: on fake tensors, which take no
 memory, or on a part of the rows where fakes cannot run it; only a step for the host itself is run and measured. Bytes
-of tensors are the same on every device, and operators that keep other things on a GPU are replaced; workspaces of a
-device's libraries are not seen. Gradients count all through the step, as they do when they accumulate.
+of tensors are the same on every device, operators that keep other things on a GPU are replaced, and what a device's
+libraries take inside of operators is known by rule. Gradients count all through the step, as they do when they
+accumulate.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
-from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, plan_profile, scaled
+from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, extrapolate, plan_profile
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
@@ -33,7 +34,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.profiling import profile_absent_share, profile_share
+from lightning_dpx.trainer.profiling import keeps_gradients, profile_absent_share, profile_share
 from lightning_dpx.trainer.whole_batches import rows_to_weigh_by
 
 Progress = Callable[[str], None]
@@ -217,17 +218,19 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     num_rows, sizes = _sizes(replicas, batch, settings)
     profiles: dict[int, Profile] = {}
     for size in sorted({size for size in sizes if size}, reverse=True):
-        if profiles:
-            largest = max(profiles)
-            profiles[size] = scaled(profiles[largest], size / largest)
+        if len(profiles) > 1:  # weights that a library repacks do not grow with the rows
+            few, more = min(profiles), max(profiles)
+            profiles[size] = extrapolate(profiles[few], profiles[more], (few, more), size)
             continue
         progress(f"profiling a step on {size} rows")
         part = batch if size == num_rows else replicas.slicer.cut(batch, [size, num_rows - size])[0]
         share, accelerators = Share(replicas.root, size, part), [d for d in settings.devices if not is_host(d)]
         if accelerators:
-            profiles[size] = profile_absent_share(replicas, share, _runner(trainer), accelerators[0])
+            profiles[size] = profile_absent_share(
+                replicas, share, _runner(trainer), accelerators[0], accumulates=keeps_gradients(trainer)
+            )
         else:
-            profiles[size] = profile_share(replicas, share, _runner(trainer))
+            profiles[size] = profile_share(replicas, share, _runner(trainer), accumulates=keeps_gradients(trainer))
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     forecasts = []
     for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):

@@ -179,9 +179,10 @@ class MemoryPlanning:
         """
         self._take_off(replicas)
         try:
-            seen = profiled_steps(replicas, shares, run)
+            held = static(shares)
+            seen = profiled_steps(replicas, shares, run, accumulates=held.accumulates)
             if not self._shapes.hold(batch):
-                self._plan(replicas, shares, static(shares), seen, source)
+                self._plan(replicas, shares, held, seen, source)
                 self._shapes.add(batch)
                 self._provisional = bool(source)
         finally:

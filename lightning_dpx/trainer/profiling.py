@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dpx.errors import PlanError, UnsupportedError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -28,13 +31,27 @@ def loss_to_plan_from(output: Any) -> torch.Tensor:
     return loss
 
 
+def keeps_gradients(trainer: Trainer) -> bool:
+    """Whether backward finds gradients, to which it adds: of earlier batches, or zeros that a hook leaves."""
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    overridden = is_overridden("optimizer_zero_grad", trainer.lightning_module)
+    return scheduled or overridden or trainer.accumulate_grad_batches > 1
+
+
 def places_of(replica: Replica) -> list[torch.device]:
     """The devices that a step of ``replica`` runs on: its own, and that of the parts that are shifted."""
     shift = applied_shift(replica.module)
     return [replica.device] if shift is None else [replica.device, shift.target]
 
 
-def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.device | None = None) -> Profile:
+def profile_share(
+    replicas: ReplicaSet,
+    share: Share,
+    run: Step,
+    place: torch.device | None = None,
+    *,
+    accumulates: bool = False,
+) -> Profile:
     """A step on ``share``, run by a stand-in; extrapolated from fewer rows where all do not fit.
 
     Args:
@@ -42,6 +59,7 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
         share: What one of them gets.
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
         place: The device whose memory is looked at; the replica's own unless given.
+        accumulates: Whether gradients are added to those of earlier batches.
 
     Raises:
         UnsupportedError: manual optimization.
@@ -53,7 +71,12 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
     def on_rows(batch: Any, rows: int) -> Profile:
         twin = _twin_of(replicas, share)
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
-            return profile_step(twin, lambda: loss_to_plan_from(run(twin, batch, rows)), place or share.replica.device)
+            return profile_step(
+                twin,
+                lambda: loss_to_plan_from(run(twin, batch, rows)),
+                place or share.replica.device,
+                accumulates=accumulates,
+            )
 
     try:
         return on_rows(share.batch, share.num_rows)
@@ -86,7 +109,9 @@ def profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.de
     return extrapolate(few, more, rows, share.num_rows)
 
 
-def profile_absent_share(replicas: ReplicaSet, share: Share, run: Step, target: torch.device) -> Profile:
+def profile_absent_share(
+    replicas: ReplicaSet, share: Share, run: Step, target: torch.device, *, accumulates: bool = False
+) -> Profile:
     """A step on ``share`` as it would be on ``target``, run by a stand-in on the host; see :func:`profile_absent`.
 
     Raises:
@@ -101,6 +126,7 @@ def profile_absent_share(replicas: ReplicaSet, share: Share, run: Step, target: 
             lambda batch: lambda: loss_to_plan_from(run(twin, batch, share.num_rows)),
             here=torch.device("cpu"),
             few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
+            accumulates=accumulates,
         )
 
 

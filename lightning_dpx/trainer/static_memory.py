@@ -21,7 +21,7 @@ class StaticMemory:
         states: Of the optimizers, still to come.
         moving: What the reduction of gradients takes beside them, at its peak.
         moves_in_backward: Whether that is while activations are still there.
-        accumulates: Whether gradients are added to those of earlier batches.
+        accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
     """
 
     shares: Sequence[Share]
@@ -36,10 +36,7 @@ class StaticMemory:
 
     def passing(self, device: torch.device) -> int:
         """What of that comes and goes within a backward."""
-        passing = self.moving.get(device, 0) if self.moves_in_backward else 0
-        if self.accumulates:  # a gradient is there twice while it is added
-            passing += max((p.nbytes for p in self._parameters(device) if p.requires_grad), default=0)
-        return passing
+        return self.moving.get(device, 0) if self.moves_in_backward else 0
 
     def after_backward(self, device: torch.device) -> int:
         """Bytes on ``device`` at the peak of the reduction, with no activations."""

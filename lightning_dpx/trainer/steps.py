@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -51,6 +50,7 @@ from lightning_dpx.trainer.memory_planning import MemoryPlanning
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.out_of_memory import OutOfMemory
 from lightning_dpx.trainer.precision import DPXPrecision
+from lightning_dpx.trainer.profiling import keeps_gradients
 from lightning_dpx.trainer.ranks import RanksOfReplicas
 from lightning_dpx.trainer.rehearsal import Rehearsals
 from lightning_dpx.trainer.static_memory import StaticMemory, bytes_of_states
@@ -556,14 +556,12 @@ class StepsOfReplicas(RanksOfReplicas):
         """What a step of ``shares`` needs on every device beside its activations."""
         assert self._step is not None, "only called with replicas"
         assert self.lightning_module is not None, "connect() sets the module first"
-        trainer = self.lightning_module.trainer
-        scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)  # type: ignore[attr-defined]
         return StaticMemory(
             shares,
             states=bytes_of_states(self._step.owner_parameters, self.optimizers),
             moving=self._step.reduction_bytes([share.replica.index for share in shares]),
             moves_in_backward=self._step.reduces_in_backward,
-            accumulates=scheduled or trainer.accumulate_grad_batches > 1,
+            accumulates=keeps_gradients(self.lightning_module.trainer),
         )
 
     def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:

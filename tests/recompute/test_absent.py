@@ -88,7 +88,7 @@ def test_awkward_models_fall_back(name: str) -> None:
 def test_few_rows_are_run_as_they_are() -> None:
     with pytest.warns(UserWarning, match="scaled to all 4"):
         profile = profile_module(Deep(scaled_by_its_mean), torch.randn(4, 64), device="cuda")
-    assert profile.basis == "from a real step for cuda: times by FLOPs and bytes"
+    assert profile.basis == "from a real step for cuda: times by FLOPs and bytes, what operators take inside by rule"
 
 
 @pytest.mark.parametrize("where", ["module", "batch"])

@@ -53,7 +53,9 @@ def measured_peak(module: nn.Module, x: Tensor, device: torch.device = CPU) -> i
         loss = run()
         loss.backward()
     del loss
-    return trace.peak_of_passing()
+    peak = trace.peak_of_passing()
+    module.zero_grad(set_to_none=True)  # as every step begins
+    return peak
 
 
 def powerset(names: list[str]) -> list[tuple[str, ...]]:
@@ -316,7 +318,7 @@ def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
     ("name", "share"),
     [
         ("cnn", 0.08),
-        ("unet", 0.38),
+        ("unet", 0.5),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt", 0.175), ("lstm", 0.5), ("vit", 0.15))),
     ],
 )

@@ -1,0 +1,135 @@
+"""What operators allocate and free inside themselves, by the account of the device's own allocator.
+
+A library that repacks a convolution's input, or a backward that needs room to sum, takes memory that no tensor of the
+step ever shows. Only the allocator sees it. The account is taken round one operator at a time, in the thread that runs
+it, and tells the most bytes that were there at once beyond those that were there before.
+
+    host           every block that the CPU allocator gives out or takes back is reported to a profiler, in order.
+                   torch's older profiler (``torch.autograd.profiler_legacy``) starts and stops in 8 us, so it can be
+                   put round every operator; ``torch.profiler`` takes 0.1 s for that. What other threads of an operator
+                   allocate is not reported, and what a library takes from malloc itself is in no account.
+    accelerators   the peak of the allocator's own statistics, which begins anew at every operator.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
+
+_profiler: Any = torch.autograd  # its names are not exported, and there is no other way to hear of blocks so cheaply
+
+
+def account_of(device: torch.device) -> "Account":
+    """What tells how much an operator on ``device`` takes."""
+    if is_host(device):
+        return HostAccount() if HostAccount.is_there() else Account()
+    return PeakAccount(device) if device.type != "meta" else Account()
+
+
+def hidden_on(device: torch.device) -> str:
+    """Why nothing can be told of operators on ``device`` now; empty if it can."""
+    if not is_host(device):
+        return ""
+    if not HostAccount.is_there():
+        return "this version of torch reports no blocks of the CPU allocator"
+    return "a profiler that runs in this thread already hides it" if _a_profiler_runs() else ""
+
+
+def _a_profiler_runs() -> bool:
+    running: bool = _profiler._profiler_enabled()
+    return running
+
+
+class Taken(NamedTuple):
+    """What an operator took.
+
+    Attributes:
+        most: Bytes at the most at once, beyond those that were there before.
+        blocks: Bytes of each block, in order, negative where it was given back; empty where nobody tells.
+    """
+
+    most: int = 0
+    blocks: Sequence[int] = ()
+
+    def until_each_stays(self) -> list[tuple[int, int]]:
+        """For every block that is still there at the end, in order: its bytes, and the most bytes before it came.
+
+        Of several blocks of one size those count as given back that came first, so that what stays came late: then
+        the most before is never too low.
+        """
+        given_back = dict[int, int]()
+        for size in self.blocks:
+            if size < 0:
+                given_back[-size] = given_back.get(-size, 0) + 1
+        found, most = list[tuple[int, int]](), 0
+        for size, live in zip(self.blocks, accumulate(self.blocks), strict=True):
+            if size > 0 and not given_back.get(size):
+                found.append((size, most))
+            elif size > 0:
+                given_back[size] -= 1
+            most = max(most, live)
+        return found
+
+
+class Account:
+    """Of an allocator that tells nothing."""
+
+    def start(self) -> int:
+        """An operator begins; what this returns belongs to :meth:`stop`."""
+        return 0
+
+    def stop(self, started: int) -> Taken:
+        """It is over: what was taken since."""
+        return Taken()
+
+
+class HostAccount(Account):
+    """Of the CPU allocator, for the calling thread.
+
+    Where a profiler runs in this thread already, nothing is told: there can only be one.
+    """
+
+    def __init__(self) -> None:
+        nothing = torch._C._profiler._ExperimentalConfig()
+        self._config = _profiler.ProfilerConfig(_profiler.ProfilerState.CPU, False, True, False, False, False, nothing)
+
+    @staticmethod
+    def is_there() -> bool:
+        """Whether this torch has the profiler."""
+        return hasattr(_profiler, "_enable_profiler_legacy")
+
+    def start(self) -> int:
+        """An operator begins; whether anybody is told."""
+        if _a_profiler_runs():
+            return False
+        _profiler._enable_profiler_legacy(self._config)
+        return True
+
+    def stop(self, started: int) -> Taken:
+        """Its blocks, and the most bytes of them at once."""
+        if not started:
+            return Taken()
+        threads = _profiler._disable_profiler_legacy()
+        blocks = [size for events in threads for event in events if (size := event.cpu_memory_usage())]
+        return Taken(max(accumulate(blocks), default=0), blocks)
+
+
+class PeakAccount(Account):
+    """Of an accelerator's allocator, by its statistics, whose peak so far is lost to everybody else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> int:
+        """An operator begins; what is there already."""
+        with torch._C._DisableTorchDispatch():  # a device may be asked by an operator, which other traces would see
+            reset_peak_memory(self._device)
+            return allocated_and_peak(self._device)[0]
+
+    def stop(self, started: int) -> Taken:
+        """The peak of the statistics, beyond that."""
+        with torch._C._DisableTorchDispatch():
+            return Taken(max(0, allocated_and_peak(self._device)[1] - started))
