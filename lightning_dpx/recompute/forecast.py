@@ -144,6 +144,10 @@ class _Replay:
         for value in profile.values:
             if value.compact:
                 compact[value.storage] += value.compact
+        compressed = [value for value in (profile.values[index] for index in self._dropped) if value.compact]
+        for value in compressed:  # beside the mask itself, as long as forward has a use for that
+            change[value.saved] += value.compact
+            change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
         kept, needed, left = 0, self._needed_until(), self._left()
         for number, storage in enumerate(profile.storages):
             if number in kept_in:
@@ -158,6 +162,8 @@ class _Replay:
                 kept += compact[number]
         self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
         self._peak = 0
+        for value in compressed:
+            self._see(max(0, value.saved - 1), value.compact + value.num_bytes)  # it is expanded once, to compare
         position = 0
         for request in profile.requests:
             self._advance(position, request.event)
