@@ -42,10 +42,11 @@ class CopyOnWrite:
                 self._kept[address] = storage, storage.clone()  # type: ignore[no-untyped-call]
 
     def put_back(self) -> None:
-        """All hold again what they held."""
+        """All hold again what they held; from now on nothing is watched, and nothing held."""
         for storage, before in self._kept.values():
             storage.copy_(before)
         self._kept.clear()
+        self._watched.clear()
 
 
 class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
