@@ -106,7 +106,7 @@ def untouched(module: nn.Module, *, tensors: bool = True) -> Iterator[CopyOnWrit
         with torch.no_grad():
             writes.put_back()
             for buffer, copy in copies:
-                if buffer.shape == copy.shape and not torch.equal(buffer, copy):
+                if buffer.shape == copy.shape and (buffer.layout is not torch.strided or not torch.equal(buffer, copy)):
                     buffer.copy_(copy)
         for parameter, gradient in gradients:
             parameter.grad = gradient

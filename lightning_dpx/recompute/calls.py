@@ -40,6 +40,7 @@ from lightning_dpx.devices import RandomStates, random_states_kept
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.recompute.operands import Operands
 from lightning_dpx.recompute.recipes import NotRecomputable
+from lightning_dpx.recompute.transforms import is_transformed
 
 _TAG = "lightning_dpx.calls"
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
@@ -401,6 +402,8 @@ def _obstacle(parts: Collection[nn.Module], leaves: Collection[Any]) -> str:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in _TENSORS or leaf.layout is not torch.strided or leaf.is_inference():
                 return f"it takes a {type(leaf).__name__} with layout {leaf.layout}, of inference mode or a subclass"
+            if is_transformed(leaf):
+                return "it runs inside a transform of torch.func"
         elif not isinstance(leaf, (*_PLAIN, Enum)):
             return f"it takes a {type(leaf).__name__}, which may change"
     for part in parts:

@@ -30,6 +30,7 @@ from lightning_dpx.recompute.garbage import COLLECTOR
 from lightning_dpx.recompute.operands import Operands, Reference, copy_of, operand_of
 from lightning_dpx.recompute.parking import Parking
 from lightning_dpx.recompute.recipes import VIEWS, NotRecomputable, recipe_for
+from lightning_dpx.recompute.transforms import STEP_ASIDE, is_transformed
 from lightning_dpx.recompute.values import (
     Both,
     Identity,
@@ -104,7 +105,7 @@ class Rematerialisation:
             pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]  # or it would be compiled as well
         self._want_operands = False
         try:
-            with COLLECTOR.resting(), torch.autograd.graph.saved_tensors_hooks(pack, self.unpack), operands:
+            with COLLECTOR.resting(), STEP_ASIDE.hooks(pack, self.unpack), operands:
                 yield
         finally:
             self._names.end()
@@ -127,13 +128,15 @@ class Rematerialisation:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
+        if tensor.layout is not torch.strided or is_transformed(tensor):
+            return Unnamed(tensor.detach(), tensor._version)
         node = tensor.grad_fn
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
             return Unnamed(tensor, tensor._version)  # it lives anyway, or is not worth the bookkeeping
         base = base_of(tensor)
         if base is not tensor and base.is_leaf and base.requires_grad:
             return Unnamed(tensor, tensor._version)
-        if tensor.nbytes < SMALL or type(base) not in self.kinds or base.layout is not torch.strided:
+        if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
             return Unnamed(tensor.detach(), tensor._version)
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return Unnamed(tensor.detach(), tensor._version)
@@ -286,7 +289,7 @@ class Rematerialisation:
             value.keep(node.variable)
         else:
             make, inputs = self._recipe(node, output, depth + 1)
-            if name in VIEWS:
+            if name in VIEWS and make is not pick:  # a call that is made again gives the view itself
                 (base,) = inputs
                 return View(base, make) if type(base) is Value else View(base.value, Both(base.look, make))
             value = Value("", name)
