@@ -4,6 +4,7 @@ Autograd reports every tensor that it saves to a pack hook; forward hooks tell w
 changed: the module, and random generators, are put back after the traced run.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,8 +61,22 @@ def step_on(module: nn.Module, batch: Sequence[Any]) -> Run:
     """A training step of ``module``: its own, as Lightning calls it, or its ``forward``."""
     step = getattr(module, "training_step", None)
     if step is not None:
-        return lambda: step(batch[0] if len(batch) == 1 else batch, 0)
+        return lambda: step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
     return lambda: module(*batch)
+
+
+def arguments_of_step(step: Callable[..., Any], batch: Any, index: int = 0) -> tuple[Any, ...]:
+    """What Lightning calls ``training_step`` with: the batch, and its index if it takes a second argument.
+
+    Args:
+        step: The bound method; its arguments may have any names.
+        batch: The first one.
+        index: The second one.
+    """
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return (batch, index) if takes_any or sum(kind in by_position for kind in kinds) > 1 else (batch,)
 
 
 def example_run(module: nn.Module, device: torch.device) -> Run | None:

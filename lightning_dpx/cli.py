@@ -15,11 +15,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (train, plan, bench, doctor):
         command.add_to(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    args, others = parser.parse_known_args(given)
-    if others and not args.takes_more:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
+        args, others = parser.parse_known_args(given)
+        if others and not args.takes_more:
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
         return int(args.run(args, others))
+    except SystemExit as end:
+        if end.code == 2 and given[:1] == ["plan"]:  # a parser's, of a bad argument or config: "does not fit" to others
+            return 1
+        raise
     except DPXError as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"dpx: {error}{notes}", file=sys.stderr)

@@ -96,13 +96,17 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
     """No plan meets the budget. What retries with fewer rows when memory runs out (BatchSizeFinder) recognises it.
 
     Attributes:
+        message: What it says.
         smallest: The bytes of activations that can be met; ``None`` where there is no room for any.
         place: On which of several devices of a step.
     """
 
     def __init__(self, message: str, smallest: int | None = None, place: int = 0) -> None:
-        super().__init__(f"{message} Such a step is out of memory (Lightning looks for the words CUDA out of memory).")
-        self.smallest, self.place = smallest, place
+        super().__init__(f"{message} (CUDA out of memory)")  # by these words in args Lightning knows it
+        self.message, self.smallest, self.place = message, smallest, place
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class BenchError(DPXError, RuntimeError):

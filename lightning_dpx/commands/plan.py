@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def add_to(commands: Any) -> None:
         help="predict the memory of a run on devices that need not be there, and plan what to recompute",
         description="Profiles one step of a config on this machine's CPU, with tensors that take no memory where the "
         "step allows that, and predicts every device's peak. Exit status "
-        "0: it fits; 2: it does not. Everything that `dpx fit` takes can follow (--model ..., --data ...).",
+        "0: it fits; 2: it does not; 1: an error. All that `dpx fit` takes can follow (--model ..., --data ...).",
     )
     plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
     plan.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
@@ -63,8 +65,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         ConfigurationError: an argument, or the config, has a value that is not allowed.
         PlanError: there is nothing to save.
     """
-    if args.report is not None and args.report.suffix not in (".html", ".png", ".svg", ".pdf"):
-        raise ConfigurationError(f"--report {args.report} is not allowed; name an .html, .png, .svg or .pdf file.")
+    _check_before_any_work(args)
     configs = [part for config in args.config for part in ("--config", config)]
     cli = make_cli(["fit", *configs, *others], execute=False, **_on_one_cpu())
     chosen = cli._get(cli.config_init, "trainer.strategy")
@@ -82,13 +83,42 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         print(format_dry_run(found))
     if args.save is not None:
         tightest = found.tightest
-        if not found.fits or tightest is None or tightest.plan is None:
-            raise PlanError(f"Not all devices can meet their budget, so there is no plan to save in {args.save}.")
-        tightest.plan.save(args.save)
+        if not found.fits:
+            print(f"dpx: Not all devices can meet their budget: nothing is saved in {args.save}.", file=sys.stderr)
+        elif tightest is None or tightest.plan is None:
+            raise PlanError(f"No device has activations to plan, so there is no plan to save in {args.save}.")
+        else:
+            tightest.plan.save(args.save)
     if args.report is not None:
         write_report(found, args.report)
         done()
     return 0 if found.fits else 2
+
+
+def _check_before_any_work(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before a model is made.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed, or names a folder that is not there.
+        UnsupportedError: matplotlib is missing.
+    """
+    if args.report is not None and args.report.suffix not in (".html", ".png", ".svg", ".pdf"):
+        raise ConfigurationError(f"--report {args.report} is not allowed; name an .html, .png, .svg or .pdf file.")
+    for option in ("save", "report"):
+        path = getattr(args, option)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"--{option} {path} is not allowed: there is no folder {path.parent}.")
+        if path is not None and path.is_dir():
+            raise ConfigurationError(f"--{option} {path} is not allowed: it is a folder; name a file.")
+    if args.report is not None and find_spec("matplotlib") is None:
+        raise UnsupportedError("Pictures need matplotlib; pip install 'lightning-dpx[plots]', or leave out --report.")
+    if args.budget is not None:
+        _bytes(args.budget)
+    if args.devices is not None:
+        parse_devices(args.devices)
+    for config in args.config:
+        if not Path(config).is_file():
+            raise ConfigurationError(f"--config {config} is not allowed: there is no such file.")
 
 
 def _on_one_cpu() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.recompute.absent import first_rows, profile_absent, target_of
@@ -106,7 +107,10 @@ def loss_of(module: nn.Module, *batch: Any) -> Run:
 
     def run() -> torch.Tensor:
         with _muted(module) if step is not None else nullcontext():
-            out = step(batch[0] if len(batch) == 1 else batch, 0) if step is not None else module(*batch)
+            if step is None:
+                out = module(*batch)
+            else:
+                out = step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
         return sum_of(out["loss"] if isinstance(out, dict) and "loss" in out else out)
 
     return run

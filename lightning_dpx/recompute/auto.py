@@ -185,4 +185,7 @@ def _bottleneck(problem: Problem) -> str:
 
 
 def _mib(size: float) -> str:
-    return f"{size / 2**20:.2f} MiB"
+    """Bytes in the unit that shows them."""
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    return f"{size / 2**10:.2f} KiB" if size < 2**20 else f"{size / 2**20:.2f} MiB"

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import parse_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.recompute import (
@@ -132,7 +133,8 @@ class ActivationPlanner(Callback):
 
         def step() -> torch.Tensor:
             with StepLog(Share(replica, 0, batch)).recording(twin):
-                return loss_to_plan_from(twin.training_step(batch, batch_idx))
+                arguments = arguments_of_step(twin.training_step, batch, batch_idx)
+                return loss_to_plan_from(twin.training_step(*arguments))
 
         return profile_step(
             twin,

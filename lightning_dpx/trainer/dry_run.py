@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_leaves
 
+from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -243,10 +243,9 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
 
 def _runner(trainer: Trainer) -> Callable[[Any, Any, int], Any]:
     def run(twin: Any, rows: Any, num_rows: int) -> Any:
-        index = {"batch_idx": 0} if is_param_in_hook_signature(twin.training_step, "batch_idx", min_args=2) else {}
         with StepLog(Share(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
             with trainer.precision_plugin.train_step_context():
-                return twin.training_step(rows, **index)
+                return twin.training_step(*arguments_of_step(twin.training_step, rows))
 
     return run
 

@@ -153,8 +153,9 @@ def test_what_does_not_fit_says_so_and_what_would(tmp_path: Path, capsys: Any) -
     assert devices[0]["smallest"] > 1300 * 2**10 >= devices[1]["peak"]
     assert main(["plan", "--config", config(tmp_path), "--budget", "1300KiB"]) == 2
     assert "needs 1." in capsys.readouterr().out
-    assert main(["plan", "--config", config(tmp_path), "--budget", "1300KiB", "--save", str(tmp_path / "p.yaml")]) == 1
-    assert "Not all devices can meet their budget" in capsys.readouterr().err
+    assert main(["plan", "--config", config(tmp_path), "--budget", "1300KiB", "--save", str(tmp_path / "p.yaml")]) == 2
+    assert "Not all devices can meet their budget: nothing is saved" in capsys.readouterr().err
+    assert not (tmp_path / "p.yaml").exists()
 
 
 def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys: Any) -> None:
@@ -172,6 +173,16 @@ def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys:
         (["--devices", "gpus"], "--devices 'gpus' is not allowed; give a number, or names"),
         (["--devices", "0"], "--devices '0' is not allowed"),
         (["--report", "report.doc"], "--report report.doc is not allowed; name an .html, .png, .svg or .pdf file"),
+        (
+            ["--report", "nowhere/report.html"],
+            "--report nowhere/report.html is not allowed: there is no folder nowhere",
+        ),
+        (["--save", "nowhere/plan.yaml"], "--save nowhere/plan.yaml is not allowed: there is no folder nowhere"),
+        (["--save", "/tmp"], "--save /tmp is not allowed: it is a folder; name a file"),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml is not allowed: there is no such file"),
+        (["--planner", "crystal ball"], "invalid choice: 'crystal ball'"),
+        (["--model.init_args.nobody", "1"], "nobody"),
+        (["--trainer.nobody", "1"], "nobody"),
     ],
 )
 def test_bad_arguments(options: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
