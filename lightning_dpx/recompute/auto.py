@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.bounds import Relaxation, least_seconds
+from lightning_dpx.recompute.forecast import timeline
 from lightning_dpx.recompute.optimal import OptimalPlanner
 from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
 from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, best, rank, register_planner
@@ -75,7 +76,7 @@ def plan_profile(
             f"A budget of {_mib(budget)} for activations cannot be met"
             + (f" by planner={chosen.name!r}, which reaches {_mib(result.peak)}" if smallest <= budget else "")
             + f"; the smallest that can is {_mib(smallest)}, without a plan it is {_mib(profile.peak)}. "
-            f"{_bottleneck(problem)} Allow more, or use a smaller batch.",
+            f"{_crest(least, smallest_choice)} {_bottleneck(problem)} Allow more, or use a smaller batch.",
             smallest,
         )
     dropped, fleeting = problem.values_of(choice.dropped), problem.values_of(choice.fleeting)
@@ -172,6 +173,24 @@ def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:
     if value.parked:
         return "park"
     return "compress" if value.compact else "recompute each time" if fleeting else "recompute"
+
+
+def _crest(problem: Problem, choice: Choice) -> str:
+    """Where the step needs most, if it follows ``choice``: the operator at work, and its module."""
+    profile = problem.profile
+    curve = timeline(profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
+    event = max(range(len(curve)), key=curve.__getitem__, default=0)
+    if event < profile.forward_events:
+        begun = [value for value in profile.values if value.name and value.saved <= event]
+        value, when = max(begun, key=lambda value: value.saved, default=None), "forward"
+    else:
+        asked = [request for request in profile.requests if request.event <= event]
+        value, when = profile.values[asked[-1].value] if asked else None, "backward"
+    if value is None:
+        return ""
+    module = value.name.rpartition(":")[0] or "the step itself"
+    operator = f" ({value.operator})" if value.operator else ""
+    return f"What sets that is the {when} at {module!r}{operator}."
 
 
 def _bottleneck(problem: Problem) -> str:

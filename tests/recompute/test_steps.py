@@ -75,3 +75,20 @@ def test_a_budget_that_is_too_small_says_so_in_units_that_show_it() -> None:
     assert "Lightning" not in message
     assert is_oom_error(caught.value), "what looks for a smaller batch knows it all the same"
     assert caught.value.smallest is not None
+
+
+class Wide(nn.Module):
+    """Small tensors everywhere, and one large one in the middle that nothing can avoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        self.wide, self.last = nn.Linear(64, 4096), nn.Linear(4096, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sigmoid(self.wide(self.narrow(x))))
+
+
+def test_the_floor_of_a_budget_is_explained_by_what_sets_it() -> None:
+    with pytest.raises(BudgetError, match=r"What sets that is the (forward|backward) at '(wide|last|the step itself)'"):
+        dpx.search_plan(Wide(), torch.rand(64, 64), budget=100_000)
