@@ -15,7 +15,7 @@ BufferMode = Literal["broadcast", "mean"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-BufferRule = Literal["first", "mean", "sum"]  # "sum" is what it was, and all changes of it
+BufferRule = Literal["first", "mean", "sum", "max", "min"]  # "sum" is what it was, and all changes of it
 ChooseBufferRule = Callable[[str, Callable[[BufferRule], torch.Tensor | None]], BufferRule]
 
 
@@ -45,6 +45,9 @@ class _BufferCandidates:
             for value in values:
                 total = total + (value - self._before)
             return total
+        if rule in ("max", "min") and not self._owned.is_complex():
+            stacked = torch.stack(values)
+            return stacked.amax(0) if rule == "max" else stacked.amin(0)
         return values[0] if rule == "first" else None
 
 

@@ -54,6 +54,9 @@ class Observation:
     metric_calls: CallLog | None = None
 
 
+_RULES_OF_BUFFERS: tuple[BufferRule, ...] = ("mean", "sum", "max", "min", "first")
+
+
 class JudgingRules(MergeRules):
     """Finds the rules while it merges, by what one device made of the same rows.
 
@@ -79,6 +82,7 @@ class JudgingRules(MergeRules):
         self._unstable = unstable
         self.findings: dict[str, Finding] = {}
         self.logged_findings: dict[str, Finding] = {}
+        self.fitting_buffers: dict[str, list[BufferRule]] = {}  # by name, all rules that reproduce a buffer
         self.batch_sizes: dict[str, str] = {}  # those that slices cannot give, in words
         self.losses: dict[str, float] = {}
         self.loss_fits = True
@@ -131,16 +135,21 @@ class JudgingRules(MergeRules):
         whole = self._whole.state.get(name)
         if not isinstance(whole, torch.Tensor):
             return "first"
-        rules: tuple[BufferRule, ...] = ("first", "mean", "sum")
-        for rule in rules:
-            candidate = value(rule)
-            if candidate is None or candidate.shape != whole.shape:
-                continue
-            if difference(whole, _host_copy(candidate), self._tolerance) <= self._tolerance.relative:
-                if rule != "first":
-                    self.buffers[name] = rule
-                return rule
-        return "first"
+        largest, smallest = value("max"), value("min")
+        if largest is not None and smallest is not None and torch.equal(largest, smallest):
+            return "first"  # all slices have the same
+        # Where they differ, the first one's is the whole batch's by chance: its rows may have the largest of all.
+        fitting = [rule for rule in _RULES_OF_BUFFERS if self._reproduces(whole, value(rule))]
+        self.fitting_buffers[name] = fitting
+        chosen: BufferRule = fitting[0] if fitting else "first"
+        if chosen != "first":
+            self.buffers[name] = chosen
+        return chosen
+
+    def _reproduces(self, whole: torch.Tensor, candidate: torch.Tensor | None) -> bool:
+        if candidate is None or candidate.shape != whole.shape:
+            return False
+        return difference(whole, _host_copy(candidate), self._tolerance) <= self._tolerance.relative
 
     def reduction(self, losses: Sequence[torch.Tensor], weights: Weights) -> str:
         """Mean or sum, whichever is the whole batch's loss."""

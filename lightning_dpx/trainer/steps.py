@@ -316,7 +316,12 @@ class StepsOfReplicas(RanksOfReplicas):
         rules = self._rehearsals.rules(name, dataloader_idx)
         with self.precision_plugin.val_step_context(), self._logs(name, shares, rules) as call:
             self._replicas.state.synchronize()
+            if rules.decides_buffers:
+                self._replicas.state.remember_buffers()
             outputs = self._replicas.run(name, shares, call(name, args[1:], kwargs, dataloader_idx))
+            if rules.decides_buffers:
+                active, rows = [share.replica for share in shares], [share.num_rows for share in shares]
+                self._replicas.state.collect_buffers(active, rows, rules.buffer_rule)
             merged = rules.merge_outputs(outputs, weights_of(shares), self.root_device, self._replicas.output_dim)
         return self._finished(name, merged)
 

@@ -1080,6 +1080,36 @@ def test_buffers_come_together_by_the_rule_that_reproduces_them(hardware, fitted
     assert_equal(seen.values, fitted(kind, loader=loader).values)
 
 
+class Extremes(Model):
+    """Keeps the largest and smallest logits, and counts rows, in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.full((3,), -9.0))
+        self.register_buffer("smallest", torch.full((3,), 9.0))
+        self.register_buffer("rows_seen", torch.zeros((), dtype=torch.long))
+
+    def keep(self, batch: Any) -> None:
+        logits = self.net(batch[0]).detach()
+        self.largest.copy_(torch.maximum(self.largest, logits.amax(0)))
+        self.smallest.copy_(torch.minimum(self.smallest, logits.amin(0)))
+        self.rows_seen += len(logits)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.keep(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.keep(batch)
+
+
+@REPLICAS
+def test_buffers_come_together_in_every_stage(hardware, fitted, num_replicas) -> None:
+    seen = fitted(Extremes, num_replicas)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(Extremes).values)
+
+
 class DecayingCount(Model):
     """A decayed count, which from zero grows like any other in the first step."""
 
