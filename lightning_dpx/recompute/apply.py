@@ -216,6 +216,7 @@ class AppliedPlan:
             plan.names("compress"),
             plan.names("park"),
             plan.overlap,
+            frozenset(decision.name for decision in plan.decisions),
         )
         self._local = threading.local()
         root = _RootHooks(self)
@@ -253,6 +254,11 @@ class AppliedPlan:
     def not_found(self) -> dict[str, str]:
         """Values that the plan drops but that had to be kept, and why."""
         return {name: why for name, why in self._values.refused.items() if name in self.plan.dropped}
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Bytes of values that a backward has asked for and of which the plan knows nothing, by name."""
+        return self._values.unknown
 
     def remove(self) -> None:
         """Takes its hooks off."""

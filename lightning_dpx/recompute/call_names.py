@@ -11,6 +11,25 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_dpx.recompute.calls import Call, Passive, States, repeating
 
+_OF_NO_CALL = "?:0"
+
+
+class _Running:
+    """A step that is under way.
+
+    Attributes:
+        stack: Name, number of values so far and what is noted of the running calls, innermost last.
+        saved: Tensors that autograd has saved so far.
+        noted: The calls that may have to be made again.
+    """
+
+    __slots__ = ("noted", "saved", "stack")
+
+    def __init__(self) -> None:
+        self.stack: list[list[Any]] = [["", 0, None]]
+        self.saved = 0
+        self.noted: list[weakref.ref[Call]] = []
+
 
 class CallNames:
     """Which module call is running: hooks that stay on the modules and cost two list operations a call.
@@ -26,6 +45,7 @@ class CallNames:
 
     def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
         self._local, self.again, self._states = threading.local(), again, States()
+        self._running: list[_Running] = []
         self._handles = []
         self.compiled = compiled = compiled_parts(module)
         for path, child in module.named_modules():
@@ -38,8 +58,9 @@ class CallNames:
 
     def begin(self) -> None:
         """A new step of this thread."""
-        self._local.stack, self._local.calls, self._local.saved = [["", 0, None]], {}, 0
-        self._local.noted = []
+        self._local.running = running = _Running()
+        self._local.stack, self._local.calls = running.stack, {}
+        self._running.append(running)
 
     @property
     def stack(self) -> list[list[Any]] | None:
@@ -59,18 +80,32 @@ class CallNames:
     @property
     def saved(self) -> int:
         """Tensors that autograd has saved so far, counted by :meth:`count`."""
-        saved: int = self._local.saved
-        return saved
+        running = self._saving
+        return 0 if running is None else running.saved
 
     def count(self) -> None:
         """Autograd saves one more."""
-        self._local.saved += 1
+        running = self._saving
+        if running is not None:
+            running.saved += 1
+
+    @property
+    def _saving(self) -> "_Running | None":
+        """The step that saves a tensor in this thread.
+
+        In a backward of the step's own that is a thread of autograd's, in which nothing began. If several threads run
+        the module at once, it is not known which of them that belongs to.
+        """
+        running: _Running | None = getattr(self._local, "running", None)
+        if running is None and len(self._running) == 1:
+            return self._running[0]
+        return running
 
     def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
         """A call that begins, and that may have to be made again."""
         with torch._C.DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
             call = Call(module, name, args, kwargs, self.saved, self._states)
-        self._local.noted.append(weakref.ref(call))
+        self._local.running.noted.append(weakref.ref(call))
         return call
 
     def call_that_makes(self, storage: int) -> Call | None:
@@ -82,17 +117,19 @@ class CallNames:
 
     def end(self) -> None:
         """The step is over."""
-        self._local.stack = None
-        for reference in self._local.noted:
+        running: _Running = self._local.running
+        self._local.stack = self._local.running = None
+        self._running.remove(running)
+        for reference in running.noted:
             if (call := reference()) is not None:
                 call.settle()
-        self._local.noted = []
 
     def next_name(self) -> str:
-        """The next value of the running call."""
-        stack = self.stack
-        assert stack is not None, "begin() comes first"
-        call = stack[-1]
+        """The next value of the running call; of none that a plan knows, if it is not known which one that is."""
+        running = self._saving
+        if running is None:
+            return _OF_NO_CALL
+        call = running.stack[-1]
         call[1] += 1
         return f"{call[0]}:{call[1]}"
 

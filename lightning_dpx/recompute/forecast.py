@@ -86,12 +86,15 @@ class _Replay:
         for index in sorted(fleeting):
             self._make_fleeting(index)
         self._pending = [0] * len(values)
-        for request in profile.requests:
+        self._wants = self._wants_in_order() if profile.saves else []  # (event, value), the last one first
+        self._wanted = [0] * len(values)
+        for request in profile.requests if not profile.saves else ():
             self._pending[request.value] += 1
         picked = dict[int, list[tuple[int, int]]]()  # what is wanted of each call that is made again
         for index in self._live_users():
             for source in values[index].inputs:
-                self._pending[source] += 1
+                if not profile.saves:
+                    self._pending[source] += 1
                 if values[index].picked:
                     picked.setdefault(source, []).append((values[index].gone, values[index].num_bytes))
         self._beside = [value.beside for value in values]
@@ -134,6 +137,20 @@ class _Replay:
                     seen.add(source)
                     stack.append(source)
         return list(seen)
+
+    def _wants_in_order(self) -> list[tuple[int, int]]:
+        """When each value is waited for once more: where autograd saves it, and where what is made from it is saved."""
+        values, first = self._profile.values, dict[int, int]()
+        for event, value in self._profile.saves:
+            first.setdefault(value, event)
+        wants = list(self._profile.saves)
+        for index in sorted(self._live_users(), reverse=True):  # inputs come first
+            event = first.get(index, len(self._profile.curve))
+            for source in values[index].inputs:
+                wants.append((event, source))
+                if self._virtual[source]:
+                    first[source] = min(event, first.get(source, event))
+        return sorted(wants, reverse=True)
 
     def run(self) -> Forecast:
         profile = self._profile
@@ -229,6 +246,10 @@ class _Replay:
 
     def _serve(self, wanted: int, event: int, released: int) -> None:
         self._now = event
+        while self._wants and self._wants[-1][0] <= event:
+            value = self._wants.pop()[1]
+            self._pending[value] += 1
+            self._wanted[value] += 1
         while self._ends and self._ends[0][0] <= event:
             self._held -= heapq.heappop(self._ends)[1]
         if not self._lazy[wanted]:
@@ -284,9 +305,11 @@ class _Replay:
             return
         if self._fleeting[index] or self._pending[index] <= 0:
             self._forget(index)
-        if self._pending[index] <= 0 and self._fleeting[index]:
-            for source in self._profile.values[index].inputs:
-                self._asked(source)
+        if self._pending[index] <= 0:
+            self._pending[index] = self._wanted[index]  # another backward through the same graph starts anew
+            if self._fleeting[index]:
+                for source in self._profile.values[index].inputs:
+                    self._asked(source)
 
     def _viewed(self, index: int) -> tuple[int, ...]:
         """What a value without memory of its own is a view of."""

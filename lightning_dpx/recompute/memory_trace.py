@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -217,12 +217,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return max(self.passing(), default=0)
 
-    def passing(self) -> list[int]:
-        """The curve without the allocations that are still there."""
+    def passing(self, apart: Collection[int] = ()) -> list[int]:
+        """The curve without the allocations that are still there, and without those whose ids are ``apart``."""
         lasting = [0] * (len(self.curve) + 1)
         for allocation in self.allocations:
-            if allocation.died is None:
+            if allocation.died is None or id(allocation) in apart:
                 lasting[allocation.born] += allocation.num_bytes
+                if allocation.died is not None:
+                    lasting[allocation.died] -= allocation.num_bytes
         result, sum_so_far = [], 0
         for event, live in enumerate(self.curve):
             before, sum_so_far = sum_so_far, sum_so_far + lasting[event]

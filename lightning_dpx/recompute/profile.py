@@ -1,17 +1,27 @@
 """What a step saves, what it would cost to compute it again, and when it is needed: the input of every planner.
 
-One forward in which nothing is kept tells how long each tensor lives anyway. One forward and backward in which
+One run in which autograd keeps copies that nobody counts tells how long each tensor lives anyway. One in which
 everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
 proves on the spot that the result is the same. A :class:`Meter` watches and tries, on a device or without one.
+
+A step may run any number of backwards of its own: forces are gradients of an energy, a GAN optimizes twice. Whenever
+one begins, what was saved since the last one is tried, because it will soon be gone::
+
+    forward of F, grad(F, create_graph=True) -> B, backward of F and B
+
+    saves F | tries F | asks for F, saves B | tries B | asks for B and F again
+
+What is asked for several times is computed as often, unless something else keeps it in between: see ``saves``.
 """
 
 import statistics
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +38,8 @@ from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
 from lightning_dpx.recompute.values import Unnamed, Value, View, forget_recipe, used
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], torch.Tensor | None]
+_PARKED = "it cannot be made again, and a step that runs a backward of its own parks nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +129,8 @@ class Profile:
         parking_room: Bytes that may be parked where they could be computed again as well.
         overlap: How many parked values are on their way at once, in each direction; see parking.py.
         basis: What all this rests on, in words; empty for a step that was run and measured.
+        saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
+            that the requests tell how long a value is waited for.
     """
 
     values: tuple[SavedValue, ...]
@@ -131,6 +144,7 @@ class Profile:
     parking_room: int = 0
     overlap: int = 0
     basis: str = ""
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -165,25 +179,44 @@ class _Traced:
         self.entry, self.index, self.notes = entry, index, notes
 
     def __del__(self) -> None:
-        self.notes.released(self.index)
+        self.notes.released(self.index, self.entry)
 
 
 class _Profiler(Rematerialisation):
-    """Keeps everything and notes who asks for it; or, for the first forward, keeps nothing at all."""
+    """Keeps everything and notes who asks for it; or, for the first run, keeps copies that nobody counts.
+
+    Attributes:
+        spans: The memory of every value that was saved, by name.
+        values: What was found out about them, and about what they are computed from.
+        memories: The name of the first value in each storage, and its memory.
+        asks: The event of every request, and what autograd holds that it was for.
+        uses: By the event of a request, the one at which what autograd got is gone; of backwards of the step's own.
+        numbers: By what autograd holds, the number of the value.
+        ends: By what autograd holds, the event at which it let go of it.
+    """
 
     def __init__(self, names: CallNames, trace: MemoryTrace, meter: Meter, *, keep: bool) -> None:
         super().__init__(names)
         self.kinds = meter.kinds
-        self._trace, self._keep = trace, keep
-        self.found: dict[Value, Allocation | None] = {}  # strong until forward is over
-        self.saved: dict[str, int] = {}  # the events, by name
-        self._saved: list[Value | None] = []  # by what autograd holds, as long as it does in forward
-        self._holders: dict[Value, int] = {}  # how often that is
-        self.dead: list[_Dead] = []  # what forward itself lets go
-        self.numbers: list[int] = []  # likewise, of the values
-        self.asks: list[tuple[int, int]] = []  # (event, what autograd holds)
-        self.ends: dict[int, int] = {}
+        self._trace, self._meter, self._keep = trace, meter, keep
         self.spans: dict[str, Allocation | None] = {}
+        self.saved: dict[str, int] = {}  # the events, by name
+        self.values: list[SavedValue] = []
+        self.memories: list[tuple[str, Allocation]] = []
+        self.storages: dict[int, int] = {}  # by the id of the memory
+        self.asks: list[tuple[int, int]] = []
+        self.uses: dict[int, int] = {}
+        self.is_over = False  # and the backward that comes is the last one
+        self.numbers: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        # Weak, because the step lets go of values as it would without anybody watching.
+        self._found: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()
+        self._untried: list[tuple[int, weakref.ref[Value]]] = []  # of what autograd holds
+        self._tried: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # their numbers
+        self._held: list[int] = []  # the event at which autograd got each of the things that it holds
+        self._watched: list[Any] = []
+        self._holders: dict[str, int] = {}  # how often autograd holds a value
+        self.dead: list[_Dead] = []  # what forward itself lets go
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
@@ -192,27 +225,38 @@ class _Profiler(Rematerialisation):
         if isinstance(packed, Unnamed):
             return packed
         value = packed if isinstance(packed, Value) else packed.value
-        if value not in self.found and value.name not in self.spans:
-            allocation = self._trace.allocation_of(tensor.untyped_storage())
-            self.spans[value.name] = allocation
+        if value.name not in self.spans:
+            self.spans[value.name] = self._trace.allocation_of(tensor.untyped_storage())
             if self._keep:
-                self.found[value] = allocation
+                self._found[value] = self.spans[value.name]
                 self.saved[value.name] = self._trace.now
+            else:
+                self._keep_copy(value, tensor if tensor._base is None else tensor._base)
         if not self._keep:
-            value.let_go(tensor)
             return packed
-        self._saved.append(value)
-        self._holders[value] = self._holders.get(value, 0) + 1
-        return _Traced(packed, len(self._saved) - 1, self)
+        self._holders[value.name] = self._holders.get(value.name, 0) + 1
+        self._untried.append((len(self._held), weakref.ref(value)))
+        self._held.append(self._trace.now)
+        return _Traced(packed, len(self._held) - 1, self)
+
+    def _keep_copy(self, value: Value, tensor: torch.Tensor) -> None:
+        """A backward of the step's own finds the numbers, and ``tensor`` goes when nothing else needs it."""
+        if value.tensor is None:
+            return
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            copied = value.tensor.clone()
+        value.let_go(tensor)
+        value.keep(copied)
+        self.know_again(value, copied)  # where a backward that records gradients saves it once more
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
-        if self._keep:
+        if self._keep and value not in self._tried:
             self.find_recipe(value, node, output)
         return False
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
         value = super().keep_constant(tensor)
-        self.found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
+        self._found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
         return value
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
@@ -220,51 +264,100 @@ class _Profiler(Rematerialisation):
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             argument.watch(tensor)
             value = super().keep_argument(argument, tensor.clone())
-        self.found[value] = self._trace.allocation_of(tensor.untyped_storage())
+        self._found[value] = self._trace.allocation_of(tensor.untyped_storage())
         return value
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        if not self._keep:
-            raise PlanError("The forward runs a backward of its own (autograd.grad); such a step cannot be planned.")
-        if isinstance(saved, _Traced):
-            self.asks.append((self._trace.mark(), saved.index))
+        if not isinstance(saved, _Traced):
+            return super().unpack(saved)
+        self.try_new_values()
+        event = self._trace.mark()
+        self.asks.append((event, saved.index))
+        if self.is_over:
             return super().unpack(saved.entry)
-        return super().unpack(saved)
+        return self._copy_for(event, saved.entry, super().unpack(saved.entry))
+
+    def _copy_for(self, event: int, entry: Value | View, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that nobody counts: autograd may ask once more, so only the end of what it got tells that it is done.
+
+        Args:
+            event: Of the request.
+            entry: What was asked for.
+            tensor: It.
+        """
+        value = entry if isinstance(entry, Value) else entry.value
+        if value.tensor is None:
+            return tensor
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            copied = value.tensor.clone()
+            found = copied if isinstance(entry, Value) else entry.look(copied)
+        if torch.is_grad_enabled():
+            self.know_again(value, copied)
+        self._watched.append(weakref.ref(copied.untyped_storage(), lambda _: self._used(event)))
+        return found
+
+    def _used(self, event: int) -> None:
+        self.uses[event] = self._trace.mark()
 
     def packed(self, node: Any, saved: Any) -> Any:
         found = super().packed(node, saved)
         return found.entry if isinstance(found, _Traced) else found
 
-    def released(self, index: int) -> None:
+    def released(self, index: int, entry: Value | View) -> None:
         self.ends[index] = self._trace.mark()
-        if self._saved:  # forward still runs
-            self._let_die(index)
+        value = entry if isinstance(entry, Value) else entry.value
+        if value in self._found:  # which no backward has begun to need
+            self._let_die(value)
 
-    def _let_die(self, index: int) -> None:
+    def _let_die(self, value: Value) -> None:
         """A part of the graph goes while forward still runs: nothing leads from it to the loss.
 
         What only that part has saved goes as well, unless others are made from it.
         """
-        value, self._saved[index] = self._saved[index], None
-        assert value is not None, "released once"
-        self._holders[value] -= 1
+        self._holders[value.name] -= 1
         value.wanted_by -= 1
-        if self._holders[value]:
+        if self._holders[value.name] or value.wanted_by:
             return
-        del self._holders[value]
-        span = self.found.get(value)
-        if span is not None and not value.wanted_by:
-            del self.found[value]
+        span = self._found.pop(value)
+        if span is not None:
             self.dead.append(_Dead(value, span, self.saved[value.name], self.refused.get(value.name, "")))
 
-    def let_go(self, numbers: dict[Value, int]) -> None:
-        """Forward is over: from now on only autograd holds the values."""
-        self.numbers = [-1 if value is None else numbers[value] for value in self._saved]
-        for value in numbers:
-            value.learn(None, ())  # they would keep each other longer than autograd does
-        self._saved.clear()
+    def try_new_values(self) -> None:
+        """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
+        if not self._untried:
+            return
         self._holders.clear()
-        self.found.clear()
+        synchronize(self._meter.device)
+        with torch.utils._python_dispatch._disable_current_modes(), self._meter.trying():
+            tried = _measure(self, dict(self._found), self._tried, self._meter)
+        for index, reference in self._untried:
+            value = reference()
+            if value is not None and value in self._tried:
+                self.numbers[index] = self._tried[value]
+        self._untried.clear()
+        self._found.clear()
+        for value in tried:
+            value.learn(None, ())  # they would keep each other longer than autograd does
+
+    def requests(self, end: int) -> tuple[list[Request], list[tuple[int, int]]]:
+        """What autograd has asked for in a step of ``end`` events; and what it has saved, if that was not once each."""
+        times = Counter(index for _, index in self.asks)
+        requests = []
+        for event, index in self.asks:
+            if index in self.numbers:
+                ends = self.ends if times[index] == 1 else {}
+                released = ends.get(index, self.uses.get(event, self.ends.get(index, end)))
+                requests.append(Request(event, self.numbers[index], released))
+        if max(times.values(), default=0) < 2:
+            return requests, []
+        return requests, [(event, self.numbers[i]) for i, event in enumerate(self._held) if i in self.numbers]
+
+    def park_nothing(self) -> None:
+        """A copy to the host's memory is awaited when the forward is over, and here a backward may come before that."""
+        for number, value in enumerate(self.values):
+            if value.copying:
+                refused = _PARKED if value.parked else value.refused
+                self.values[number] = replace(value, copying=0.0, parked=False, refused=refused)
 
 
 def profile_step(
@@ -281,7 +374,8 @@ def profile_step(
 
     Args:
         module: The model; names of values are relative to it.
-        run: One forward that returns the loss, or any tensor that requires grad.
+        run: One forward that returns the loss, or any tensor that requires grad; ``None`` from a step that runs all
+            its backwards itself.
         device: Where to look at the memory.
         backward: What to do with the result of ``run``.
         context: Entered for every forward, for example autocast.
@@ -307,7 +401,7 @@ def profile_step(
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             names.again = _Every()
             _stand_in_for_gradients(module, accumulates)
-            return _full_step(names, run, meter, backward, context, lifetimes, operators)
+            return _full_step(module, names, run, meter, backward, context, lifetimes, operators)
     finally:
         names.remove()
 
@@ -321,10 +415,37 @@ def _stand_in_for_gradients(module: nn.Module, accumulates: bool) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
+class _Gradients:
+    """The memory of the parameters' gradients, also of those that the step forgets: it is no activation.
+
+    Attributes:
+        allocations: Ids of what they have occupied.
+    """
+
+    def __init__(self, module: nn.Module, trace: MemoryTrace) -> None:
+        self._parameters, self._trace = list(module.parameters()), trace
+        self._handles: list[Any] = []
+        self.allocations: set[int] = set()
+
+    def __enter__(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            self.allocations.add(id(self._trace.allocation_of(gradient.untyped_storage())))
+
+
 def _natural_lifetimes(
     names: CallNames, run: Run, meter: Meter, context: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[dict[str, int | None], int]:
-    """The operator after which each value is no longer used by the forward itself, and the number of operators."""
+    """The operator after which each value is no longer used by the run itself, and the number of operators."""
     trace = meter.trace()
     profiler = _Profiler(names, trace, meter, keep=False)
     with trace, context(), profiler.active():
@@ -336,6 +457,7 @@ def _natural_lifetimes(
 
 
 def _full_step(
+    module: nn.Module,
     names: CallNames,
     run: Run,
     meter: Meter,
@@ -346,62 +468,79 @@ def _full_step(
 ) -> Profile:
     trace = meter.trace()
     profiler = _Profiler(names, trace, meter, keep=True)
-    with trace:
+    gradients = _Gradients(module, trace)
+    with trace, gradients:
         with context(), profiler.active():
             result = run()
         synchronize(meter.device)
         forward_events, forward_operators, forward_seconds = trace.now, len(trace.operators), trace.seconds
+        asks_itself, profiler.is_over = bool(profiler.asks), True
         same = forward_operators == operators
-        if not result.requires_grad:
+        if result is None and not profiler.asks:
+            raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
+        if result is None:
+            forward_events = profiler.asks[0][0] if profiler.asks else forward_events
+        elif not result.requires_grad:
             raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
-        with torch.utils._python_dispatch._disable_current_modes(), meter.trying():
-            numbers, values, spans = _measure(profiler, meter)
-        profiler.let_go(numbers)
-        del numbers
-        backward(result)
+        else:
+            profiler.try_new_values()
+            backward(result)
         synchronize(meter.device)
     end = trace.now
     del result
-    requests = [
-        Request(event, profiler.numbers[index], profiler.ends.get(index, end)) for event, index in profiler.asks
-    ]
+    if asks_itself:
+        profiler.park_nothing()
     storages = []
-    for name, span in spans:
+    for name, span in profiler.memories:
         unused = lifetimes.get(name) if same else forward_operators  # nobody knows: it may be used to the last
         freed = span.died if span.died is not None else end
         last_forward = trace.operators[unused - 1] if unused else None
         storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
+    requests, saves = profiler.requests(end)
     return Profile(
-        values=tuple(values),
+        values=tuple(profiler.values),
         storages=tuple(storages),
         requests=tuple(requests),
-        curve=tuple(trace.passing()[:end]),
+        curve=tuple(trace.passing(gradients.allocations)[:end]),
         forward_events=forward_events,
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
         parking_room=meter.parking_room(),
         basis=meter.basis,
+        saves=tuple(saves),
     )
 
 
 def _measure(
-    profiler: _Profiler, meter: Meter
-) -> tuple[dict[Value, int], list[SavedValue], list[tuple[str, Allocation]]]:
-    """Makes every value again that can be; in the order of backward, because that is when it will happen."""
+    profiler: _Profiler,
+    found: dict[Value, Allocation | None],
+    tried: "weakref.WeakKeyDictionary[Value, int]",
+    meter: Meter,
+) -> list[Value]:
+    """Makes every value again that can be; in the order of backward, because that is when it will happen.
+
+    Args:
+        profiler: Gets what is found out.
+        found: The values, with their memory.
+        tried: The numbers of those of earlier backwards; gets those of the new ones.
+        meter: Tries them.
+
+    Returns:
+        The new values, with those that nobody saves on the way to them.
+    """
     compact, seconds = dict[Value, int](), dict[Value, float]()
-    for value, span in profiler.found.items():
-        if not value.operator and span is not None and (found := meter.compressed(value, span)) is not None:
-            compact[value], seconds[value] = found
+    for value, span in found.items():
+        if not value.operator and span is not None and (known := meter.compressed(value, span)) is not None:
+            compact[value], seconds[value] = known
             if value.make is pick:  # masks are small in another way than by making their call again
                 value.inputs[0].make.forgo(value.inputs[1])
                 forget_recipe(value)
-    order: dict[Value, int] = {}
-    for value in profiler.found:
-        _number(value, order)
+    order: dict[Value, int] = dict(tried)
+    new = _in_order(found, order, len(profiler.values))
     seconds, memory = dict.fromkeys(order, 0.0) | seconds, _Beside()
     sizes = {value: _bytes_on(meter.device, value) for value in order}
-    refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in order}
-    for value in reversed(list(profiler.found)):
+    refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in new}
+    for value in reversed(list(found)):
         if value.make is None:
             refused[value] = "" if value in compact else refused[value] or "it does not come from the graph"
             continue
@@ -411,28 +550,26 @@ def _measure(
             raise  # fewer rows may do, and the caller knows how to get them
         except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
             refused[value] = f"{value.operator} failed when repeated: {error}"
-    _judge_calls(profiler, refused)
+    _judge_calls(found, refused)
     copying = {}
     if meter.parks:
-        named = [value for value, span in profiler.found.items() if value.name and span is not None]
+        named = [value for value, span in found.items() if value.name and span is not None]
         copying = _copying(named, meter)
     parked = {value for value in copying if refused[value]}
     for value in parked:
         seconds[value], refused[value] = 2 * copying[value], ""
     seconds = _typical(seconds, sizes)
-    storages: dict[int, int] = {}
-    spans: list[tuple[str, Allocation]] = []
     numbers: dict[Value, int] = {}
-    for value, span in profiler.found.items():
+    for value, span in found.items():
         if span is None:
             here = value.tensor is None or value.tensor.device == meter.device
             refused[value] = refused[value] or ("it was there before the step" if here else "it is on another device")
             continue
-        if id(span) not in storages:
-            storages[id(span)] = len(spans)
-            spans.append((value.name, span))
-        numbers[value] = storages[id(span)]
-    values = [
+        if id(span) not in profiler.storages:
+            profiler.storages[id(span)] = len(profiler.memories)
+            profiler.memories.append((value.name, span))
+        numbers[value] = profiler.storages[id(span)]
+    profiler.values += [
         SavedValue(
             value.name,
             value.operator,
@@ -440,7 +577,7 @@ def _measure(
             numbers.get(value, -1),
             () if value in parked else tuple(order[source] for source in value.sources),
             seconds[value],
-            refused[value] if value in profiler.found else "",
+            refused[value] if value in found else "",
             compact.get(value, 0),
             value in parked,
             copying.get(value, 0.0),
@@ -451,10 +588,14 @@ def _measure(
             memory.stretches_of(value),
             memory.gone_of(value),
         )
-        for value in order
+        for value in new
     ]
-    values += [_dead_value(dead, order, storages, spans) for dead in profiler.dead]
-    return order, values, spans
+    tried.update((value, order[value]) for value in new)
+    if (
+        profiler.is_over
+    ):  # whether what has gone in a step with backwards of its own is needed in another one, who knows
+        profiler.values += [_dead_value(dead, order, profiler.storages, profiler.memories) for dead in profiler.dead]
+    return new
 
 
 def _dead_value(
@@ -477,7 +618,7 @@ def _dead_value(
     )
 
 
-def _judge_calls(profiler: _Profiler, refused: dict[Value, str]) -> None:
+def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
     """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
     picked = [value for value in refused if value.make is pick]
     unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
@@ -487,10 +628,7 @@ def _judge_calls(profiler: _Profiler, refused: dict[Value, str]) -> None:
     right = {
         value.inputs[0]
         for value in picked
-        if value in profiler.found
-        and not refused[value]
-        and value.tensor is not None
-        and value.tensor.is_floating_point()
+        if value in found and not refused[value] and value.tensor is not None and value.tensor.is_floating_point()
     }
     for value in picked:
         if _is_scratch(value) and value.inputs[0] in right:
@@ -509,17 +647,22 @@ def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value
     return {value: medians[kinds[value]] if spent else spent for value, spent in seconds.items()}
 
 
-def _number(value: Value, order: dict[Value, int]) -> None:
-    """Inputs first."""
-    stack = [value]
-    while stack:
-        top = stack[-1]
-        missing = [source for source in top.sources if source not in order]
-        if missing:
-            stack += missing
-            continue
-        stack.pop()
-        order.setdefault(top, len(order))
+def _in_order(found: Iterable[Value], order: dict[Value, int], first: int) -> list[Value]:
+    """Numbers ``found`` and what they are computed from, but for what is in ``order`` already; inputs first."""
+    new: list[Value] = []
+    for value in found:
+        stack = [value]
+        while stack:
+            top = stack[-1]
+            missing = [source for source in top.sources if source not in order]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if top not in order:
+                order[top] = first + len(new)
+                new.append(top)
+    return new
 
 
 class _Beside:

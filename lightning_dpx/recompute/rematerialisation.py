@@ -66,8 +66,10 @@ class Rematerialisation:
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
         parked: Names of values to keep in the host's memory.
         overlap: How many of them may be on their way at once, in each direction.
+        known: Names of all values that something was decided about; nothing, if nothing was.
 
     Attributes:
+        unknown: Bytes of kept values that a backward has asked for and that are not ``known``, by name.
         kinds: Types of tensors that it handles; others are kept.
     """
 
@@ -81,12 +83,15 @@ class Rematerialisation:
         compressed: Collection[str] = (),
         parked: Collection[str] = (),
         overlap: int = 0,
+        known: Collection[str] = (),
     ) -> None:
+        self._known, self.unknown = known, dict[str, int]()
         self._names, self._dropped = names, dropped
         self._fleeting = {name: place for place, name in enumerate(fleeting)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
         self._compressed, self._parked, self._parking = compressed, parked, Parking(overlap)
         self._values: dict[Identity, weakref.ref[Value]] = {}  # of the last forward
+        self._again: dict[Identity, tuple[Any, Any]] = {}  # of what was made again, with its storage; both weakly
         self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
@@ -158,6 +163,8 @@ class Rematerialisation:
         identity = Identity(storage, version, base.dtype, base.size(), base.stride(), int(base.storage_offset()))
         known = self._values.get(identity)
         value = known() if known is not None else None
+        if value is None and self._again:
+            value = self._again.get(identity, _NOT_AGAIN)[0]()
         if value is None:
             value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
             value.name, value.identity, value.dropped = self._names.next_name(), identity, False
@@ -166,6 +173,15 @@ class Rematerialisation:
         elif node is not None and not value.operator:
             self._decide(value, base)
         return value
+
+    def know_again(self, value: Value, tensor: torch.Tensor) -> None:
+        """As long as its memory lives, ``tensor`` is ``value``: a backward that records gradients saves it once more.
+
+        Otherwise it would get a name of its own, and all values after it the names of others.
+        """
+        identity = _identity_of(tensor)
+        storage = weakref.ref(tensor.untyped_storage(), lambda _: self._again.pop(identity, None))
+        self._again[identity] = weakref.ref(value), storage
 
     def _decide(self, value: Value, tensor: torch.Tensor) -> None:
         """Keeps or drops ``value``, which is ``tensor`` and has its name, and maybe its producer, just now."""
@@ -328,7 +344,10 @@ class Rematerialisation:
         saved = getattr(node, f"_raw_saved_{name}", None)
         if saved is None:
             return getattr(node, f"_saved_{name}")  # a number
-        return self.packed(node, saved)
+        found = self.packed(node, saved)
+        if found is None:
+            _refuse_released(node, name)
+        return found
 
     def packed(self, node: Any, saved: Any) -> Any:
         """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
@@ -349,19 +368,44 @@ class Rematerialisation:
                 self._decide_fleeting()
             if value.counter is not None and value.counter._version != value.version:
                 refuse_changed(value)
-            if value.tensor is None:
-                compute(value)
-            elif not value.dropped and value.tensor._version != value.version:
-                refuse_changed(value)
-            tensor: torch.Tensor = value.tensor if saved is value else saved.read()
+            base = compute(value) if value.tensor is None else value.tensor
+            if value.dropped:
+                if torch.is_grad_enabled():
+                    self.know_again(value, base)
+            else:
+                if base._version != value.version:
+                    refuse_changed(value)
+                if self._known and value.operator and value.name not in self._known:
+                    self.unknown[value.name] = base.nbytes
+            tensor: torch.Tensor = base if saved is value else saved.read()
             asked(value)
         return tensor
+
+
+_NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
+
+
+def _identity_of(base: torch.Tensor) -> Identity:
+    storage, offset = base.untyped_storage()._cdata, int(base.storage_offset())
+    return Identity(storage, base._version, base.dtype, base.size(), base.stride(), offset)
 
 
 def known_value(node: Any, output: int) -> Value | None:
     """The value of that output, if there is one already."""
     known = node.metadata.get((_TAG, output) if output else _TAG)
     return known() if known is not None else None
+
+
+def _refuse_released(node: Any, name: str) -> None:
+    """Where a node has nothing under ``name``, it may be because a backward of the step's own has used it up.
+
+    Raises:
+        NotRecomputable: that is so.
+    """
+    try:
+        getattr(node, f"_saved_{name}")
+    except RuntimeError as error:
+        raise NotRecomputable(f"a backward of the step has used up what {node.name()} saved") from error
 
 
 def _register(node: Any, output: int, value: Value) -> None:
@@ -422,7 +466,10 @@ class Node:
 
     def saved_list(self, name: str) -> list[Any]:
         """The tensors that the operator saved under ``name``, where it is a list; ``None`` for those that are none."""
-        return [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
+        found = [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
+        if any(one is None for one in found):
+            _refuse_released(self._node, name)
+        return found
 
     @property
     def num_edges(self) -> int:

@@ -2,11 +2,9 @@
 
 import itertools
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_dpx as dpx
 from lightning_dpx.recompute import profile_module
 
 
@@ -62,8 +60,3 @@ class Forces(nn.Module):
         energy = self.two(torch.tanh(h))
         (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
         return energy + force.pow(2).sum()
-
-
-def test_a_backward_inside_of_the_forward_is_refused() -> None:
-    with pytest.raises(dpx.PlanError, match=r"runs a backward of its own \(autograd\.grad\)"):
-        profile_module(Forces(), torch.randn(64, 64))

@@ -16,6 +16,7 @@ from lightning_dpx.recompute.planner import Choice, Planner, Problem
 from lightning_dpx.recompute.recipes import RECIPES, NotRecomputable, recipe_for
 from lightning_dpx.recompute.rematerialisation import Node, Rematerialisation
 from lightning_dpx.recompute.values import read
+from tests.recompute.test_own_backwards import SECOND_ORDER, node_of
 from tests.recompute.test_planning import _Everything, train
 
 Function = Callable[["Probe", Tensor], Tensor]
@@ -238,6 +239,7 @@ ELSEWHERE = {
     "CudnnGridSamplerBackward0", "FusedRmsNormBackward0", "ScaledDotProductCudnnAttentionBackward0",
     "ScaledDotProductEfficientAttentionBackward0", "ScaledDotProductFlashAttentionBackward0",
     "ThnnFusedGruCellBackward0", "ThnnFusedLstmCellBackward0",
+    *map(node_of, SECOND_ORDER),
 }  # fmt: skip
 
 

@@ -13,7 +13,17 @@ to the node. It repeats the very operator on the very inputs, so the result is t
 other attribute an argument that is no tensor. A recipe that cannot work for this call raises :class:`NotRecomputable`.
 """
 
-from lightning_dpx.recompute.recipes import attention, combining, matrices, norms, pointwise, pooling, recurrent, shapes
+from lightning_dpx.recompute.recipes import (
+    attention,
+    combining,
+    matrices,
+    norms,
+    pointwise,
+    pooling,
+    recurrent,
+    second_order,
+    shapes,
+)
 from lightning_dpx.recompute.recipes.registry import RECIPES, VIEWS, NotRecomputable, recipe, recipe_for, view
 
 __all__ = [
@@ -29,6 +39,7 @@ __all__ = [
     "recipe",
     "recipe_for",
     "recurrent",
+    "second_order",
     "shapes",
     "view",
 ]
