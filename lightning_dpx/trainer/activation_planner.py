@@ -1,6 +1,6 @@
 """The memory planner for any other strategy: a callback."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from lightning_dpx.recompute import (
 )
 from lightning_dpx.replicas import Replica, Share, stand_in
 from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.trainer.guest_step import ManualGuest, hide_optimizers
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.profiling import keeps_gradients, loss_to_plan_from
+from lightning_dpx.trainer.profiling import end_of_step, keeps_gradients
 from lightning_dpx.trainer.strategy import DPXStrategy
 
 
@@ -111,8 +112,6 @@ class ActivationPlanner(Callback):
         self._shapes, self._profiles = KnownShapes(), []
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not module.automatic_optimization:
-            raise UnsupportedError("A budget profiles a step, which manual optimization makes impossible; give plan.")
         applied = applied_plan(module)
         if applied is not None:
             remove_plan(module)
@@ -131,10 +130,15 @@ class ActivationPlanner(Callback):
         twin: Any = stand_in(replica, [trainer, *trainer.loggers])
         twin._trainer = trainer
 
-        def step() -> torch.Tensor:
-            with StepLog(Share(replica, 0, batch)).recording(twin):
+        if not twin.automatic_optimization:
+            hide_optimizers(twin)
+        guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [replica.device])
+
+        def step() -> torch.Tensor | None:
+            visit = nullcontext() if module.automatic_optimization else guest.visit(twin)
+            with visit, StepLog(Share(replica, 0, batch)).recording(twin):
                 arguments = arguments_of_step(twin.training_step, batch, batch_idx)
-                return loss_to_plan_from(twin.training_step(*arguments))
+                return end_of_step(twin, twin.training_step(*arguments))
 
         return profile_step(
             twin,

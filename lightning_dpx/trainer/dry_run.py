@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
-from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, extrapolate, plan_profile
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -33,6 +33,7 @@ from lightning_dpx.replicas import (
     split_sizes,
 )
 from lightning_dpx.trainer.auto_shift import states_of
+from lightning_dpx.trainer.guest_step import ManualGuest
 from lightning_dpx.trainer.logging import StepLog
 from lightning_dpx.trainer.profiling import keeps_gradients, profile_absent_share, profile_share
 from lightning_dpx.trainer.whole_batches import rows_to_weigh_by
@@ -168,7 +169,6 @@ def dry_run(
 
     Raises:
         ConfigurationError: there is no training batch, or a setting is not allowed.
-        UnsupportedError: manual optimization.
     """
     first = _FirstBatch(lambda trainer, module, batch: _forecast(trainer, module, batch, settings, progress))
     with _with_callback(trainer, first):
@@ -206,8 +206,6 @@ def _sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[int, t
 
 
 def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
-    if not module.automatic_optimization:
-        raise UnsupportedError("A dry run profiles a step, which manual optimization makes impossible.")
     replicas = ReplicaSet(
         module,
         [torch.device("cpu")],
@@ -227,10 +225,12 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         share, accelerators = Share(replicas.root, size, part), [d for d in settings.devices if not is_host(d)]
         if accelerators:
             profiles[size] = profile_absent_share(
-                replicas, share, _runner(trainer), accelerators[0], accumulates=keeps_gradients(trainer)
+                replicas, share, _runner(trainer, module), accelerators[0], accumulates=keeps_gradients(trainer)
             )
         else:
-            profiles[size] = profile_share(replicas, share, _runner(trainer), accumulates=keeps_gradients(trainer))
+            profiles[size] = profile_share(
+                replicas, share, _runner(trainer, module), accumulates=keeps_gradients(trainer)
+            )
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     forecasts = []
     for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):
@@ -241,8 +241,16 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     return DryRun(tuple(forecasts), profiles)
 
 
-def _runner(trainer: Trainer) -> Callable[[Any, Any, int], Any]:
+def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, int], Any]:
+    guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [torch.device("cpu")])
+
     def run(twin: Any, rows: Any, num_rows: int) -> Any:
+        if twin.automatic_optimization:
+            return step(twin, rows, num_rows)
+        with guest.visit(twin):
+            return step(twin, rows, num_rows)
+
+    def step(twin: Any, rows: Any, num_rows: int) -> Any:
         with StepLog(Share(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
             with trainer.precision_plugin.train_step_context():
                 return twin.training_step(*arguments_of_step(twin.training_step, rows))

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
-from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
@@ -28,6 +28,7 @@ from lightning_dpx.recompute import (
 from lightning_dpx.replicas import Replica, ReplicaSet, Share
 from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.trainer.budgets import Budgets, parse_budget
+from lightning_dpx.trainer.other_steps import OtherSteps
 from lightning_dpx.trainer.profiling import Step, places_of
 from lightning_dpx.trainer.seen_steps import SeenStep, by_place, demand, profiled_steps
 from lightning_dpx.trainer.static_memory import StaticMemory
@@ -94,6 +95,7 @@ class MemoryPlanning:
         self._passing: dict[torch.device, int] = {}  # beside activations, in a backward: gradients, and others
         self._before: dict[torch.device, int] = {}
         self._steps = 0
+        self._other_steps = OtherSteps()
 
     @property
     def wanted(self) -> bool:
@@ -120,12 +122,7 @@ class MemoryPlanning:
 
         Raises:
             BudgetError: there is none.
-            UnsupportedError: manual optimization.
         """
-        if not replicas.root.module.automatic_optimization:
-            raise UnsupportedError(
-                "memory_budget profiles a step, which manual optimization makes impossible; give plan."
-            )
         gc.collect()  # what is there in circles only is no reason
         firsts = {replica.device: Share(replica, 0, None) for replica in reversed(replicas.replicas)}
         held, places_of_all = static(list(firsts.values())), by_place(list(firsts.values()))
@@ -147,9 +144,17 @@ class MemoryPlanning:
                 f"{_mib(rooms[home])} on {home} that memory_budget leaves for activations; the first batch is planned."
             )
 
-    def is_open(self, batch: Any) -> bool:
-        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any known one in some dim."""
-        return self.budgets.given is not None and not self._shapes.hold(batch)
+    def is_open(self, replicas: ReplicaSet, batch: Any) -> bool:
+        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any known one in some dim.
+
+        Or an earlier step was not one of those that were planned for, and so may this one be.
+        """
+        if self.budgets.given is None:
+            return False
+        for replica in replicas.replicas:
+            if (applied := applied_plan(replica.module)) is not None:
+                self._other_steps.look_back(applied)
+        return not self._shapes.hold(batch) or self._other_steps.expected
 
     def decide(
         self,
@@ -181,7 +186,7 @@ class MemoryPlanning:
         try:
             held = static(shares)
             seen = profiled_steps(replicas, shares, run, accumulates=held.accumulates)
-            if not self._shapes.hold(batch):
+            if not self._shapes.hold(batch) or self._other_steps.found_in(seen.values()):
                 self._plan(replicas, shares, held, seen, source)
                 self._shapes.add(batch)
                 self._provisional = bool(source)
@@ -244,6 +249,7 @@ class MemoryPlanning:
                 self._passing[place] = static.coming_gradients(place) + static.passing(place)
                 said[place] = _origin(step.profiles[index], source, len(steps))
         self._decided, self._limits = decided, limits
+        self._other_steps.plan_for(step for one in decided.values() for step in one.seen)
         self._list_plans()
         for place, remark in said.items():
             limit, sharing = self._limits[place]
@@ -361,6 +367,7 @@ class MemoryPlanning:
     def forget(self) -> None:
         """The run is over; the next one plans anew."""
         self._shapes, self._before, self._steps, self._provisional = KnownShapes(), {}, 0, False
+        self._other_steps = OtherSteps()
         self.plans.clear()
         self.profiles.clear()
         self._decided.clear()

@@ -10,11 +10,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_dpx.errors import PlanError, UnsupportedError
+from lightning_dpx.errors import PlanError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
 from lightning_dpx.shifting import applied_shift
+from lightning_dpx.trainer.guest_step import hide_optimizers
 
 Step = Callable[[Any, Any, int], Any]
 
@@ -62,18 +63,15 @@ def profile_share(
         accumulates: Whether gradients are added to those of earlier batches.
 
     Raises:
-        UnsupportedError: manual optimization.
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
-    if not replicas.root.module.automatic_optimization:
-        raise UnsupportedError("memory_budget profiles a step, which manual optimization makes impossible; give plan.")
 
     def on_rows(batch: Any, rows: int) -> Profile:
         twin = _twin_of(replicas, share)
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
                 twin,
-                lambda: loss_to_plan_from(run(twin, batch, rows)),
+                lambda: end_of_step(twin, run(twin, batch, rows)),
                 place or share.replica.device,
                 accumulates=accumulates,
             )
@@ -123,16 +121,23 @@ def profile_absent_share(
             twin,
             share.batch,
             target,
-            lambda batch: lambda: loss_to_plan_from(run(twin, batch, share.num_rows)),
+            lambda batch: lambda: end_of_step(twin, run(twin, batch, share.num_rows)),
             here=torch.device("cpu"),
             few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
             accumulates=accumulates,
         )
 
 
+def end_of_step(twin: Any, output: Any) -> torch.Tensor | None:
+    """What the profile shall run a backward of; a step by hand has run its own."""
+    return loss_to_plan_from(output) if twin.automatic_optimization else None
+
+
 def _twin_of(replicas: ReplicaSet, share: Share) -> Any:
     twin: Any = replicas.stand_in(share.replica)
     twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+    if not twin.automatic_optimization:
+        hide_optimizers(twin)
     return twin
 
 

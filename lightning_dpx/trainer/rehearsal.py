@@ -50,10 +50,11 @@ from lightning_dpx.trainer.processes import gather_objects
 from lightning_dpx.trainer.shadow import (
     Guest,
     ShadowReplicas,
-    copy_optimizers,
     make_shadow,
     pointing_at,
+    pointing_at_shadow,
     shared_parameters,
+    with_copied_optimizers,
 )
 
 Verify = Literal["warn", "raise", "first", "off"]
@@ -267,7 +268,7 @@ class _Rehearsal:
         self._by_hand = self._trains and not self._module.automatic_optimization
         self._norms: list[str] = []
         self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
-        self._guest = Guest(self._module.trainer, self._module, self._replicas)
+        self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
         self._tolerance = _tolerance_of(strategy, self._module, call)
 
     def run(self) -> Outcome:
@@ -279,9 +280,8 @@ class _Rehearsal:
         """
         if self._strategy.shifts_activations:
             raise NotRehearsed("parts of its replicas are shifted to other devices.")
-        if self._by_hand:
-            # Copies of optimizers do not yet meet as the real ones do: a rehearsal would leave traces.
-            raise NotRehearsed("it optimizes by hand; loss_reduction='auto' is a mean there.")
+        if self._by_hand and self._strategy._step.has_other_owners:
+            raise NotRehearsed("it optimizes by hand, and its parameters belong to several devices.")
         with self._guest.visit(calls_hooks=self._by_hand):
             try:
                 outcome = self._on_rows(1)
@@ -592,31 +592,30 @@ class _Rehearsal:
     ) -> Iterator[None]:
         """The strategy, and through it the trainer, has the shadow for its module for a while."""
         strategy, call = self._strategy, self._call
-        attributes: dict[str, Any] = {
-            "_lightning_module": shadow,
-            "_model": shadow,
-            "_replicas": replicas,
-            "_step": step,
-            "_metrics": None if replicas is None else replicas.metrics,
-            "_repeatable": None,
-            "_replica_offset": 0,
-            "_all_replicas": 1 if replicas is None else len(replicas.replicas),
-        }
+        attributes = pointing_at_shadow(strategy, shadow)
+        if replicas is not None:
+            attributes |= {
+                "_replicas": replicas,
+                "_step": step,
+                "_metrics": replicas.metrics,
+                "_all_replicas": len(replicas.replicas),
+            }
         if self._by_hand:
-            attributes |= self._optimizers_for(shadow, step, seen)
+            attributes |= self._optimizers_for(shadow, replicas, step, seen)
         rules = dict(self._strategy._rehearsals._rules)
         if judge is not None:
             rules[call.name, call.dataloader_idx] = judge
         with pointing_at(strategy, **attributes), pointing_at(strategy._rehearsals, _rules=rules):
             yield
 
-    def _optimizers_for(self, shadow: Any, step: TrainingStep | None, seen: Observation) -> dict[str, Any]:
+    def _optimizers_for(
+        self, shadow: Any, replicas: Any, step: TrainingStep | None, seen: Observation
+    ) -> dict[str, Any]:
         """Copies of the optimizers and schedulers that act on the shadow; they tell what gradients they were given."""
         strategy = self._strategy
-        real = strategy._step.owner_parameters
         mine = list(shadow.parameters()) if step is None else step.owner_parameters
-        pairs = [*zip(real, mine, strict=True), (self._module, shadow), (self._module.trainer, self._module.trainer)]
-        optimizers, schedulers = copy_optimizers(strategy._optimizers, strategy.lr_scheduler_configs, pairs)
+        modules = [shadow] if replicas is None else [replica.module for replica in replicas.replicas]
+        copies = with_copied_optimizers(strategy, self._module, modules, strategy._step.owner_parameters, mine)
         names = {id(own): name for (name, _), own in zip(shadow.named_parameters(), mine, strict=True)}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
@@ -627,17 +626,9 @@ class _Rehearsal:
                         number = sum(key.partition("@")[0] == name for key in seen.gradients)
                         seen.gradients[f"{name}@{number}"] = _on_host(parameter.grad)
 
-        for optimizer in optimizers:
+        for optimizer in copies["_optimizers"]:
             optimizer.register_step_pre_hook(note)
-        wrapped = [pl.core.optimizer.LightningOptimizer._to_lightning_optimizer(one, strategy) for one in optimizers]
-        precision = copy.copy(strategy.precision_plugin)
-        precision.wrapped = copy.deepcopy(precision.wrapped)
-        return {
-            "_optimizers": optimizers,
-            "_lightning_optimizers": wrapped,
-            "lr_scheduler_configs": schedulers,
-            "_precision_plugin": precision,
-        }
+        return copies
 
     def _context(self) -> Any:
         precision = self._strategy.precision_plugin

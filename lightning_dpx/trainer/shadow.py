@@ -7,19 +7,24 @@ are not called, and whatever the step may have changed outside the shadow is put
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from lightning_dpx.python_objects.preserve import advance
-from lightning_dpx.replicas import GeneratorStates, ReplicaSet, Share
+from lightning_dpx.replicas import GeneratorStates, Replica, ReplicaSet, Share
 from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
@@ -33,18 +38,19 @@ class Guest:
     Args:
         trainer: Its attributes are put back, and those of its precision plugin and of what the user gave it.
         module: The real module.
-        replicas: The real replicas.
+        replicas: The real ones, whose parameters shadows share.
+        devices: Those with random generators.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, replicas: ReplicaSet) -> None:
+    def __init__(
+        self, trainer: Trainer, module: nn.Module, replicas: Sequence[Replica], devices: Sequence[torch.device]
+    ) -> None:
         self._trainer = trainer
         names = [name for name, _ in module.named_parameters()]
         self._shared = SharedParameters(
-            (name, parameter)
-            for replica in replicas.replicas
-            for name, parameter in zip(names, replica.parameters, strict=True)
+            (name, parameter) for replica in replicas for name, parameter in zip(names, replica.parameters, strict=True)
         )
-        self._devices = replicas.devices
+        self._devices = devices
         self._start = GeneratorStates(self._devices, [module])
         self._run_start = self._start
         self._modes: list[SameDraws] = []
@@ -207,6 +213,98 @@ def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str,
     ]
 
 
+def pointing_at_shadow(strategy: Any, shadow: nn.Module) -> dict[str, Any]:
+    """The attributes by which a strategy, and through it the trainer, has ``shadow`` for its module, on one device."""
+    attributes: dict[str, Any] = {
+        "_lightning_module": shadow,
+        "_model": shadow,
+        "_replicas": None,
+        "_step": None,
+        "_metrics": None,
+        "_manual": None,
+        "_repeatable": None,
+        "_replica_offset": 0,
+        "_all_replicas": 1,
+    }
+    return {name: value for name, value in attributes.items() if name in vars(strategy)}
+
+
+def with_copied_optimizers(
+    strategy: Any,
+    module: nn.Module,
+    shadows: Sequence[nn.Module],
+    owners: Sequence[torch.Tensor],
+    mine: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """The attributes by which a strategy has copies of its optimizers, schedulers and precision, for a shadow.
+
+    Optimizers and schedulers that the shadow holds as attributes are exchanged for copies as well.
+
+    Args:
+        strategy: Any of Lightning's.
+        module: The real module.
+        shadows: What stands in for it, and the replicas of that.
+        owners: What the real optimizers hold, for each parameter of the module.
+        mine: What the copies shall hold; the parameters of the shadow unless given.
+    """
+    shadow: Any = shadows[0]
+    mine = mine or list(shadow.parameters())
+    pairs = [*zip(owners, mine, strict=True), (module, shadow), (shadow.trainer, shadow.trainer)]
+    configured, configs = list(strategy._optimizers), list(strategy.lr_scheduler_configs)
+    found = [value for each in shadows for child in each.modules() for _, value in attributes_stepped_in(child)]
+    held = [one for value in found for one in _stepped_among(value)]
+    real = list({id(_unwrapped(one)): _unwrapped(one) for one in (*configured, *held)}.values())
+    optimizers = [one for one in real if isinstance(one, Optimizer)]
+    schedulers = [one for one in real if isinstance(one, LRScheduler)]
+    copies, others = copy_optimizers(optimizers, [*configs, *schedulers], pairs)
+    counterparts = dict(zip(map(id, [*optimizers, *schedulers]), [*copies, *others[len(configs) :]], strict=True))
+    chosen = [counterparts[id(_unwrapped(one))] for one in configured]
+    wrapped = [LightningOptimizer._to_lightning_optimizer(one, strategy) for one in chosen]
+    for one in held:
+        if isinstance(one, LightningOptimizer):
+            counterparts[id(one)] = LightningOptimizer._to_lightning_optimizer(
+                counterparts[id(_unwrapped(one))], strategy
+            )
+    for child in (child for each in shadows for child in each.modules()):
+        _exchange(vars(child), counterparts)
+    precision = copy.copy(strategy.precision_plugin)
+    if "wrapped" in vars(precision):
+        precision.wrapped = copy.deepcopy(precision.wrapped)
+    return {
+        "_optimizers": chosen,
+        "_lightning_optimizers": wrapped,
+        "lr_scheduler_configs": others[: len(configs)],
+        "_precision_plugin": precision,
+    }
+
+
+def attributes_stepped_in(child: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes that are an optimizer or a scheduler, or a list, tuple or dict with one in it."""
+    return [(key, value) for key, value in vars(child).items() if _stepped_among(value)]
+
+
+def _stepped_among(value: Any) -> list[Any]:
+    items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
+    return [item for item in items if isinstance(item, Optimizer | LRScheduler)]
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _exchange(attributes: dict[str, Any], counterparts: Mapping[int, Any]) -> None:
+    """Puts the counterparts of objects in their place, also in the lists, tuples and dicts among ``attributes``."""
+    for key, value in list(attributes.items()):
+        if id(value) in counterparts:
+            attributes[key] = counterparts[id(value)]
+        elif type(value) is list and any(id(one) in counterparts for one in value):
+            value[:] = [counterparts.get(id(one), one) for one in value]
+        elif type(value) is tuple and any(id(one) in counterparts for one in value):
+            attributes[key] = tuple(counterparts.get(id(one), one) for one in value)
+        elif type(value) is dict and any(id(one) in counterparts for one in value.values()):
+            value.update({name: counterparts.get(id(one), one) for name, one in value.items()})
+
+
 def copy_optimizers(
     optimizers: Sequence[Any], schedulers: Sequence[Any], counterparts: Sequence[tuple[Any, Any]]
 ) -> tuple[list[Any], list[Any]]:
@@ -230,4 +328,17 @@ def copy_optimizers(
         for key, value in vars(optimizer).items():
             if key != "step":
                 vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
+        _follow_parameters(twin, optimizer)
     return copied, copy.deepcopy(list(schedulers), memo)
+
+
+def _follow_parameters(copied: Any, original: Any) -> None:
+    """The state of each parameter lives where it does: the copy of one may be on another device than its owner."""
+    for owner, parameter in zip(original.state, copied.state, strict=True):
+        if isinstance(owner, torch.Tensor) and owner.device != parameter.device:
+            move = partial(_moved, source=owner.device, target=parameter.device)
+            copied.state[parameter] = tree_map_only(torch.Tensor, move, copied.state[parameter])
+
+
+def _moved(tensor: torch.Tensor, source: torch.device, target: torch.device) -> torch.Tensor:
+    return tensor.to(target) if tensor.device == source else tensor

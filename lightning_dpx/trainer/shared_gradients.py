@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.errors import WholeBatchError
 from lightning_dpx.replicas import Replica, ReplicaSet
@@ -21,21 +22,31 @@ _CHECKED_STEPS = 3  # of every hundred, in which edited gradients are compared
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A gradient as it was left: another tensor, or another version of it, has been written since."""
+    """A gradient as it was left: another tensor, or another version of it, has been written since.
 
-    gradient: Gradient
+    The reference is weak, because a step that forgets a gradient frees its memory.
+    """
+
+    gradient: TensorWeakRef | None
     version: int
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Mark":
         """The gradient of ``parameter`` as it is now."""
         gradient = parameter.grad
-        return cls(gradient, 0 if gradient is None else gradient._version)
+        return cls(None, 0) if gradient is None else cls(TensorWeakRef(gradient), gradient._version)
+
+    @classmethod
+    def of_another(cls) -> "Mark":
+        """Of a gradient that no parameter has."""
+        return cls(TensorWeakRef(torch.empty(0)), 0)
 
     def is_current(self, parameter: torch.Tensor) -> bool:
         """Whether nothing was written since."""
         gradient = parameter.grad
-        return gradient is self.gradient and (gradient is None or gradient._version == self.version)
+        if gradient is None or self.gradient is None:
+            return gradient is None and self.gradient is None
+        return self.gradient() is gradient and gradient._version == self.version
 
 
 class SharedGradients:
@@ -136,7 +147,7 @@ class SharedGradients:
 
     def follow_all(self, active: Sequence[Replica]) -> None:
         """The active replicas get the owners' gradients."""
-        written = Mark(torch.empty(0), 0)
+        written = Mark.of_another()
         self.follow(active, [written] * len(self._root.parameters))
 
     def follow(self, active: Sequence[Replica], before: Sequence[Mark]) -> None:

@@ -36,9 +36,12 @@ class StepSnapshot:
         module: The user's module, with its parameters and buffers.
         others: Objects whose attributes a step changes beside: optimizers, schedulers, a scaler, progress.
         devices: Those with random generators.
+        parameters: Whether to keep them and their gradients, too.
     """
 
-    def __init__(self, module: nn.Module, others: Sequence[Any], devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, module: nn.Module, others: Sequence[Any], devices: Iterable[torch.device], *, parameters: bool = True
+    ) -> None:
         self._random = RandomStates(devices)
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
@@ -48,6 +51,9 @@ class StepSnapshot:
         self._contents: list[tuple[Any, Any]] = []
         self._seen: dict[int, Any] = {}
         for parameter in module.parameters():
+            if not parameters:
+                self._seen[id(parameter)] = parameter
+                continue
             self._keep_tensor(parameter)
             gradient = parameter.grad
             self._gradients.append((parameter, None if gradient is None else gradient.detach().clone()))

@@ -43,6 +43,7 @@ from lightning_dpx.trainer.acts_once import current_view, held_optimizers
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.example_input import profile_example
 from lightning_dpx.trainer.gradient_hooks import GradientHooks
+from lightning_dpx.trainer.guest_step import ManualGuest
 from lightning_dpx.trainer.logging import StepLog, replay
 from lightning_dpx.trainer.loose_tensors import LooseTensors, reason_and_advice
 from lightning_dpx.trainer.manual import ManualOptimization
@@ -507,7 +508,8 @@ class StepsOfReplicas(RanksOfReplicas):
 
     def _needs_plan(self, batch: Any) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
-        mine = self._planning.is_open(batch)
+        assert self._replicas is not None, "only called with replicas"
+        mine = self._planning.is_open(self._replicas, batch)
         return self.reduce_boolean_decision(mine, all=False) if self._planning.asked else mine
 
     def _plan_memory(
@@ -523,7 +525,6 @@ class StepsOfReplicas(RanksOfReplicas):
 
         Raises:
             PlanError: the budget cannot be met.
-            UnsupportedError: manual optimization.
         """
         if self._step is None or not self._planning.asked or self._shifts_open:
             return
@@ -571,9 +572,19 @@ class StepsOfReplicas(RanksOfReplicas):
 
     def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs nobody reads."""
+        assert self._step is not None, "only called with replicas"
+        assert self._replicas is not None, "only called with replicas"
+        assert self.lightning_module is not None, "connect() sets the module first"
+        guest = ManualGuest(self, self.lightning_module, self._step.owner_parameters, self._replicas.devices)
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
             share = Share(Replica(0, module.device, module), num_rows, rows)
+            if not module.automatic_optimization:
+                with guest.visit(module):
+                    return run_step(module, share)
+            return run_step(module, share)
+
+        def run_step(module: Any, share: Share) -> Any:
             with StepLog(share).recording(module), self.precision_plugin.train_step_context(), self._arranged(module):
                 return module.training_step(self._transfer(share, 0), *args[1:], **kwargs)
 

@@ -123,7 +123,8 @@ class DPXStrategy(StepsOfReplicas):
             device. What differs is a warning ("warn"), an error ("raise"), or has the stage run on the first replica as
             one device ("first"). "off" rehearses nothing. The rehearsal runs your step on shadow modules and puts back
             all that it changes in them, the trainer and random generators; what a step does outside (prints, files,
-            requests) happens again. Manual optimization is not rehearsed, and says so.
+            requests) happens again. Steps by hand run with copies of their optimizers, and are compared by the new
+            weights.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.

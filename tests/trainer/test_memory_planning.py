@@ -189,13 +189,6 @@ def test_bad_combinations_are_refused(tmp_path: Any) -> None:
     assert parse_budget(1) == 1
 
 
-def test_manual_optimization_is_refused() -> None:
-    model = tower()
-    model.automatic_optimization = False
-    with pytest.raises(dpx.UnsupportedError, match="manual optimization"):
-        fit(model, strategy=dpx.DPXStrategy(memory_budget="auto"))
-
-
 def test_the_callback_plans_for_another_strategy(caplog: Any) -> None:
     model, planner = tower(), dpx.ActivationPlanner(budget=0.6)
     with caplog.at_level("INFO"):

@@ -153,10 +153,26 @@ def test_whether_a_loss_is_a_mean_or_a_sum_is_seen(hardware, execution, fitted, 
     assert_equal(seen.values, fitted(kind).values)
 
 
-def test_steps_by_hand_are_said_not_to_be_checked(fitted) -> None:
-    seen = fitted(SumByHand, 2, loss_reduction="sum")
-    assert "training_step was not checked against one device: it optimizes by hand" in seen.told
+@REPLICAS
+def test_a_step_by_hand_is_checked_by_the_new_weights(hardware, execution, fitted, num_replicas) -> None:
+    seen = fitted(SumByHand, num_replicas, execution=execution)
+    assert "4 gradients, 4 new weights" in seen.told
+    assert not seen.warned
     assert_equal(seen.values, fitted(SumByHand).values)
+
+
+class RootByHand(SumByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]).sqrt())
+        optimizer.step()
+
+
+def test_a_step_by_hand_that_differs_is_named(fitted) -> None:
+    seen = fitted(RootByHand, 2)
+    assert "training_step on 5 rows in slices of 3 and 2 is not what it is on one device" in seen.warned
+    assert "net.0.weight" in seen.warned
 
 
 @REPLICAS
