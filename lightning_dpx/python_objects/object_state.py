@@ -39,6 +39,7 @@ from lightning_dpx.python_objects.reachable import globals_of, is_installed
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINERS = ("_trainer", "_fabric")
+_RUN = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_dpx")  # what runs steps leads to everything
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, hooks, code.
 _ATOMS = ATOMS - {bytearray}
@@ -193,6 +194,8 @@ class ObjectState:
                 self._stop(f"{path} is a module outside of it")
         elif isinstance(value, torch.Tensor):
             self._entries.append(_Entry(path, value, _version, None))
+        elif _belongs_to_the_run(value):
+            self._stop(f"{path} is a {type(value).__name__}, which runs the step")
         elif isinstance(value, GENERATOR_TYPES):
             if is_generator(value):
                 self._entries.append(_Entry(path, value, state_of, put_back))
@@ -266,6 +269,12 @@ class ObjectState:
         self._num_items += len(values)
         if not _ATOMS.issuperset(set(map(type, values))):
             self._waiting += [(path, one) for one in values]
+
+
+def _belongs_to_the_run(value: Any) -> bool:
+    """A trainer, a strategy, its loops, loggers and wrappers of optimizers; not the hyperparameters."""
+    is_container = isinstance(value, dict | list | tuple | set)
+    return not is_container and type(value).__module__.partition(".")[0] in _RUN
 
 
 def _name_of(entry: _Entry, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:

@@ -90,7 +90,7 @@ def untouched(module: nn.Module, *, tensors: bool = True) -> Iterator[CopyOnWrit
     """
     parts, state = _with_those_outside(module)
     marks, owners = state.marks(), [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-    own = [(part, dict(part._parameters), dict(part._buffers)) for part in owners if tensors]
+    own = [(part, dict(part._parameters), dict(part._buffers)) for part in owners]
     held = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
     buffers = [tensor for part in parts for tensor in part._buffers.values() if tensor is not None]
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]

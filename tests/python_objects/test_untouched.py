@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 import lightning_dpx as dpx
 from lightning_dpx.activations import nothing_changed
+from lightning_dpx.python_objects.object_state import ObjectState
+from tests.conftest import make_loader, make_trainer
 
 RANDOM = np.random.default_rng(3)
 
@@ -111,3 +114,33 @@ def test_iterators_stay_where_they_are() -> None:
     dpx.search_plan(module, torch.rand(64, 64))
     assert not hasattr(module, "number")
     assert next(module.counter) == 2
+
+
+class KeepsOptimizer(LightningModule):
+    """Holds on to what leads to the trainer and all that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.found: list[str] = []
+
+    def on_train_start(self) -> None:
+        self.kept = {"optimizer": self.optimizers(), "callback": self.trainer.callbacks}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        state = ObjectState(list(self.modules()), follow_code=False)
+        self.found += [entry.path for entry in state._entries]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_runs_the_step_is_not_walked() -> None:
+    module = KeepsOptimizer()
+    trainer = make_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(module, make_loader())
+    assert any("KeepsOptimizer" in path for path in module.found)
+    assert not [path for path in module.found if "_strategy" in path or "_trainer" in path], module.found

@@ -305,7 +305,7 @@ def test_a_bad_budget_is_refused(budget: object) -> None:
 
 def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
     module, _, x = make(ORDINARY["residual cnn"])
-    with pytest.raises(dpx.PlanError, match=r"smallest that can is [\d.]+ MiB.*is saved by '") as error:
+    with pytest.raises(dpx.PlanError, match=r"smallest that can is [\d.]+ [KM]iB.*is saved by '") as error:
         dpx.search_plan(module, x, budget=1000)
     smallest = error.value.smallest
     assert smallest is not None

@@ -1,0 +1,108 @@
+"""Real models within budgets: the same bits, by the account of the allocator, and beside their own checkpointing."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dpx import PlanError
+from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.recompute import apply_plan, remove_plan, search_plan
+from tests.zoo.models import ZOO, Animal
+
+Result = TypeVar("Result")
+pytestmark = [
+    pytest.mark.zoo,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the libraries
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+_SHARES = (0.7, 0.45)
+_SLACK = 1.002  # of the budget
+
+
+@pytest.fixture(params=list(ZOO))
+def animal(request: pytest.FixtureRequest) -> Animal:
+    """One of the models, in training mode."""
+    torch.manual_seed(0)
+    return ZOO[request.param]()
+
+
+def gradients(animal: Animal, *, autocast: bool = False) -> list[Tensor]:
+    """Of one step from the same random numbers."""
+    animal.module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = animal.module(*animal.inputs)
+    loss.backward()
+    return [one.grad.clone() for one in animal.module.parameters() if one.grad is not None]
+
+
+def measured(animal: Animal) -> int:
+    """Bytes of a step at the most, by the allocator's own account."""
+    animal.module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    return peak_of_passing(lambda: animal.module(*animal.inputs).backward())
+
+
+def test_budgets_are_kept_with_the_same_bits_or_refused(animal: Animal) -> None:
+    buffers = copy.deepcopy(dict(animal.module.named_buffers()))
+    gradients(animal)  # what libraries make in their first step is there
+    unplanned = measured(animal)
+    _put_back(animal, buffers)
+    expected = gradients(animal)
+    for share in _SHARES:
+        budget = int(share * unplanned)
+        try:
+            plan = search_plan(animal.module, *animal.inputs, budget=budget)
+        except PlanError:
+            _is_below_the_floor(animal, budget)
+            continue
+        _put_back(animal, buffers)
+        _under(animal, plan, lambda: _same(gradients(animal), expected))
+        peak = _under(animal, plan, lambda: measured(animal))
+        assert peak <= _SLACK * budget, f"{peak / budget:.3f} of a budget of {share}"
+
+
+def test_other_shapes_and_precisions_follow_the_plan_to_the_same_bits(animal: Animal) -> None:
+    plan = search_plan(animal.module, *animal.inputs)
+    rows = max(1, len(animal.inputs[0]) // 2)
+    smaller = Animal(animal.module, tuple(one[:rows] for one in animal.inputs))
+    buffers = copy.deepcopy(dict(animal.module.named_buffers()))
+    for subject, autocast in ((smaller, False), (animal, True)):
+        if "edges" in buffers and subject is smaller:
+            continue  # its edges are those of all nodes
+        _put_back(animal, buffers)
+        expected = gradients(subject, autocast=autocast)
+        _put_back(animal, buffers)
+        _under(animal, plan, lambda s=subject, a=autocast, e=expected: _same(gradients(s, autocast=a), e))
+
+
+def _is_below_the_floor(animal: Animal, budget: int) -> None:
+    """The plan for as little as possible takes more than what was refused."""
+    plan = search_plan(animal.module, *animal.inputs)
+    assert plan.peak is not None
+    assert plan.peak > budget
+    assert _under(animal, plan, lambda: measured(animal)) <= 1.01 * plan.peak
+
+
+def _under(animal: Animal, plan: Any, call: Callable[[], Result]) -> Result:
+    apply_plan(animal.module, plan)
+    try:
+        return call()
+    finally:
+        remove_plan(animal.module)
+
+
+def _same(given: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(given) == len(expected)
+    for one, other in zip(given, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def _put_back(animal: Animal, buffers: dict[str, Tensor]) -> None:
+    """Batch norm's statistics, which every step changes."""
+    for name, buffer in animal.module.named_buffers():
+        buffer.copy_(buffers[name])
