@@ -41,6 +41,11 @@ class CopyOnWrite:
             if storage is not None and address not in self._kept:
                 self._kept[address] = storage, storage.clone()  # type: ignore[no-untyped-call]
 
+    @property
+    def has_seen_any(self) -> bool:
+        """Whether one of them has been written to."""
+        return bool(self._kept)
+
     def put_back(self) -> None:
         """All hold again what they held; from now on nothing is watched, and nothing held."""
         for storage, before in self._kept.values():

@@ -28,6 +28,7 @@ from lightning_dpx.devices import canonical_device, is_host
 from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
 from lightning_dpx.recompute.account import Account, Taken
 from lightning_dpx.recompute.as_on_accelerators import AsOnAccelerators
+from lightning_dpx.recompute.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter, Trial
 from lightning_dpx.recompute.rates import OperatorSeconds, rates_of
@@ -80,6 +81,7 @@ class RatedMeter(Meter):
         super().__init__(here)
         self.rates, self._target = rates_of(target), target
         self.parks, self.elsewhere = not is_host(target), here.type != target.type
+        self.times_steps = False  # nothing runs as fast here as it would there
         self._costs = OperatorSeconds(self.rates)
 
     def as_on_target(self) -> AbstractContextManager[Any]:
@@ -102,6 +104,10 @@ class RatedMeter(Meter):
         with trace, self._costs:
             tensor = repeat(value)
         return Trial(tensor, self._costs.seconds, max(trace.curve, default=0))
+
+    def bookkeeping(self) -> Bookkeeping:
+        """On the host as here; devices work while Python does."""
+        return Bookkeeping() if self.parks else measured_bookkeeping()
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
         """As the host does."""

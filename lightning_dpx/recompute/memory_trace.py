@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dpx.devices import synchronize
+from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.recompute.account import Taken, account_of
 
@@ -126,12 +126,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """The results of an operator, the seconds that it took, and the memory."""
         token = self._account.start()
-        start = time.perf_counter()
+        clock = time.thread_time if is_host(self._device) else time.perf_counter
+        start = clock()
         try:
             out = func(*args, **kwargs)
             synchronize(self._device)
         finally:
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             taken = self._account.stop(token)
         return out, seconds, taken
 

@@ -1,16 +1,17 @@
 """How a step is watched and its operators are tried: by running them where the step runs."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
-from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
+from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, untouched
 from lightning_dpx.recompute.account import account_of, hidden_on
+from lightning_dpx.recompute.bookkeeping import Bookkeeping, clock_of, measured_bookkeeping, step_seconds
 from lightning_dpx.recompute.call_course import CallCourse, course_of
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.parking import copy_seconds
@@ -40,6 +41,7 @@ class Meter:
     Attributes:
         basis: What the figures rest on, if not on a step that was measured.
         kinds: Types of the tensors of the step.
+        times_steps: Whether steps are timed as they are, and not by the trace.
         parks: Whether what is planned for is a device that can leave tensors in the host's memory.
     """
 
@@ -49,6 +51,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device, self._account = device, account_of(device)
         self.parks = not is_host(device)
+        self.times_steps = is_host(device)
         self._writes: CopyOnWrite | None = None
         if why := hidden_on(device):
             self.basis = f"without what operators take inside: {why}"
@@ -87,11 +90,32 @@ class Meter:
         return Trial(tensor, min(best, seconds), taken.most)
 
     def _repeated(self, value: Value) -> tuple[torch.Tensor, float]:
+        clock = clock_of(self.device)
         synchronize(self.device)
-        start = time.perf_counter()
+        start = clock()
         tensor = repeat(value)
         synchronize(self.device)
-        return tensor, time.perf_counter() - start
+        return tensor, clock() - start
+
+    def step_seconds(
+        self,
+        module: nn.Module,
+        run: Callable[[], torch.Tensor | None],
+        backward: Callable[[torch.Tensor], None],
+    ) -> tuple[float, float]:
+        """The time of a step, and that of its forward."""
+        return step_seconds(run, backward, self.device, partial(self._alone, module))
+
+    @contextmanager
+    def _alone(self, module: nn.Module, watches: bool) -> Iterator[CopyOnWrite | None]:
+        with self.nothing_changed(module):
+            writes = self._writes
+            with nullcontext() if writes is None or not watches else BeforeWrites(writes):
+                yield writes
+
+    def bookkeeping(self) -> Bookkeeping:
+        """What a planned step spends beside its operators."""
+        return measured_bookkeeping() if is_host(self.device) else Bookkeeping()
 
     def course_of(self, call: Value) -> CallCourse:
         """What ``call`` takes while it is made again.
@@ -114,13 +138,14 @@ class Meter:
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
         """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
-        start = time.perf_counter()
+        clock = clock_of(self.device)
+        start = clock()
         trial = Value(value.name, "")
         trial.tensor = value.tensor
         if not compress(trial):
             return None
         run_recipe(trial)
-        return trial.inputs[0].nbytes, time.perf_counter() - start
+        return trial.inputs[0].nbytes, clock() - start
 
     def copy_seconds(self, tensor: torch.Tensor) -> float:
         """To the host's memory or back, the slower of the two."""

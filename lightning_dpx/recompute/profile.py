@@ -39,6 +39,7 @@ from lightning_dpx.recompute.rematerialisation import Rematerialisation
 from lightning_dpx.recompute.values import Unnamed, Value, View, forget_recipe, used
 
 Run = Callable[[], torch.Tensor | None]
+_NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
 _PARKED = "it cannot be made again, and a step that runs a backward of its own parks nothing"
 
 
@@ -392,18 +393,45 @@ def profile_step(
             "one by one, and what the compiled code saves instead is kept. The peak may be another one.",
             stacklevel=2,
         )
-    names, meter = CallNames(module), meter or Meter(device)
+    meter = meter or Meter(device)
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
+    times = None
+    if meter.times_steps:
+        with uncompiled, torch.enable_grad():
+            times = _times(module, run, meter, backward, context)
+    names = CallNames(module)
     try:
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             lifetimes, operators = _natural_lifetimes(names, run, meter, context)
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             names.again = _Every()
             _stand_in_for_gradients(module, accumulates)
-            return _full_step(module, names, run, meter, backward, context, lifetimes, operators)
+            profile = _full_step(module, names, run, meter, backward, context, lifetimes, operators)
     finally:
         names.remove()
+    return profile if times is None else replace(profile, step_seconds=times[0], forward_seconds=times[1])
+
+
+def _times(
+    module: nn.Module,
+    run: Run,
+    meter: Meter,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[float, float]:
+    """Of a step, and its forward, as they are without anybody who watches."""
+
+    def forward() -> torch.Tensor | None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        with context():
+            result = run()
+        if result is not None and not result.requires_grad:
+            raise PlanError(_NO_LOSS)
+        return result
+
+    return meter.step_seconds(module, forward, backward)
 
 
 def _stand_in_for_gradients(module: nn.Module, accumulates: bool) -> None:
@@ -481,7 +509,7 @@ def _full_step(
         if result is None:
             forward_events = profiler.asks[0][0] if profiler.asks else forward_events
         elif not result.requires_grad:
-            raise PlanError("There is nothing to plan: the loss does not depend on any parameter that requires grad.")
+            raise PlanError(_NO_LOSS)
         else:
             profiler.try_new_values()
             backward(result)
@@ -558,7 +586,10 @@ def _measure(
     parked = {value for value in copying if refused[value]}
     for value in parked:
         seconds[value], refused[value] = 2 * copying[value], ""
-    seconds = _typical(seconds, sizes)
+    seconds, beside_operators = _typical(seconds, sizes), meter.bookkeeping().value
+    for value in found:
+        if value.make is not None or value in compact:
+            seconds[value] += beside_operators
     numbers: dict[Value, int] = {}
     for value, span in found.items():
         if span is None:

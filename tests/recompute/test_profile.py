@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpx.recompute import profile_module
+from lightning_dpx.recompute.bookkeeping import measured_bookkeeping
 
 
 class _Doubled(nn.Module):
@@ -60,3 +61,33 @@ class Forces(nn.Module):
         energy = self.two(torch.tanh(h))
         (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
         return energy + force.pow(2).sum()
+
+
+class InTurns(nn.Module):
+    """Writes to another one of its tensors in every forward; the turn is one that can be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(64, 64), 0
+        self.notes = [torch.zeros(4) for _ in range(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes[self.turn].add_(1.0)
+        self.turn += 1
+        return torch.tanh(self.layer(x))
+
+
+def test_steps_that_are_timed_leave_nothing_behind() -> None:
+    module = InTurns()
+    profile_module(module, torch.randn(32, 64))
+    assert module.turn == 0
+    assert not any(note.any() for note in module.notes)
+
+
+def test_what_is_dropped_costs_our_own_bookkeeping_as_well() -> None:
+    own = measured_bookkeeping().value
+    profile = profile_module(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()), torch.randn(32, 64))
+    droppable = [value for value in profile.values if value.name and not value.refused]
+    assert len(droppable) > 1
+    assert own > 0.0
+    assert all(value.seconds > own for value in droppable)
