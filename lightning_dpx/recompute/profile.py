@@ -329,14 +329,16 @@ class _Profiler(Rematerialisation):
             return
         self._holders.clear()
         synchronize(self._meter.device)
-        with torch.utils._python_dispatch._disable_current_modes(), self._meter.trying():
-            tried = _measure(self, dict(self._found), self._tried, self._meter)
+        try:
+            with torch.utils._python_dispatch._disable_current_modes(), self._meter.trying():
+                tried = _measure(self, dict(self._found), self._tried, self._meter)
+        finally:
+            self._found.clear()  # also where memory runs out: then all that is held goes
         for index, reference in self._untried:
             value = reference()
             if value is not None and value in self._tried:
                 self.numbers[index] = self._tried[value]
         self._untried.clear()
-        self._found.clear()
         for value in tried:
             value.learn(None, ())  # they would keep each other longer than autograd does
 
