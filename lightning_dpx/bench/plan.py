@@ -4,6 +4,7 @@ Each contestant's peak of activations is measured once, by the blocks that its s
 steps are timed in turns, and medians compared. For every peer our plan is made for that peer's own peak.
 """
 
+import copy
 import ctypes
 import statistics
 import sys
@@ -24,7 +25,7 @@ from lightning_dpx.bench.plan_peers import PEERS, compiled_models, require_compi
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainly
 from lightning_dpx.errors import PlanError
 from lightning_dpx.pictures import new_figure, save_figure
-from lightning_dpx.recompute import apply_plan, plan_profile, profile_step, remove_plan
+from lightning_dpx.recompute import CheckpointPlan, apply_plan, plan_profile, profile_step
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
 
@@ -106,13 +107,14 @@ def _running(model: Staged, runner: Runner) -> Iterator[None]:
         del model.runner
 
 
-@contextmanager
-def _planned(model: Staged, plan: Any) -> Iterator[None]:
-    apply_plan(model, plan)
-    try:
-        yield
-    finally:
-        remove_plan(model)
+def _planned(mode: str, model: Staged, plan: CheckpointPlan, x: Tensor) -> _Contestant:
+    """A copy of the model that follows ``plan`` for good: in its first step it learns where hooks are needed."""
+    own = copy.deepcopy(model)
+    apply_plan(own, plan)
+    contestant = _Contestant(mode, own, nullcontext, plan.peak)
+    for _ in range(2):
+        contestant.step(x)
+    return contestant
 
 
 def compare_plans(
@@ -205,7 +207,7 @@ def _compare(
             missing(f"{name}: {mode}: {error}")
             continue
         progress(f"{name}: {mode} planned in {time.perf_counter() - started:.2f} s")
-        contestants.append(_Contestant(mode, model, partial(_planned, model, plan), plan.peak))
+        contestants.append(_planned(mode, model, plan, x))
         peaks[mode] = contestants[-1].peak(x)
     expected = unplanned.gradients(x)
     agreement = {contestant.mode: _agreement(contestant.gradients(x), expected) for contestant in contestants}

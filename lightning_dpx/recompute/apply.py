@@ -22,9 +22,11 @@ from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, Run, profile_step
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
+from lightning_dpx.recompute.routine import Practised
 from lightning_dpx.recompute.search import SearchPlanner
 from lightning_dpx.recompute.ways_to_park import as_planned
 
+_WATCHED = 8  # steps
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 
 
@@ -38,8 +40,8 @@ def search_plan(
 ) -> CheckpointPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
-    Runs a forward without and one with its backward; parameters, gradients, buffers and random generators stay as they
-    were. The time grows with the size of the step, not with that of the search.
+    Runs a few steps to time them, then a forward without and one with its backward; parameters, gradients, buffers and
+    random generators stay as they were. The time grows with the size of the step, not with that of the search.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
@@ -202,33 +204,33 @@ def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[in
 class AppliedPlan:
     """A plan at work on a module.
 
-    Attributes:
+    Args:
+        module: What runs.
         plan: Which.
+        watches: Whether somebody looks at what is ``unknown``. Then the first steps are followed tensor by tensor,
+            and as many again after one that was another than those before.
+
+    Attributes:
+        plan: Likewise.
     """
 
-    def __init__(self, module: nn.Module, plan: CheckpointPlan) -> None:
+    def __init__(self, module: nn.Module, plan: CheckpointPlan, *, watches: bool = False) -> None:
         self.plan = plan
-        self._names = CallNames(module, again=plan.calls)
-        self._values = Rematerialisation(
-            self._names,
-            plan.names("recompute", "recompute each time"),
-            [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
-            plan.names("compress"),
-            plan.names("park"),
-            plan.overlap,
-            frozenset(decision.name for decision in plan.decisions),
-        )
         self._local = threading.local()
-        root = _RootHooks(self)
-        self._handles = [
-            module.register_forward_pre_hook(root, prepend=True),
-            module.register_forward_hook(root.leave, always_call=True),
-        ]
+        self._handles: list[Any] = []
+        self._values: Rematerialisation | None = None
+        if plan.dropped or watches:
+            self._values = _values_of(module, plan, watches=watches)
+            root = _RootHooks(self)
+            self._handles = [
+                module.register_forward_pre_hook(root, prepend=True),
+                module.register_forward_hook(root.leave, always_call=True),
+            ]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """What runs in here follows the plan; within itself it does nothing more."""
-        if getattr(self._local, "active", False) or not torch.is_grad_enabled():
+        if self._values is None or getattr(self._local, "active", False) or not torch.is_grad_enabled():
             yield
             return
         self._local.active = True
@@ -253,18 +255,41 @@ class AppliedPlan:
     @property
     def not_found(self) -> dict[str, str]:
         """Values that the plan drops but that had to be kept, and why."""
-        return {name: why for name, why in self._values.refused.items() if name in self.plan.dropped}
+        refused = {} if self._values is None else self._values.refused
+        return {name: why for name, why in refused.items() if name in self.plan.dropped}
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Bytes of values that a backward has asked for and of which the plan knows nothing, by name."""
-        return self._values.unknown
+        """Bytes of values that a backward has asked for and of which the plan knows nothing, by name.
+
+        Only of a plan that watches, and of steps that are followed tensor by tensor.
+        """
+        return {} if self._values is None else self._values.unknown
 
     def remove(self) -> None:
         """Takes its hooks off."""
-        self._names.remove()
+        if self._values is not None:
+            self._values.remove()
         for handle in self._handles:
             handle.remove()
+
+
+def _values_of(module: nn.Module, plan: CheckpointPlan, *, watches: bool) -> Rematerialisation:
+    """What follows ``plan``; with calls that are made again, or compiled parts, call by call for good."""
+    names = CallNames(module, again=plan.calls)
+    dropped = plan.names("recompute", "recompute each time")
+    options = (
+        dropped,
+        [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
+        plan.names("compress"),
+        plan.names("park"),
+        plan.overlap,
+        frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
+    )
+    if plan.calls or names.compiled:
+        return Rematerialisation(names, *options)
+    trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
+    return Practised(names, trusted, *options, watched=_WATCHED if watches else 1)
 
 
 class _RootHooks:
@@ -285,11 +310,17 @@ class _RootHooks:
             self._applied.leave()
 
 
-def apply_plan(module: nn.Module, plan: CheckpointPlan) -> AppliedPlan:
+def apply_plan(module: nn.Module, plan: CheckpointPlan, *, watches: bool = False) -> AppliedPlan:
     """From now on forward passes of ``module`` that record gradients follow ``plan``.
 
     Gradients stay what they were, to the bit on the host. What runs beside ``module.forward`` (a ``training_step`` that
     calls submodules) follows it inside ``applied.active()``; the strategy and the callback take care of that.
+
+    Args:
+        module: What the plan was made for.
+        plan: Which.
+        watches: Whether ``applied.unknown`` shall tell of steps that save what the plan knows nothing of. The first
+            steps take a little longer then.
 
     Raises:
         PlanError: the plan does not belong to the module, or one is applied already.
@@ -297,7 +328,7 @@ def apply_plan(module: nn.Module, plan: CheckpointPlan) -> AppliedPlan:
     if module in _APPLIED:
         raise PlanError("A plan is applied already; call remove_plan(module) first.")
     plan.check(module)
-    applied = _APPLIED[module] = AppliedPlan(module, plan)
+    applied = _APPLIED[module] = AppliedPlan(module, plan, watches=watches)
     return applied
 
 

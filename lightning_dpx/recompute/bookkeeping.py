@@ -1,7 +1,7 @@
 """What a planned step spends beside its operators: on noting what is dropped, and on finding it again.
 
 It is measured once in a process, on a model of small tensors whose operators cost next to nothing: the time of a
-planned step, less that of the same step where the plan drops nothing and of the operators that are repeated. Where
+planned step, less that of the same step without a plan and of the operators that are repeated. Where
 operators run beside Python, as on accelerators, such time is hidden and does not count.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.recompute.call_names import CallNames
-from lightning_dpx.recompute.rematerialisation import Rematerialisation
+from lightning_dpx.recompute.routine import Practised
 
 _WIDTH, _GROUPS, _ROUNDS, _WARM = 1024, 12, 7, 3
 _STEPS, _ENOUGH = 2, 0.5  # seconds
@@ -46,21 +46,21 @@ def measured_bookkeeping() -> Bookkeeping:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         parts = [_Wave() for _ in range(6 * _GROUPS)]
         module = nn.Sequential(*parts)
-        x = torch.ones(_WIDTH + 1, requires_grad=True)
+        x = torch.ones(_WIDTH + 1, device="cpu", requires_grad=True)
         # The first two of six: each saves its input, which the one before has made.
         dropped = [f"{6 * group + place}:1" for group in range(_GROUPS) for place in (1, 2)]
-        names = CallNames(module)
+        plain = _seconds(lambda: module(x).sum().backward())
+        values = Practised(CallNames(module), {"SinBackward0"}, dropped)
         try:
-            kept = _seconds(partial(_planned_step, Rematerialisation(names), module, x))
-            planned = _seconds(partial(_planned_step, Rematerialisation(names, dropped), module, x))
+            planned = _seconds(partial(_planned_step, values, module, x))
         finally:
-            names.remove()
+            values.remove()
         with torch.no_grad():
             again = _seconds(lambda: [torch.sin(x) for _ in dropped])
-    return Bookkeeping(value=max(0.0, planned - kept - again) / len(dropped))
+    return Bookkeeping(value=max(0.0, planned - plain - again) / len(dropped))
 
 
-def _planned_step(values: Rematerialisation, module: nn.Module, x: Tensor) -> None:
+def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:
     with values.active():
         result = module(x).sum()
     result.backward()

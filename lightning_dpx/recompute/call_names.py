@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -21,14 +21,18 @@ class _Running:
         stack: Name, number of values so far and what is noted of the running calls, innermost last.
         saved: Tensors that autograd has saved so far.
         noted: The calls that may have to be made again.
+        given: The name of the next value, where somebody else gives names.
+        watch: Told of every call.
     """
 
-    __slots__ = ("noted", "saved", "stack")
+    __slots__ = ("given", "noted", "saved", "stack", "watch")
 
     def __init__(self) -> None:
         self.stack: list[list[Any]] = [["", 0, None]]
         self.saved = 0
         self.noted: list[weakref.ref[Call]] = []
+        self.given: str | None = None
+        self.watch: Callable[[str, int], None] | None = None
 
 
 class CallNames:
@@ -41,26 +45,44 @@ class CallNames:
     Attributes:
         again: Likewise.
         compiled: The parts that no hooks are in, as of :func:`compiled_parts`.
+        parts: The modules with hooks, by path.
     """
 
     def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
         self._local, self.again, self._states = threading.local(), again, States()
         self._running: list[_Running] = []
-        self._handles = []
+        self._handles: list[Any] = []
         self.compiled = compiled = compiled_parts(module)
+        self.parts: dict[str, nn.Module] = {}
         for path, child in module.named_modules():
             if any(path.startswith(f"{part}.") or (path == part and calls_itself) for part, calls_itself in compiled):
                 continue  # hooks would be compiled, too
             if child is not module and not isinstance(child, torch.jit.ScriptModule):
-                enter = _Enter(self, path)
-                self._handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                self._handles.append(child.register_forward_hook(enter.leave, always_call=True))
+                self.parts[path] = child
+        self.install()
+
+    def install(self) -> None:
+        """Puts the hooks on."""
+        for path, part in self.parts.items():
+            enter = _Enter(self, path)
+            self._handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(enter.leave, always_call=True))
 
     def begin(self) -> None:
         """A new step of this thread."""
         self._local.running = running = _Running()
         self._local.stack, self._local.calls = running.stack, {}
         self._running.append(running)
+
+    def watch(self, watch: Callable[[str, int], None]) -> None:
+        """From now on ``watch`` is told of every call of this step: its path, and how many there were of it."""
+        self._local.running.watch = watch
+
+    def give(self, name: str) -> None:
+        """The name of the next value."""
+        running = self._saving
+        if running is not None:
+            running.given = name
 
     @property
     def stack(self) -> list[list[Any]] | None:
@@ -129,6 +151,8 @@ class CallNames:
         running = self._saving
         if running is None:
             return _OF_NO_CALL
+        if running.given is not None:
+            return running.given
         call = running.stack[-1]
         call[1] += 1
         return f"{call[0]}:{call[1]}"
@@ -137,6 +161,7 @@ class CallNames:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
 
 def compiled_parts(module: nn.Module) -> list[tuple[str, bool]]:
@@ -163,6 +188,9 @@ class _Enter(Passive):
         if names is not None and stack is not None:
             calls = names.calls
             calls[self._path] = number = calls.get(self._path, 0) + 1
+            watch = names._local.running.watch
+            if watch is not None:
+                watch(self._path, number)
             name = self._path if number == 1 else f"{self._path}#{number}"
             stack.append([name, 0, names.note(module, name, args, kwargs) if name in names.again else None])
 

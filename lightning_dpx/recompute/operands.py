@@ -51,7 +51,15 @@ _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
 
 
 class Operands(TorchFunctionMode):
-    """Notes operands outside of the graph at the nodes of the calls in here, for a few us a call of any function."""
+    """Notes operands outside of the graph at the nodes of the calls in here, for a few us a call of any function.
+
+    Args:
+        watch: Told of every node with a note.
+    """
+
+    def __init__(self, watch: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self._watch = watch
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -61,28 +69,35 @@ class Operands(TorchFunctionMode):
         if places is not None:
             first = result[0] if type(result) is tuple else result
             if type(first) in _PLAIN and first.requires_grad:
-                _note(func, first, _outside(places, args, kwargs or {}), args, kwargs or {})
+                node = _note(func, first, _outside(places, args, kwargs or {}), args, kwargs or {})
+                if node is not None and self._watch is not None:
+                    self._watch(node)
         return result
 
 
 def _note(
     func: Callable[..., Any], result: Tensor, outside: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    """At the node that made ``result``: its first caller's notes, as others may hand out what they were given."""
+) -> Any:
+    """At the node that made ``result``: its first caller's notes, as others may hand out what they were given.
+
+    Returns:
+        The node, if there was none yet.
+    """
     node = result.grad_fn
     if node is not None and node.name() in _VIEWS:  # several rows are one matrix for the operator itself
         node = node.next_functions[0][0]
     if node is None:
-        return
+        return None
     notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
     if _TAG in notes:
-        return
+        return None
     if outside:
         notes[_TAG] = [_noted(operand) for operand in outside]
     if func is F.batch_norm and not _given(args, kwargs, 5, "training"):
         mean, variance = _given(args, kwargs, 1, "running_mean"), _given(args, kwargs, 2, "running_var")
         if isinstance(mean, Tensor) and isinstance(variance, Tensor):
             notes[_COPIES] = {"running_mean": mean.detach().clone(), "running_var": variance.detach().clone()}
+    return node
 
 
 def _given(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:

@@ -396,6 +396,8 @@ def profile_step(
             stacklevel=2,
         )
     meter = meter or Meter(device)
+    with torch.utils._python_dispatch._disable_current_modes():
+        meter.bookkeeping()  # before hooks of ours are on
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
     times = None

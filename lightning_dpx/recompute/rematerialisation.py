@@ -43,6 +43,7 @@ from lightning_dpx.recompute.values import (
     compress,
     compute,
     forget_recipe,
+    keep,
     make_fleeting,
     park,
     refuse_changed,
@@ -95,6 +96,7 @@ class Rematerialisation:
         self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
+        self.reached: list[weakref.ref[Value]] | None = None  # that others are made from, found along the graph
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -102,34 +104,34 @@ class Rematerialisation:
         self._names.begin()
         self._values.clear()
         noting = self._want_operands and not self._names.compiled  # code is compiled for the modes that are on
-        pack: Pack = self._pack if noting else self.pack
-        operands = self._operands if noting else nullcontext()
-        if self._names.again:
-            pack = self._counted(pack)
-        if self._names.compiled:
-            pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]  # or it would be compiled as well
         self._want_operands = False
+        pack: Pack = self._counted if self._names.again else self.pack
+        wrap: Callable[[Pack], Pack] = _unseen if noting else _as_it_is
+        if self._names.compiled:
+            wrap = torch.compiler.disable  # or it would be compiled as well
         try:
-            with COLLECTOR.resting(), STEP_ASIDE.hooks(pack, self.unpack), operands:
+            with COLLECTOR.resting(), self.hooks(pack, wrap, noting=noting):
                 yield
         finally:
             self._names.end()
             self._parking.settle()
             self._decide_fleeting()
 
-    def _counted(self, pack: Pack) -> Pack:
-        """``pack``, with a number for every tensor, by which a call that is made again knows it."""
+    def remove(self) -> None:
+        """Takes the hooks off the modules."""
+        self._names.remove()
 
-        def count(tensor: torch.Tensor) -> Any:
-            self._names.count()
-            return pack(tensor)
+    @contextmanager
+    def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
+        """The hooks of a forward: what calls ``pack``, as ``wrap`` makes it, and notes operands if wanted."""
+        operands = self._operands if noting else nullcontext()
+        with STEP_ASIDE.hooks(wrap(pack), self.unpack), operands:
+            yield
 
-        return count
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        """:meth:`pack`, unseen by the mode that notes operands, which would see every attribute."""
-        with torch._C.DisableTorchFunction():
-            return self.pack(tensor)
+    def _counted(self, tensor: torch.Tensor) -> Any:
+        """:meth:`pack`, with a number for every tensor, by which a call that is made again knows it."""
+        self._names.count()
+        return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
@@ -298,6 +300,8 @@ class Rematerialisation:
         """What flows along an edge of the graph. A view of a value is no value of its own."""
         value = known_value(node, output)
         if value is not None:
+            if self.reached is not None:
+                self.reached.append(weakref.ref(value))
             return value
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
@@ -314,19 +318,21 @@ class Rematerialisation:
             for source in value.sources:
                 source.want()
         _register(node, output, value)
+        if self.reached is not None:
+            self.reached.append(weakref.ref(value))
         return value
 
     def constant(self, node: Any, index: int, most: int) -> Any:
         """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
-        self.want_operands()
+        self.want_operands(node)
         found = operand_of(node, index)
         if not isinstance(found, Reference):
             return found
         value = self.keep_constant(found.base(most))
         return value if found.view is None else View(value, found.look)
 
-    def want_operands(self) -> None:
-        """The next step notes operands, too."""
+    def want_operands(self, node: Any) -> None:
+        """The next step notes operands, too: a recipe has asked for those of ``node``."""
         self._want_operands = True
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
@@ -352,11 +358,17 @@ class Rematerialisation:
     def packed(self, node: Any, saved: Any) -> Any:
         """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
         hook = saved.unpack_hook
-        if hook is None or hook == self.unpack:
+        if hook == self.unpack:
             return saved.data
+        if hook is None:  # saved where no hooks were on
+            return _unnamed(saved.data)
         raise NotRecomputable(
             f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
         )
+
+    def is_unknown(self, name: str) -> bool:
+        """Whether nothing was decided about the value of that name."""
+        return name not in self._known
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
@@ -375,7 +387,7 @@ class Rematerialisation:
             else:
                 if base._version != value.version:
                     refuse_changed(value)
-                if self._known and value.operator and value.name not in self._known:
+                if self._known and value.operator and self.is_unknown(value.name):
                     self.unknown[value.name] = base.nbytes
             tensor: torch.Tensor = base if saved is value else saved.read()
             asked(value)
@@ -388,6 +400,27 @@ _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 def _identity_of(base: torch.Tensor) -> Identity:
     storage, offset = base.untyped_storage()._cdata, int(base.storage_offset())
     return Identity(storage, base._version, base.dtype, base.size(), base.stride(), offset)
+
+
+def _unnamed(found: Any) -> Any:
+    """What autograd holds itself, without the graph that led to it."""
+    if not isinstance(found, torch.Tensor) or (found.ndim == 0 and not found.requires_grad):
+        return found  # a number, which may come as a tensor
+    return keep(found)
+
+
+def _as_it_is(pack: Pack) -> Pack:
+    return pack
+
+
+def _unseen(pack: Pack) -> Pack:
+    """``pack``, unseen by the mode that notes operands, which would see every attribute."""
+
+    def unseen(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return pack(tensor)
+
+    return unseen
 
 
 def known_value(node: Any, output: int) -> Value | None:
@@ -443,7 +476,7 @@ class Node:
 
     def copies(self, *names: str) -> list[torch.Tensor]:
         """What these inputs held when the operator ran, of those that are written to without a new version."""
-        self._owner.want_operands()
+        self._owner.want_operands(self._node)
         return [copy_of(self._node, name) for name in names]
 
     def saved(self, name: str, edge: int | None = None) -> Any:
@@ -452,6 +485,8 @@ class Node:
             source, output = self._node.next_functions[edge]
             known = None if source is None else known_value(source, output)
             if known is not None and known.identity is not None:
+                if self._owner.reached is not None and self._owner.read_saved(self._node, name) is None:
+                    self._owner.reached.append(weakref.ref(known))
                 return known  # saved, so nobody may have written to it
         found = self._owner.read_saved(self._node, name)
         if found is not None:

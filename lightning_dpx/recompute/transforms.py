@@ -27,6 +27,13 @@ class _StepAside:
     @contextmanager
     def hooks(self, pack: _Hook, unpack: _Hook) -> Iterator[None]:
         """Saved-tensor hooks that transforms do not mind."""
+        with self.standing_in(), graph.saved_tensors_hooks(pack, unpack):
+            self.are((pack, unpack))
+            yield
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Transforms do not mind hooks of which :meth:`are` has told."""
         with self._lock:
             if not self._users:
                 self._original = graph.disable_saved_tensors_hooks
@@ -34,9 +41,7 @@ class _StepAside:
             self._users += 1
         outer = getattr(self._local, "hooks", None)
         try:
-            with graph.saved_tensors_hooks(pack, unpack):
-                self._local.hooks = pack, unpack
-                yield
+            yield
         finally:
             self._local.hooks = outer
             with self._lock:
@@ -44,8 +49,19 @@ class _StepAside:
                 if not self._users:
                     graph.disable_saved_tensors_hooks = self._original  # type: ignore[assignment]
 
+    @property
+    def count(self) -> int:
+        """Transforms of this thread so far."""
+        count: int = getattr(self._local, "count", 0)
+        return count
+
+    def are(self, hooks: tuple[_Hook, _Hook] | None) -> None:
+        """The hooks that are on from now on in this thread; ``None`` if none are."""
+        self._local.hooks = hooks
+
     @contextmanager
     def _disable(self, message: str) -> Iterator[None]:
+        self._local.count = self.count + 1
         mine = getattr(self._local, "hooks", None)
         top = _autograd._top_saved_tensors_default_hooks(True)  # type: ignore[call-arg]
         if mine is None or top is None or tuple(top) != mine:
@@ -57,7 +73,8 @@ class _StepAside:
             with self._original(message):
                 yield
         finally:
-            _autograd._push_saved_tensors_default_hooks(*mine)
+            if getattr(self._local, "hooks", None) == mine:  # else they went off in there
+                _autograd._push_saved_tensors_default_hooks(*mine)
 
 
 STEP_ASIDE = _StepAside()

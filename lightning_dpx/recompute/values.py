@@ -139,6 +139,11 @@ class Value:
         self.wanted_by += 1
 
 
+def keep(tensor: torch.Tensor) -> Unnamed:
+    """A tensor that is kept, without the graph that leads to it."""
+    return Unnamed(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+
 class View:
     """A value as an operator got it, or as autograd saved it, where that is not the whole value as it is."""
 
@@ -200,11 +205,18 @@ def read(entry: Any) -> Any:
 
 def compute(wanted: Value) -> torch.Tensor:
     """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
+    is_plain = _surroundings_are_plain()
+    if is_plain and not isinstance(wanted.make, Again) and _has_all(wanted):  # as it is nearly always
+        made_now = wanted.tensor = run_recipe(wanted)
+        used(wanted)
+        return made_now
     stack, made, later = [wanted], set[Value](), list[Value]()
     while stack:
-        # A function mode of the step, such as a shift's, must not move what is repeated where it was.
-        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        if is_plain:
             _compute_operators(stack, made, later)
+        else:  # a function mode of the step, such as a shift's, must not move what is repeated where it was
+            with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+                _compute_operators(stack, made, later)
         if stack:
             call = stack.pop()
             call.tensor = run_recipe(call)  # with gradients and autocast as in forward
@@ -214,6 +226,17 @@ def compute(wanted: Value) -> torch.Tensor:
     tensor = wanted.tensor
     assert tensor is not None, "the loop ends with it"
     return tensor
+
+
+def _surroundings_are_plain() -> bool:
+    """Whether operators run without gradients, autocast and function modes anyway; contexts for that take longer."""
+    return not (
+        torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or torch._C._is_torch_function_mode_enabled()
+    )
+
+
+def _has_all(value: Value) -> bool:
+    return all(source.tensor is not None for source in value.sources)
 
 
 def _compute_operators(stack: list[Value], made: set[Value], later: list[Value]) -> None:

@@ -287,7 +287,7 @@ class MemoryPlanning:
     def _put_on(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas if self.plans else ():  # also those without a share today
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
-            apply_plan(replica.module, known_plan)
+            apply_plan(replica.module, known_plan, watches=True)
         self._steps = 0
 
     def tighten(self, replicas: ReplicaSet, batch: Any, shares: Sequence[Share], run: Step, static: StaticOf) -> str:

@@ -475,7 +475,7 @@ def test_nobody_pays_for_calls_that_are_not_made_again() -> None:
     assert not applied.plan.calls
     with applied.active():
         module(x)
-        (running,) = applied._names._running
+        (running,) = applied._values._names._running
         assert running.saved == 0
         assert not running.noted
 

@@ -354,7 +354,7 @@ def test_writing_into_a_kept_value_is_noticed() -> None:
     loss = module(x).sum()
     with torch.no_grad():
         hidden[0].zero_()
-    with pytest.raises(RuntimeError, match=r"changed in place: 1:1 of shape \[64, 64\], the output of TanhBackward0"):
+    with pytest.raises(RuntimeError, match=r"by an inplace operation: .*\[64, 64\]\], which is output 0 of Tanh"):
         loss.backward()
 
 
@@ -375,7 +375,7 @@ def test_one_graph_through_two_forwards() -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
     plain, x = copy.deepcopy(module), torch.randn(32, 64)
-    applied = dpx.apply_plan(module, dpx.search_plan(module, x))
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
     for one in (plain, module):
         one(one(x) + one(x) * 2.0).sum().backward()
         one(one(x)).sum().backward()
@@ -386,7 +386,7 @@ def test_one_graph_through_two_forwards() -> None:
     for _ in range(2):
         result = module(result)
         names.append([value.name for known in applied._values._values.values() if (value := known()) is not None])
-    assert names[0] == names[1] == ["0:1", "1:1", "3:1"]
+    assert set(names[0]) == set(names[1]) == applied.plan.dropped
 
 
 def test_gradients_of_gradients() -> None:
