@@ -183,10 +183,15 @@ class _Traced:
         self.notes.released(self.index, self.entry)
 
 
+class _AsksItselfError(Exception):
+    """A run in which nothing was kept has a backward of its own."""
+
+
 class _Profiler(Rematerialisation):
-    """Keeps everything and notes who asks for it; or, for the first run, keeps copies that nobody counts.
+    """Keeps everything and notes who asks for it; or, for the first run, nothing, or ``copies`` that nobody counts.
 
     Attributes:
+        asks_itself: Whether a backward of the step's own found nothing.
         spans: The memory of every value that was saved, by name.
         values: What was found out about them, and about what they are computed from.
         memories: The name of the first value in each storage, and its memory.
@@ -196,10 +201,11 @@ class _Profiler(Rematerialisation):
         ends: By what autograd holds, the event at which it let go of it.
     """
 
-    def __init__(self, names: CallNames, trace: MemoryTrace, meter: Meter, *, keep: bool) -> None:
+    def __init__(self, names: CallNames, trace: MemoryTrace, meter: Meter, *, keep: bool, copies: bool = False) -> None:
         super().__init__(names)
         self.kinds = meter.kinds
-        self._trace, self._meter, self._keep = trace, meter, keep
+        self._trace, self._meter, self._keep, self._copies = trace, meter, keep, copies
+        self.asks_itself = False
         self.spans: dict[str, Allocation | None] = {}
         self.saved: dict[str, int] = {}  # the events, by name
         self.values: list[SavedValue] = []
@@ -231,9 +237,11 @@ class _Profiler(Rematerialisation):
             if self._keep:
                 self._found[value] = self.spans[value.name]
                 self.saved[value.name] = self._trace.now
-            else:
+            elif self._copies:
                 self._keep_copy(value, tensor if tensor._base is None else tensor._base)
         if not self._keep:
+            if not self._copies:
+                value.let_go(tensor)
             return packed
         self._holders[value.name] = self._holders.get(value.name, 0) + 1
         self._untried.append((len(self._held), weakref.ref(value)))
@@ -270,6 +278,9 @@ class _Profiler(Rematerialisation):
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Traced):
+            if not self._keep and not self._copies:
+                self.asks_itself = True
+                raise _AsksItselfError
             return super().unpack(saved)
         self.try_new_values()
         event = self._trace.mark()
@@ -406,8 +417,13 @@ def profile_step(
             times = _times(module, run, meter, backward, context)
     names = CallNames(module)
     try:
-        with uncompiled, meter.nothing_changed(module), torch.enable_grad():
-            lifetimes, operators = _natural_lifetimes(names, run, meter, context)
+        try:
+            with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+                lifetimes, operators = _natural_lifetimes(names, run, meter, context)
+        except _AsksItselfError as asked:
+            traceback.clear_frames(asked.__traceback__)
+            with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+                lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=True)
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
             names.again = _Every()
             _stand_in_for_gradients(module, accumulates)
@@ -475,14 +491,25 @@ class _Gradients:
 
 
 def _natural_lifetimes(
-    names: CallNames, run: Run, meter: Meter, context: Callable[[], AbstractContextManager[Any]]
+    names: CallNames,
+    run: Run,
+    meter: Meter,
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    copies: bool = False,
 ) -> tuple[dict[str, int | None], int]:
-    """The operator after which each value is no longer used by the run itself, and the number of operators."""
+    """The operator after which each value is no longer used by the run itself, and the number of operators.
+
+    Raises:
+        _AsksItselfError: the run has a backward of its own, for which ``copies`` of what autograd saves must be kept.
+    """
     trace = meter.trace()
-    profiler = _Profiler(names, trace, meter, keep=False)
+    profiler = _Profiler(names, trace, meter, keep=False, copies=copies)
     with trace, context(), profiler.active():
         result = run()
         count = len(trace.operators)
+    if profiler.asks_itself:  # and somebody has caught it
+        raise _AsksItselfError
     lives = {name: (span.died_operator if span is not None else None) for name, span in profiler.spans.items()}
     del result
     return lives, count

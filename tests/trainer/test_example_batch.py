@@ -60,12 +60,6 @@ def test_a_budget_without_room_for_parameters_is_refused_before_data_are_loaded(
     assert "parameters, gradients and optimizer state alone take" in str(error)
 
 
-def test_manual_optimization_is_refused_before_data_are_loaded() -> None:
-    model = watched()
-    model.automatic_optimization = False
-    assert "manual optimization" in str(refused(model, memory_budget="auto"))
-
-
 def test_an_example_batch_that_cannot_fit_is_refused_before_data_are_loaded() -> None:
     error = refused(watched(), memory_budget="10MiB", example_batch=rows(512))
     assert "smallest that can is" in str(error)
