@@ -417,9 +417,11 @@ def profile_step(
             times = _times(module, run, meter, backward, context)
     names = CallNames(module)
     try:
+        # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
+        by_hand = not getattr(module, "automatic_optimization", True)
         try:
             with uncompiled, meter.nothing_changed(module), torch.enable_grad():
-                lifetimes, operators = _natural_lifetimes(names, run, meter, context)
+                lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=by_hand)
         except _AsksItselfError as asked:
             traceback.clear_frames(asked.__traceback__)
             with uncompiled, meter.nothing_changed(module), torch.enable_grad():
