@@ -540,7 +540,7 @@ def _full_step(
         if result is None and not profiler.asks:
             raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
         if result is None:
-            forward_events = profiler.asks[0][0] if profiler.asks else forward_events
+            forward_events = profiler.asks[0][0]
         elif not result.requires_grad:
             raise PlanError(_NO_LOSS)
         else:
@@ -655,9 +655,8 @@ def _measure(
         for value in new
     ]
     tried.update((value, order[value]) for value in new)
-    if (
-        profiler.is_over
-    ):  # whether what has gone in a step with backwards of its own is needed in another one, who knows
+    # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
+    if profiler.is_over:
         profiler.values += [_dead_value(dead, order, profiler.storages, profiler.memories) for dead in profiler.dead]
     return new
 

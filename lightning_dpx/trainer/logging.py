@@ -62,10 +62,8 @@ def replay(
         counts = weights_of([share for share, _, _ in present])
         given = [options.get("batch_size") for _, _, options in present]
         rows = [one or count for one, count in zip(given, counts.rows, strict=True)]
-        if any(given):
-            options["batch_size"] = rules.merge_batch_sizes(
-                path_of(key), rows
-            )  # else Lightning counts the rows of the whole batch, as it always does
+        if any(given):  # else Lightning counts the rows of the whole batch, as it always does
+            options["batch_size"] = rules.merge_batch_sizes(path_of(key), rows)
         if isinstance(present[0][1], Metric):
             module.log(key[0], present[0][1], **options)  # the replicas share it
             continue

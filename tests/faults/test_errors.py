@@ -240,12 +240,9 @@ def test_cases_05_and_11_the_same_object_comes_out(error: BaseException, phase: 
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 
 
-UNNOTICED = 2**15  # bytes that another device's backward may still hold when the first one's error is known
-
-
 def free_again(before: list[int], after: list[int]) -> bool:
     """Whether every device holds as much as before, in bytes."""
-    return all(now <= then + UNNOTICED for then, now in zip(before, after, strict=True))
+    return all(now <= then for then, now in zip(before, after, strict=True))
 
 
 class Retries(LightningModule):
@@ -452,7 +449,7 @@ class Written(Faulty):
         loss = F.cross_entropy(self.head(hidden[-1]), batch[1].repeat(64))
         if batch_idx == 1 and self.global_rank in self.which:
             with torch.no_grad():
-                for each in hidden[:-1]:
+                for each in hidden[:-2]:  # the last is asked for by an operator that keeps it
                     each.zero_()
         return loss
 
@@ -461,14 +458,13 @@ def test_case_04_an_error_in_the_recomputation_of_a_plan(execution: str) -> None
     torch.manual_seed(0)
     model = Written((1,))
     batch = [part[:6] for part in next(iter(make_loader()))]
-    plan = dpx.search_plan(Written(), batch, budget=0.94)
+    plan = dpx.search_plan(Written(), batch)  # which drops all that it can
     assert plan.dropped
     error, _ = fail(
         model, execution, RuntimeError, strategy=dpx.DPXStrategy(verify="off", execution=execution, plan=plan)
     )
     note_of(error, 1, "backward")
-    own_words = "modified by an inplace operation"  # of what autograd keeps itself, where the plan drops nothing
-    assert "changed in place: net." in str(error) or own_words in str(error), "names the entry of the plan"
+    assert "changed in place: net." in str(error), "names the entry of the plan"
 
 
 class Blocked(Faulty):

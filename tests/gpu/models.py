@@ -26,6 +26,12 @@ class Subject:
         outputs = self.module(*self.inputs)
         outputs.float().pow(2).mean().backward()
 
+    def activations(self, place: Place) -> int:
+        """Bytes that a step takes at the most, less the gradients that stay: what a budget of activations means."""
+        self.module.zero_grad(set_to_none=True)
+        peak = place.peak_of(self.step)
+        return peak - sum(one.grad.nbytes for one in self.module.parameters() if one.grad is not None)
+
     def gradients(self) -> list[Tensor]:
         """Of one step."""
         self.step()

@@ -3,10 +3,12 @@
 import gzip
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -68,6 +70,18 @@ class Place:
         step()
         self.synchronize()
         return int(self.module.max_memory_allocated(self.device)) - int(before)
+
+    def seconds_of(self, step: Callable[[], object], rounds: int = 7) -> float:
+        """The median of ``rounds`` steps, each waited for, after one that is not counted."""
+        step()
+        times = []
+        for _ in range(rounds):
+            self.synchronize()
+            start = time.perf_counter()
+            step()
+            self.synchronize()
+            times.append(time.perf_counter() - start)
+        return median(times)
 
     @contextmanager
     def recording(self, name: str) -> Iterator[None]:

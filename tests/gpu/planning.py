@@ -1,7 +1,5 @@
 """Plans on the device: bits, peaks by the allocator's own account, and times, predicted and measured."""
 
-import time
-from statistics import median
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ def dry_plans_against_real_ones(place: Place) -> dict[str, Any]:
         subject.step()
         dry = profile_module(subject.module, *subject.inputs, device=place.kind)
         real = profile_module(subject.module, *subject.inputs)
-        measured = _activations(place, subject)
+        measured = subject.activations(place)
         figures[name] = {
             "dry peak over measured": round(dry.peak / measured, 4),
             "profiled peak over measured": round(real.peak / measured, 4),
@@ -51,7 +49,7 @@ def dry_plans_against_real_ones(place: Place) -> dict[str, Any]:
 
 def _of_subject(place: Place, name: str, subject: Subject, faults: list[str]) -> dict[str, Any]:
     expected = subject.gradients()
-    unplanned, plain = _activations(place, subject), _seconds(place, subject)
+    unplanned, plain = subject.activations(place), place.seconds_of(subject.step, _ROUNDS)
     profile = profile_module(subject.module, *subject.inputs)
     found: dict[str, Any] = {
         "unplanned MiB": unplanned / 2**20,
@@ -66,9 +64,9 @@ def _of_subject(place: Place, name: str, subject: Subject, faults: list[str]) ->
             continue
         apply_plan(subject.module, plan)
         try:
-            measured = _activations(place, subject)
+            measured = subject.activations(place)
             given = subject.gradients()
-            seconds = _seconds(place, subject)
+            seconds = place.seconds_of(subject.step, _ROUNDS)
             with place.recording(f"{name.replace(' ', '_')}_{budget}"):
                 subject.step()
         finally:
@@ -86,22 +84,3 @@ def _of_subject(place: Place, name: str, subject: Subject, faults: list[str]) ->
         if measured > 1.002 * budget * unplanned:
             faults.append(f"{name} at {budget}: {measured / (budget * unplanned):.3f} of the budget")
     return found
-
-
-def _activations(place: Place, subject: Subject) -> int:
-    """Bytes that a step takes at the most, less the gradients that stay: what a budget of activations means."""
-    subject.module.zero_grad(set_to_none=True)
-    peak = place.peak_of(subject.step)
-    return peak - sum(one.grad.nbytes for one in subject.module.parameters() if one.grad is not None)
-
-
-def _seconds(place: Place, subject: Subject) -> float:
-    """The median step."""
-    times = []
-    for _ in range(_ROUNDS):
-        place.synchronize()
-        start = time.perf_counter()
-        subject.step()
-        place.synchronize()
-        times.append(time.perf_counter() - start)
-    return median(times)

@@ -58,12 +58,12 @@ def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
 
 def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
     profile, module = profile_module(subject.module, *subject.inputs), subject.module
-    plain, unplanned = _seconds(place, subject), _activations(place, subject)
+    plain, unplanned = place.seconds_of(subject.step, _ROUNDS), subject.activations(place)
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in module.parameters()), "plain ms": 1e3 * plain}
     for peer, runner in PEERS.items():
         module.runner = runner
         try:
-            peak, seconds = _activations(place, subject), _seconds(place, subject)
+            peak, seconds = subject.activations(place), place.seconds_of(subject.step, _ROUNDS)
         finally:
             del module.runner
         entry: dict[str, Any] = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
@@ -74,8 +74,8 @@ def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
             continue
         apply_plan(module, plan)
         try:
-            entry["our peak"] = round(_activations(place, subject) / unplanned, 3)
-            entry["our time"] = round(_seconds(place, subject) / plain, 3)
+            entry["our peak"] = round(subject.activations(place) / unplanned, 3)
+            entry["our time"] = round(place.seconds_of(subject.step, _ROUNDS) / plain, 3)
             with place.recording(f"{name}_{peer.replace(' ', '_')}"):
                 subject.step()
         finally:
@@ -105,21 +105,3 @@ def _host_seconds(place: Place, step: Callable[[], None]) -> float:
         if number >= 3:
             times.append(time.perf_counter() - start)
     return median(times)
-
-
-def _seconds(place: Place, subject: Subject) -> float:
-    times = []
-    for number in range(_ROUNDS + 1):
-        place.synchronize()
-        start = time.perf_counter()
-        subject.step()
-        place.synchronize()
-        if number:
-            times.append(time.perf_counter() - start)
-    return median(times)
-
-
-def _activations(place: Place, subject: Subject) -> int:
-    subject.module.zero_grad(set_to_none=True)
-    peak = place.peak_of(subject.step)
-    return peak - sum(one.grad.nbytes for one in subject.module.parameters() if one.grad is not None)
