@@ -34,12 +34,12 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.object_graph import ATOMS, content_of
+from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
-from lightning_dpx.python_objects.reachable import globals_of, is_installed
+from lightning_dpx.python_objects.reachable import globals_of
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINERS = ("_trainer", "_fabric")
-_RUN = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_dpx")  # what runs steps leads to everything
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, hooks, code.
 _ATOMS = ATOMS - {bytearray}
@@ -274,7 +274,7 @@ class ObjectState:
 def _belongs_to_the_run(value: Any) -> bool:
     """A trainer, a strategy, its loops, loggers and wrappers of optimizers; not the hyperparameters."""
     is_container = isinstance(value, dict | list | tuple | set)
-    return not is_container and type(value).__module__.partition(".")[0] in _RUN
+    return not is_container and runs_steps(type(value))
 
 
 def _name_of(entry: _Entry, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import RandomStates
+from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.reachable import reachable
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64
-_FRAMEWORKS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_dpx", "builtins")
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 Restore = Callable[[], None]
 
@@ -111,9 +111,9 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
                 found.update((id(generator), generator) for generator in _generators_in(value))
         found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if is_generator(one))
         for child in module.modules():
-            files.update((kind.__module__, None) for kind in type(child).__mro__)
+            files.update((kind.__module__, None) for kind in type(child).__mro__ if not is_library(kind))
     for name in files:
-        if name.partition(".")[0] not in _FRAMEWORKS and name in sys.modules:
+        if name in sys.modules:
             for value in list(vars(sys.modules[name]).values()):
                 if is_generator(value):
                     found[id(value)] = value

@@ -6,24 +6,17 @@ far as those belong to the packages that the classes come from; it stops at a bo
 milliseconds.
 """
 
-import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-_LIBRARIES = frozenset(
-    {"builtins", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_dpx", "torchmetrics"}
-    | {"numpy", "torchvision", "abc", "typing", "collections", "functools", "dataclasses", "logging", "threading"}
-)
-_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+from lightning_dpx.python_objects.origin import is_library, package_of, without_libraries
+
 _MAX_OBJECTS = 20_000
 _MAX_FUNCTIONS = 1_000
 _MAX_ITEMS = 1_000  # of one container: a vocabulary holds no generators
@@ -68,7 +61,7 @@ def places_of_code(module: nn.Module) -> list[Place]:
     classes = {base: None for child in module.modules() for base in type(child).__mro__}
     found: dict[tuple[int, str], Place] = {}
     for base in classes:
-        if _root_of(base.__module__) not in packages:
+        if package_of(base.__module__) not in packages:
             continue
         for key, value in list(vars(base).items()):
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
@@ -86,11 +79,6 @@ def _is_data(place: Place) -> bool:
     _, space, key = place
     value = vars(space)[key] if isinstance(space, type) else space[key]
     return not callable(value) and not isinstance(value, types.ModuleType | nn.Module | property)
-
-
-def is_of_a_library(value: Any) -> bool:
-    """Whether the class of ``value`` is Python's or a framework's, and none of the user's."""
-    return is_library(type(value))
 
 
 def _children(path: str, value: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -121,12 +109,12 @@ def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _packages_of(module: nn.Module) -> frozenset[str]:
     """Top-level packages of the classes that ``module`` is made of; ``__main__`` is one, too."""
     classes = {base for child in module.modules() for base in type(child).__mro__}
-    return frozenset(_root_of(base.__module__) for base in classes) - _LIBRARIES
+    return without_libraries(frozenset(package_of(base.__module__) for base in classes))
 
 
 def _of_class(kind: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
-        if _root_of(base.__module__) in packages:
+        if package_of(base.__module__) in packages:
             for name, value in list(vars(base).items()):
                 function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
                 function = function.fget if isinstance(function, property) else function
@@ -136,13 +124,13 @@ def _of_class(kind: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]
 def _of_function(function: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """What a function names: globals, attributes of imported helpers that it names, and its closure."""
     function = getattr(function, "__func__", function)
-    if _root_of(getattr(function, "__module__", None)) not in packages:
+    if package_of(getattr(function, "__module__", None)) not in packages:
         return
     names = set(_names(function.__code__))
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
-            if _root_of(value.__name__) in packages:
+            if package_of(value.__name__) in packages:
                 yield from ((f"{value.__name__}.{one}", vars(value)[one]) for one in names & vars(value).keys())
         elif isinstance(value, type):
             yield from _of_class(value, packages)
@@ -164,10 +152,11 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
         The globals of a file, and names among them; modules, classes and functions are left out.
     """
     if isinstance(kind, type):
-        packages = frozenset(_root_of(base.__module__) for base in kind.__mro__) - _LIBRARIES
+        packages = without_libraries(frozenset(package_of(base.__module__) for base in kind.__mro__))
         waiting: list[Any] = [function for _, function in _of_class(kind, packages)]
     else:
-        packages, waiting = frozenset([_root_of(kind.__module__)]) - _LIBRARIES, [kind]
+        packages = without_libraries(frozenset([package_of(kind.__module__)]))
+        waiting = [kind]
     seen: set[int] = set()
     found: dict[int, tuple[dict[str, Any], set[str]]] = {}
     while waiting and len(seen) < _MAX_FUNCTIONS:
@@ -176,7 +165,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
         if not isinstance(function, types.FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if _root_of(function.__module__) not in packages:
+        if package_of(function.__module__) not in packages:
             continue
         namespace = function.__globals__
         _, names = found.setdefault(id(namespace), (namespace, set()))
@@ -195,21 +184,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def is_library(kind: type) -> bool:
-    """Whether ``kind`` belongs to Python, to torch, or to what stands between them and the user's code."""
-    return _root_of(kind.__module__) in _LIBRARIES
-
-
-@cache
-def is_installed(name: str | None) -> bool:
-    """Whether the file called ``name`` belongs to Python or to an installed package, and not to the user's own code."""
-    if _root_of(name) in _LIBRARIES:
-        return True
-    file = getattr(sys.modules.get(name or ""), "__file__", None)
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
-
-
-def _root_of(name: str | None) -> str:
-    return (name or "builtins").partition(".")[0]

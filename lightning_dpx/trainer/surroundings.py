@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dpx.python_objects.reachable import is_of_a_library, places_of_code
+from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.reachable import places_of_code
 
 _LARGEST_CONTAINER = 10_000
 _CONTAINERS = (list, dict, set, deque)
@@ -129,5 +130,5 @@ def _objects_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     for index, loader in enumerate([] if combined is None else combined.flattened):
         found.append((f"the data set of loader {index}", getattr(loader, "dataset", None)))
     for path, owner in found:
-        if owner is not None and hasattr(owner, "__dict__") and not is_of_a_library(owner):
+        if owner is not None and hasattr(owner, "__dict__") and not is_library(type(owner)):
             yield path, owner
