@@ -166,10 +166,10 @@ class TrainingStep:
         if finish is not None:
             return finish(self._merge_outputs([share for share, _ in kept], [output for _, output in kept]))
         for _, output in kept:
-            loss = output.get("loss") if isinstance(output, Mapping) else output
+            loss = _loss_of(output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return output  # Lightning has its own words for a step that returns something else
-        if len({isinstance(output, Mapping) for _, output in kept}) > 1:
+        if len({isinstance(output, torch.Tensor) for _, output in kept}) > 1:
             names = ", ".join(type(output).__name__ for _, output in kept)
             raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
         return self._merge([share for share, _ in kept], [output for _, output in kept])
@@ -184,7 +184,7 @@ class TrainingStep:
         self._said_none = True
 
     def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
-        losses = [output["loss"] if isinstance(output, Mapping) else output for output in outputs]
+        losses = [_loss_of(output) for output in outputs]
         device, counts = self._replicas.root.device, weights_of(shares)
         values = [loss.detach() for loss in losses]
         reduction = self.rules.reduction(values, counts)
@@ -197,7 +197,7 @@ class TrainingStep:
         leaf = merged.clone() if any(merged is value for value in values) else merged  # never the user's own
         leaf.requires_grad_(any(loss.requires_grad for loss in losses))
         self._pending = [Pending(shares[index], [losses[index]], [leaf], weights[index]) for index in counted]
-        if not isinstance(outputs[0], Mapping):
+        if isinstance(outputs[0], torch.Tensor):
             return leaf
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
         return {"loss": leaf, **self.rules.merge_outputs(extras, counts, device, self._replicas.output_dim)}
@@ -438,6 +438,13 @@ class TrainingStep:
 def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
     if source is not target and source.grad is not None:
         target.grad, source.grad = source.grad.to(target.device), None
+
+
+def _loss_of(output: Any) -> Any:
+    """What a step returned, or has under ``"loss"``."""
+    if isinstance(output, torch.Tensor):  # asked first: it is much cheaper than to ask for any kind of mapping
+        return output
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _parts_of_loss(reduction: str, weights: Weights) -> list[float]:

@@ -43,7 +43,8 @@ def cut_array(array: Any, sizes: Sequence[int], dim: int) -> list[Any]:
         SliceError: a layout that cannot be cut along ``dim``.
     """
     if type(array) in _PLAIN_TENSORS and array.layout == torch.strided and not array.is_nested:
-        return [_with_attributes(_own(part), array) for part in torch.split_with_sizes(array, list(sizes), dim)]
+        parts = [_own(part) for part in torch.split_with_sizes(array, list(sizes), dim)]
+        return [_with_attributes(part, array) for part in parts] if array.__dict__ else parts
     if isinstance(array, torch.Tensor):
         if array.is_nested:
             return _cut_nested(array, sizes, dim)

@@ -28,6 +28,7 @@ class View(Protocol):
 
 
 _VIEW: ContextVar[View | None] = ContextVar("lightning_dpx_view", default=None)
+any_view = _VIEW.get  # whether to ask for the current one at all: Lightning asks for the module 40 times a step
 
 
 def current_view() -> Any:
@@ -71,8 +72,11 @@ def held_optimizers(module: Module) -> list[Any]:
     """Optimizers that a module keeps as attributes, or in a list, tuple or dict of its own."""
     found = []
     for value in vars(module).values():
-        items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
-        found += [item for item in items if isinstance(item, Optimizer)]
+        if isinstance(value, Optimizer):
+            found.append(value)
+        elif value and type(value) in (list, tuple, dict):
+            items = value.values() if type(value) is dict else value
+            found += [item for item in items if isinstance(item, Optimizer)]
     return found
 
 

@@ -1,7 +1,6 @@
 """Methods that one module object has instead of its class's while its replica runs a step, and no longer."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -9,25 +8,39 @@ from torch import nn
 _NAMES: set[str] = set()  # all that were ever given
 
 
-@contextmanager
-def instance_methods(module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+class InstanceMethods:
     """Within the block ``module.name`` is ``methods[name]``; afterwards it is what it was.
 
     A step that was abandoned leaves its block late, perhaps when another step has put its own methods on the module:
     those stay.
+
+    Args:
+        module: Whose methods.
+        methods: By name.
     """
-    _NAMES.update(methods)
-    own = vars(module)
-    before = {name: own[name] for name in methods if name in own and not _is_ours(own[name])}
-    own.update(methods)
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
+
+    __slots__ = ("_before", "_methods", "_own")
+
+    def __init__(self, module: nn.Module, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._own = vars(module)
+        self._methods = methods
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        own = self._own
+        for name, method in self._methods.items():
+            if name in own and not _is_ours(own[name]):
+                self._before[name] = own[name]
+            own[name] = method
+            _NAMES.add(name)
+
+    def __exit__(self, *_: object) -> None:
+        own = self._own
+        for name, method in self._methods.items():
             if own.get(name) is not method:
                 continue
-            if name in before:
-                own[name] = before[name]
+            if name in self._before:
+                own[name] = self._before[name]
             else:
                 del own[name]
 

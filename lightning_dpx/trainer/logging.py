@@ -1,8 +1,7 @@
 """``self.log`` inside a step of several replicas: collected per replica, logged once."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from lightning_dpx.replicas import MergeRules, Share, Weights, weights_of
-from lightning_dpx.trainer.instance_methods import instance_methods
+from lightning_dpx.trainer.instance_methods import InstanceMethods
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 
 
@@ -29,11 +28,9 @@ class StepLog:
         call = next(call for call in itertools.count() if (name, call) not in self.entries)
         self.entries[name, call] = value, {"prog_bar": prog_bar, "logger": logger, **options}
 
-    @contextmanager
-    def recording(self, module: LightningModule) -> Iterator[None]:
-        """``module.log`` (and so ``log_dict``) writes here for a while."""
-        with instance_methods(module, {"log": self.record}):
-            yield
+    def recording(self, module: LightningModule) -> InstanceMethods:
+        """Within the returned block ``module.log`` (and so ``log_dict``) writes here."""
+        return InstanceMethods(module, {"log": self.record})
 
 
 def path_of(key: tuple[str, int]) -> str:

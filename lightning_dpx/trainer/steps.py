@@ -39,7 +39,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
-from lightning_dpx.trainer.acts_once import current_view, held_optimizers
+from lightning_dpx.trainer.acts_once import any_view, current_view, held_optimizers
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
 from lightning_dpx.trainer.example_input import profile_example
 from lightning_dpx.trainer.gradient_hooks import GradientHooks
@@ -242,7 +242,10 @@ class StepsOfReplicas(RanksOfReplicas):
     @property
     def lightning_module(self) -> "pl.LightningModule | None":
         """The user's module; inside a manual step of several replicas, that of the replica."""
-        return super().lightning_module if (view := current_view()) is None else view.module
+        if any_view() is None:
+            return self._lightning_module
+        view = current_view()
+        return self._lightning_module if view is None else view.module
 
     def _choosing_step(self, alone: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One device's step, watched, to choose between one merged slice and a thread per replica from then on."""
@@ -373,8 +376,8 @@ class StepsOfReplicas(RanksOfReplicas):
 
     def _keep_loose_tensors_whole(self, replicas: ReplicaSet) -> None:
         """A gradient of a tensor that is no parameter of the module is that of the first replica's slice only."""
-        module = replicas.root.module
         known = chain.from_iterable(replica.parameters for replica in replicas.replicas)
+        module = replicas.root.module
         names = self._loose_tensors.find([*self.optimizers, *held_optimizers(module)], module, known)
         if names:
             self._whole_batches.give_whole("training_step", *reason_and_advice(names))
@@ -397,13 +400,14 @@ class StepsOfReplicas(RanksOfReplicas):
         if fetches_by_itself(batch):
             return batch
         source = module.trainer._data_connector._datahook_selector
+        is_there = _lives_on(batch, share.replica.device)
         for hook, extra in (("transfer_batch_to_device", (share.replica.device,)), ("on_after_batch_transfer", ())):
             owner = source.get_instance(hook)
             target = module if isinstance(owner, pl.LightningModule) else owner
             call = getattr(target, hook)
-            default = getattr(call, "__func__", None) in _DEFAULT_TRANSFERS
-            if not (default and _lives_on(batch, share.replica.device)):
+            if not (is_there and getattr(call, "__func__", None) in _DEFAULT_TRANSFERS):
                 batch = call(batch, *extra, dataloader_idx)
+                is_there = False
         return batch
 
     @contextmanager
@@ -606,8 +610,10 @@ def _checked(run_step: Callable[[Share], Any]) -> Callable[[Share], Any]:
 
     def run(share: Share) -> Any:
         output = run_step(share)
+        if output is None or isinstance(output, Tensor):
+            return output
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if output is not None and not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor):
             ClosureResult.from_training_step_output(output)
         return output
 
