@@ -1,0 +1,36 @@
+"""The pages that explain a folder: what they name exists, and what they show runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_dpx.reducers.base import REDUCERS
+
+PACKAGE = Path(__file__).parent.parent / "lightning_dpx"
+PAGES = sorted(PACKAGE.rglob("README.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = re.findall(r"`([\w/]+\.(?:py|cpp))`", page.read_text())
+    assert named
+    missing = [name for name in named if not (page.parent / name).exists() and not (PACKAGE / name).exists()]
+    assert not missing
+
+
+# simulate() would change how many devices the other tests have
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "simulate"], ids=lambda p: p.parent.name
+)
+def test_what_a_page_shows_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(REDUCERS, "_entries", dict(REDUCERS._entries))
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), {"__name__": "page"})
+
+
+def test_every_room_of_the_package_has_a_page() -> None:
+    rooms = {"replicas", "reducers", "shifting", "simulate"}
+    assert rooms <= {page.parent.name for page in PAGES}
