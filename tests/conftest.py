@@ -1,10 +1,12 @@
 """Shared models, data and checks. Every test must leave the process as it found it."""
 
 import gc
+import importlib.metadata
 import math
 import os
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; before torch looks
@@ -12,12 +14,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; befo
 
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+
+# Every Trainer asks all installed packages for callbacks, which reads a hundred files.
+registry.entry_points = cache(importlib.metadata.entry_points)
 
 
 def _simulate() -> str:
@@ -61,6 +67,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Tests and the package ask for hundreds of those, and each took a third of a second.
     """
+    _leave_out_of_collections()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What the tests of a file have imported is left out, too: transformers alone makes 200,000 objects."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _leave_out_of_collections()
+    return result
+
+
+def _leave_out_of_collections() -> None:
+    """Objects that are alive now are never looked at again."""
     gc.collect()
     gc.freeze()
 

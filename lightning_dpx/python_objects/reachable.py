@@ -9,6 +9,7 @@ milliseconds.
 import types
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,144 @@ from lightning_dpx.python_objects.origin import is_library, package_of, without_
 _MAX_OBJECTS = 20_000
 _MAX_FUNCTIONS = 1_000
 _MAX_ITEMS = 1_000  # of one container: a vocabulary holds no generators
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype)
+_LEAVES = (
+    type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype, type, types.ModuleType,
+    types.BuiltinFunctionType,
+)  # fmt: skip
+_KNOWN_NAMES: dict[int, tuple[types.CodeType, frozenset[str]]] = {}  # by id, which is its own while the code is held
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """What a walk has to know of a type, asked once for all objects of it.
+
+    Attributes:
+        is_leaf: Whether nothing is found behind such an object.
+        is_library: Whether it belongs to Python or a framework.
+        is_match: Whether it is what is looked for; ``None`` where every object of it answers for itself, as proxies do.
+    """
+
+    is_leaf: bool
+    is_library: bool
+    is_match: bool | None
+
+    @classmethod
+    def of(cls, kind: type, wanted: tuple[type, ...]) -> "_Type":
+        """Looks at ``kind``; ``wanted`` are the types that are looked for."""
+        is_proxy = any(vars(base).keys() & {"__class__", "__getattribute__"} for base in kind.__mro__[:-1])
+        is_match = None if is_proxy else issubclass(kind, wanted)
+        return cls(issubclass(kind, _LEAVES), is_library(kind), is_match)
+
+
+class _Search:
+    """One walk from a module; what was seen once is not looked at again.
+
+    Args:
+        wanted: The types that are looked for.
+        packages: Those whose code is followed.
+    """
+
+    def __init__(self, wanted: tuple[type, ...], packages: frozenset[str]) -> None:
+        self._wanted, self._packages = wanted, packages
+        self._types: dict[type, _Type] = {}
+        self._classes: set[type] = set()
+        self._seen: set[int] = set()
+        self._waiting: deque[tuple[_Step | None, Any, _Type]] = deque()
+
+    def run(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """All objects of the types that ``module`` leads to, with their paths, the nearest ones first."""
+        self._add(None, module)
+        visited = 0
+        while self._waiting and visited < _MAX_OBJECTS:
+            visited += 1
+            step, value, kind = self._waiting.popleft()
+            if isinstance(value, self._wanted) if kind.is_match is None else kind.is_match:
+                yield _path_of(step), value
+            self._add_children(step, value, kind)
+
+    def _add(self, step: "_Step | None", value: Any) -> None:
+        """``value`` waits for its turn, unless it has had one or can lead nowhere."""
+        kind = self._types.get(type(value))
+        if kind is None:
+            kind = self._types[type(value)] = _Type.of(type(value), self._wanted)
+        if not kind.is_leaf and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._waiting.append((step, value, kind))
+
+    def _add_children(self, step: "_Step | None", value: Any, kind: _Type) -> None:
+        if isinstance(value, dict):
+            if 0 < len(value) <= _MAX_ITEMS:
+                # Not as a subclass answers: one of transformers imports hundreds of files to do so.
+                for key, item in list(dict.items(value)):
+                    self._add((step, "item", key), item)
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            if 0 < len(value) <= _MAX_ITEMS:
+                for index, item in enumerate(list(value)):
+                    self._add((step, "item", index), item)
+        elif isinstance(value, types.FunctionType | types.MethodType):
+            self._add_names(value)
+        elif isinstance(value, nn.Module):
+            self._add_module(step, value)
+            self._add_class(type(value))
+        elif not kind.is_library and not isinstance(value, Dataset | DataLoader):
+            for key, item in list(getattr(value, "__dict__", {}).items()):
+                self._add((step, "attribute", key), item)
+            self._add_class(type(value))
+
+    def _add_module(self, step: "_Step | None", module: nn.Module) -> None:
+        for key, value in list(vars(module).items()):
+            if key == "_modules":
+                for name, child in list(value.items()):
+                    self._add((step, "attribute", name), child)
+            elif key not in ("_trainer", "_fabric", "_parameters", "_buffers"):
+                self._add((step, "attribute", key), value)
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base not in self._classes:
+                self._classes.add(base)
+                for name, value in _of_base(base, self._packages):
+                    self._add((None, "name", f"{base.__qualname__}.{name}"), value)
+
+    def _add_names(self, function: Any) -> None:
+        """What a function names: globals, attributes of imported helpers that it names, and its closure."""
+        function = getattr(function, "__func__", function)
+        if package_of(getattr(function, "__module__", None)) not in self._packages:
+            return
+        names, namespace = _names_in(function.__code__), function.__globals__
+        for name in sorted(names & namespace.keys()):
+            value = namespace[name]
+            if isinstance(value, types.ModuleType):
+                if package_of(value.__name__) in self._packages:
+                    self._add_helpers(value, names)
+            elif isinstance(value, type):
+                self._add_class(value)
+            else:
+                self._add((None, "name", name), value)
+        for cell in function.__closure__ or ():
+            try:
+                self._add((None, "name", function.__qualname__), cell.cell_contents)
+            except ValueError:  # a cell that is still empty captures nothing
+                continue
+        if isinstance(function, types.FunctionType):
+            self._add((None, "name", function.__qualname__), getattr(function, "__wrapped__", None))
+
+    def _add_helpers(self, file: types.ModuleType, names: frozenset[str]) -> None:
+        for name in sorted(names & vars(file).keys()):
+            self._add((None, "name", f"{file.__name__}.{name}"), vars(file)[name])
+
+
+_Step = tuple[Any, str, Any]  # the step before, and how it went on: to an "item", to an "attribute", or to a "name"
+
+
+def _path_of(step: _Step | None) -> str:
+    if step is None:
+        return ""
+    before, how, key = step
+    if how == "name":
+        return str(key)
+    path = _path_of(before)
+    return f"{path}[{key!r}]" if how == "item" else f"{path}.{key}".lstrip(".")
 
 
 def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool = True) -> list[tuple[str, Any]]:
@@ -31,19 +169,8 @@ def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool =
         kinds: What is looked for; the search goes on inside what it finds.
         follow_code: Also search the globals and closures that the methods name.
     """
-    found: list[tuple[str, Any]] = []
-    seen: set[int] = set()
     packages = _packages_of(module) if follow_code else frozenset()
-    waiting: deque[tuple[str, Any]] = deque([("", module)])
-    while waiting and len(seen) < _MAX_OBJECTS:
-        path, value = waiting.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, kinds):
-            found.append((path, value))
-        waiting.extend(_children(path, value, packages))
-    return found
+    return list(_Search(kinds, packages).run(module))
 
 
 Place = tuple[str, Any, Any]  # a name, a namespace (a class, or the globals of a file) and a key in it
@@ -61,14 +188,10 @@ def places_of_code(module: nn.Module) -> list[Place]:
     classes = {base: None for child in module.modules() for base in type(child).__mro__}
     found: dict[tuple[int, str], Place] = {}
     for base in classes:
-        if package_of(base.__module__) not in packages:
-            continue
-        for key, value in list(vars(base).items()):
-            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            function = function.fget if isinstance(function, property) else function
+        for key, function in _of_base(base, packages):
             if isinstance(function, types.FunctionType):
                 spaces = function.__globals__
-                names = set(_names(function.__code__)) & spaces.keys()
+                names = _names_in(function.__code__) & spaces.keys()
                 found.update({(id(spaces), name): (name, spaces, name) for name in sorted(names)})
             elif not key.startswith("__"):
                 found[id(base), key] = f"{base.__qualname__}.{key}", base, key
@@ -81,68 +204,19 @@ def _is_data(place: Place) -> bool:
     return not callable(value) and not isinstance(value, types.ModuleType | nn.Module | property)
 
 
-def _children(path: str, value: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        if len(value) <= _MAX_ITEMS:
-            yield from ((f"{path}[{key!r}]", item) for key, item in list(value.items()))
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        if len(value) <= _MAX_ITEMS:
-            yield from ((f"{path}[{index}]", item) for index, item in enumerate(list(value)))
-    elif isinstance(value, types.FunctionType | types.MethodType):
-        yield from _of_function(value, packages)
-    elif isinstance(value, nn.Module):
-        yield from _of_module(path, value)
-        yield from _of_class(type(value), packages)
-    elif not isinstance(value, type | types.ModuleType | Dataset | DataLoader) and not is_library(type(value)):
-        yield from ((f"{path}.{key}".lstrip("."), item) for key, item in list(getattr(value, "__dict__", {}).items()))
-        yield from _of_class(type(value), packages)
-
-
-def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for key, value in list(vars(module).items()):
-        if key == "_modules":
-            yield from ((f"{path}.{name}".lstrip("."), child) for name, child in list(value.items()))
-        elif key not in ("_trainer", "_fabric", "_parameters", "_buffers") and not isinstance(value, _LEAVES):
-            yield f"{path}.{key}".lstrip("."), value
-
-
 def _packages_of(module: nn.Module) -> frozenset[str]:
     """Top-level packages of the classes that ``module`` is made of; ``__main__`` is one, too."""
     classes = {base for child in module.modules() for base in type(child).__mro__}
     return without_libraries(frozenset(package_of(base.__module__) for base in classes))
 
 
-def _of_class(kind: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    for base in kind.__mro__:
-        if package_of(base.__module__) in packages:
-            for name, value in list(vars(base).items()):
-                function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-                function = function.fget if isinstance(function, property) else function
-                yield f"{base.__qualname__}.{name}", function
-
-
-def _of_function(function: Any, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """What a function names: globals, attributes of imported helpers that it names, and its closure."""
-    function = getattr(function, "__func__", function)
-    if package_of(getattr(function, "__module__", None)) not in packages:
+def _of_base(base: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """What ``base`` itself defines, functions as such, if it belongs to ``packages``."""
+    if package_of(base.__module__) not in packages:
         return
-    names = set(_names(function.__code__))
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            if package_of(value.__name__) in packages:
-                yield from ((f"{value.__name__}.{one}", vars(value)[one]) for one in names & vars(value).keys())
-        elif isinstance(value, type):
-            yield from _of_class(value, packages)
-        else:
-            yield name, value
-    for cell in function.__closure__ or ():
-        try:
-            yield function.__qualname__, cell.cell_contents
-        except ValueError:  # a cell that is still empty captures nothing
-            continue
-    if isinstance(function, types.FunctionType):
-        yield function.__qualname__, getattr(function, "__wrapped__", None)
+    for name, value in list(vars(base).items()):
+        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        yield name, function.fget if isinstance(function, property) else function
 
 
 def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
@@ -153,7 +227,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
     """
     if isinstance(kind, type):
         packages = without_libraries(frozenset(package_of(base.__module__) for base in kind.__mro__))
-        waiting: list[Any] = [function for _, function in _of_class(kind, packages)]
+        waiting: list[Any] = [function for base in kind.__mro__ for _, function in _of_base(base, packages)]
     else:
         packages = without_libraries(frozenset([package_of(kind.__module__)]))
         waiting = [kind]
@@ -169,7 +243,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
             continue
         namespace = function.__globals__
         _, names = found.setdefault(id(namespace), (namespace, set()))
-        for name in set(_names(function.__code__)) & namespace.keys():
+        for name in _names_in(function.__code__) & namespace.keys():
             value = namespace[name]
             if isinstance(value, types.FunctionType):
                 waiting.append(value)
@@ -177,6 +251,14 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
                 names.add(name)
         waiting.append(getattr(function, "__wrapped__", None))
     yield from ((namespace, tuple(sorted(names))) for namespace, names in found.values())
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes in ``code`` and in what is defined there."""
+    known = _KNOWN_NAMES.get(id(code))
+    if known is None:
+        known = _KNOWN_NAMES[id(code)] = code, frozenset(_names(code))
+    return known[1]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
