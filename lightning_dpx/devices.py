@@ -223,6 +223,10 @@ class RandomStates:
         others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
         self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
 
+    def again(self) -> "RandomStates":
+        """Where the same generators are now."""
+        return RandomStates([torch.device("cpu"), *(device for device, _ in self._states)])
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomStates):
             return NotImplemented

@@ -5,6 +5,7 @@ PyTorch has one generator for the host and one per accelerator, NumPy and ``rand
 modules hold generators of their own, or reach for one in the file that defines them.
 """
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,15 @@ class GeneratorStates:
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
         self._held = [(generator, state_of(generator)) for generator in (*held_generators(modules), *generators)]
+
+    def again(self) -> "GeneratorStates":
+        """Where the same generators are now."""
+        now = copy.copy(self)
+        now._torch = self._torch.again()
+        now._numpy = np.random.get_state()
+        now._python = random.getstate()
+        now._held = [(generator, state_of(generator)) for generator, _ in self._held]
+        return now
 
     def restore(self) -> None:
         """All continue as if nothing had been drawn since."""

@@ -33,7 +33,9 @@ class BetweenSteps(TorchFunctionMode):
         # Operators on lists work item by item; steps bring their operands by themselves; autograd's threads get this
         # mode, too.
         alone = name in LOOKS or name == "copy_" or name.startswith("_foreach_")
-        if not self.pairs or alone or in_shifted_step() or threading.get_ident() != self._thread:
+        if not self.pairs or alone or _has_one_side(args, kwargs):
+            return func(*args, **kwargs)
+        if in_shifted_step() or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
@@ -51,3 +53,10 @@ class BetweenSteps(TorchFunctionMode):
 
         args, kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _has_one_side(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is one tensor at the most, as in nine of ten calls; decided without a walk."""
+    operands = [*args, *kwargs.values()]
+    kinds = [isinstance(one, torch.Tensor) for one in operands]
+    return sum(kinds) < 2 and not any(isinstance(one, list | tuple | dict) for one in operands)

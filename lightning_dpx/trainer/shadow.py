@@ -100,7 +100,7 @@ class Guest:
             self.written = list(dict.fromkeys(self._shared.written))
             self._shared.restore()
             self.surroundings.restore()
-            now = GeneratorStates(self._devices, [shadow])
+            now = self._run_start.again()
             left_alone = [name for mode in self._modes for name in mode.left_alone]
             if now.differs_outside_torch(self._run_start):
                 left_alone.append("a generator of Python or NumPy")
