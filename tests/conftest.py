@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from tests.pairs import keep_every_pair
 
 # Every Trainer asks all installed packages for callbacks, which reads a hundred files.
 registry.entry_points = cache(importlib.metadata.entry_points)
@@ -51,7 +52,7 @@ _hardware = "cpu"  # what the replicas of the running test live on
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of what only the host does are not run on simulated devices; some never run beside each other."""
-    kept = []
+    kept: list[pytest.Item] = []
     for item in items:
         for alone in ("gpu", "processes"):
             if item.get_closest_marker(alone) and config.pluginmanager.hasplugin("xdist"):
@@ -59,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         hardware = getattr(item, "callspec", None) and item.callspec.params.get("hardware")
         if not (hardware == "sim" and item.get_closest_marker("host")):
             kept.append(item)
+    keep_every_pair(kept)
     items[:] = kept
 
 
