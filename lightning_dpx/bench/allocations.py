@@ -23,7 +23,7 @@ def peak_of_passing(step: Callable[[], object]) -> int:
     parameters, unless others were there already, nor what was there before. Only what ``step`` does on the CPU in its
     own thread is seen.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     blocks = sorted(_blocks(record.profiler.kineto_results.experimental_event_tree()), key=lambda block: block[0])
     changes = [0] * len(blocks)

@@ -1,4 +1,4 @@
-"""One process of the reduce bench's peer: ``python -m lightning_dpx.bench.peer RANK WORLD PORT BACKEND``.
+"""One process of the reduce bench's peer: ``python -P lightning_dpx/bench/peer.py RANK WORLD PORT BACKEND``.
 
 For every line with a number of elements it all-reduces as many float32 in DDP's buckets and, on rank 0, prints the
 seconds as JSON.

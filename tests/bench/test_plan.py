@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,12 @@ from lightning_dpx.bench.plan import Contest, format_contests
 from lightning_dpx.bench.plan_peers import PEERS
 from lightning_dpx.bench.staged import STAGED_MODELS
 from lightning_dpx.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, model in STAGED_MODELS.items():
+        monkeypatch.setitem(STAGED_MODELS, name, replace(model, rows=2))
 
 
 def test_the_command_prints_json_with_every_contestant(capsys, tmp_path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dpx import PlanError
 from lightning_dpx.bench.allocations import peak_of_passing
-from lightning_dpx.recompute import apply_plan, remove_plan, search_plan
+from lightning_dpx.recompute import Profile, apply_plan, plan_profile, profile_module, remove_plan, search_plan
 from tests.zoo.models import ZOO, Animal
 
 Result = TypeVar("Result")
@@ -53,12 +53,13 @@ def test_budgets_are_kept_with_the_same_bits_or_refused(animal: Animal) -> None:
     unplanned = measured(animal)
     _put_back(animal, buffers)
     expected = gradients(animal)
+    profile = profile_module(animal.module, *animal.inputs)
     for share in _SHARES:
         budget = int(share * unplanned)
         try:
-            plan = search_plan(animal.module, *animal.inputs, budget=budget)
+            plan = plan_profile(animal.module, profile, budget)
         except PlanError:
-            _is_below_the_floor(animal, budget)
+            _is_below_the_floor(animal, profile, budget)
             continue
         _put_back(animal, buffers)
         _under(animal, plan, lambda: _same(gradients(animal), expected))
@@ -80,9 +81,9 @@ def test_other_shapes_and_precisions_follow_the_plan_to_the_same_bits(animal: An
         _under(animal, plan, lambda s=subject, a=autocast, e=expected: _same(gradients(s, autocast=a), e))
 
 
-def _is_below_the_floor(animal: Animal, budget: int) -> None:
+def _is_below_the_floor(animal: Animal, profile: Profile, budget: int) -> None:
     """The plan for as little as possible takes more than what was refused."""
-    plan = search_plan(animal.module, *animal.inputs)
+    plan = plan_profile(animal.module, profile, None)
     assert plan.peak is not None
     assert plan.peak > budget
     assert _under(animal, plan, lambda: measured(animal)) <= 1.01 * plan.peak
