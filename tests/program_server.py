@@ -1,4 +1,4 @@
-"""Forks itself for every program that ``programs.py`` asks for: ``program_server.py SOCKET``.
+"""Forks itself for every program that ``programs.py`` asks for: ``program_server.py SOCKET LISTENER``.
 
 It imports what programs need, but runs no operator, no backward and no thread: a fork would not take those along. A
 program is executed by the last lines of this file, in the module ``__main__``, and its interpreter ends as any other's.
@@ -8,6 +8,8 @@ import gc
 import json
 import os
 import runpy
+import select
+import signal
 import socket
 import sys
 import tempfile
@@ -22,41 +24,89 @@ from lightning.pytorch.cli import LightningCLI  # noqa: F401
 
 import lightning_dpx.cli  # noqa: F401
 
+Job = tuple[dict[str, Any], list[int]]  # what a new process shall run, and its output, its errors and its input, if any
 
-def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """In a new process: what it shall run, and its output and errors; ``None`` when no more programs will come."""
+
+def receive(connection: socket.socket) -> Job | None:
+    """What is asked for next; ``None`` when nothing more will come."""
+    header, files, _, _ = socket.recv_fds(connection, 4, 3)
+    if not header:
+        return None
+    return json.loads(connection.recv(int.from_bytes(header), socket.MSG_WAITALL)), files
+
+
+def serve(connection: socket.socket, listener: socket.socket) -> Job | None:
+    """In a new process: its job; ``None`` when no more programs will come.
+
+    Args:
+        connection: To the tests, which ask for programs and for how those ended.
+        listener: Where stand-ins of the interpreter ask (see :func:`programs.interpreter`).
+    """
+    supervisors: list[int] = []
     while True:
-        header, files, _, _ = socket.recv_fds(connection, 4, 2)
-        if not header:
-            return None
-        size = int.from_bytes(header)
-        request = json.loads(connection.recv(size, socket.MSG_WAITALL))
-        if "wait" in request:
-            _, status = os.waitpid(request["wait"], 0)
-            answer = os.waitstatus_to_exitcode(status)
-        else:
-            answer = os.fork()
-            if answer == 0:
-                return request, files
-        connection.sendall(answer.to_bytes(4, signed=True))
-        for file in files:
-            os.close(file)
+        ready, _, _ = select.select([connection, listener], [], [])
+        if listener in ready:
+            guest, _ = listener.accept()
+            supervisors = [pid for pid in supervisors if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                return supervised(guest)
+            supervisors.append(pid)
+            guest.close()
+        if connection in ready:
+            job = receive(connection)
+            if job is None:
+                return None
+            request, files = job
+            if "wait" in request:
+                _, status = os.waitpid(request["wait"], 0)
+                answer = os.waitstatus_to_exitcode(status)
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    listener.close()
+                    return job
+            connection.sendall(answer.to_bytes(4, signed=True))
+            for file in files:
+                os.close(file)
+
+
+def supervised(guest: socket.socket) -> Job:
+    """In a new process: its job, for a stand-in that learns how it ended, and without which it ends."""
+    job = receive(guest)
+    assert job is not None
+    pid = os.fork()
+    if pid == 0:
+        guest.close()
+        os.setsid()  # what it starts ends with it
+        return job
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, guest], [], [])
+    if guest in ready:  # it says no more: it is gone
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if guest not in ready:
+        guest.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, signed=True))
+    os._exit(0)
 
 
 def become(request: dict[str, Any], files: list[int]) -> list[str]:
     """Takes over the program's environment, folder, output and errors; returns its arguments."""
-    os.dup2(files[0], 1)
-    os.dup2(files[1], 2)
+    for file, target in zip(files, (1, 2, 0), strict=False):
+        os.dup2(file, target)
     for file in files:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     tempfile.tempdir = None  # TMPDIR may be another
+    sys.executable = os.environ.get("DPX_TESTS_PYTHON", sys.executable)
     arguments: list[str] = request["arguments"]
-    while arguments[0] == "-W":
-        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
-        arguments = arguments[2:]
+    while arguments[0] in ("-u", "-W"):
+        if arguments[0] == "-W":
+            warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
+        arguments = arguments[1 if arguments[0] == "-u" else 2 :]
     return arguments
 
 
@@ -74,11 +124,12 @@ def program_of(arguments: list[str]) -> tuple[types.CodeType, str | None]:
 
 def main() -> None:
     """Serves; in a forked process, runs the program."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     gc.collect()
     gc.freeze()  # what all programs share stays shared
-    job = serve(connection)
+    job = serve(connection, listener)
     connection.close()
+    listener.close()
     if job is None:
         return
     arguments = become(*job)

@@ -7,12 +7,14 @@ import pytest
 from lightning_dpx.bench import Result, compare_steps, format_table
 from lightning_dpx.cli import main
 from lightning_dpx.errors import BenchError
+from tests import programs
 
 
 def test_every_mode_reports_time_startup_and_memory(capfd) -> None:
     modes = ["one device", "dpx, watched", "ddp"]
     command = ["bench", "step", "--models", "tiny", "--devices", "2", "--rounds", "1", "--json", "--modes", *modes]
-    assert main(command) == 0
+    with programs.quick_interpreter():
+        assert main(command) == 0
     report = json.loads(capfd.readouterr().out)
     assert [result["mode"] for result in report["results"]] == modes
     assert all(result["step_ms"] > 0 and result["startup_s"] > 0 for result in report["results"])
@@ -27,7 +29,7 @@ def test_the_table_gives_ratios_to_the_first_mode() -> None:
 
 
 def test_a_job_that_fails_is_an_error_with_its_last_words() -> None:
-    with pytest.raises(BenchError, match=r"(?s)'dpx' on 'tiny' ended.*devices"):
+    with programs.quick_interpreter(), pytest.raises(BenchError, match=r"(?s)'dpx' on 'tiny' ended.*devices"):
         compare_steps(["tiny"], ["dpx"], devices=0, rounds=1)
 
 

@@ -88,7 +88,7 @@ def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **op
     model = Deep(peak_in)
     strategy = dpx.DPXStrategy(execution=execution, gradient_packs=0, **options)
     trainer = make_trainer(
-        strategy=strategy, accelerator="sim", devices=num_devices, max_epochs=2, callbacks=callbacks, **trainer_options
+        strategy=strategy, accelerator="sim", devices=num_devices, max_epochs=1, callbacks=callbacks, **trainer_options
     )
     torch.manual_seed(1)
     trainer.fit(model, batches())

@@ -1,10 +1,7 @@
 """Several processes, each with its own replicas: equal to one device, and clear about what goes wrong."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -132,12 +129,11 @@ def test_the_activation_planner_under_ddp_ends_at_the_same_bits(tmp_path: Path) 
 
 
 def test_under_torchrun_files_are_written_once_and_resume_in_one_process(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
-        str(PROGRAM), "checkpoint", str(tmp_path),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    with programs.quick_interpreter():
+        done = programs.run(
+            "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}",
+            PROGRAM, "checkpoint", tmp_path, timeout=400,
+        )  # fmt: skip
     assert done.stdout.count("ended well") == 2, done.stdout + done.stderr
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["half.ckpt"]
     model = Classifier(optimizer="adam")
