@@ -2,11 +2,17 @@
 
 import contextvars
 import threading
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_dpx.backward_threads import finish_backward, finish_backward_at_exit
+from lightning_dpx.backward_threads import (
+    end_failed_backward,
+    finish_backward,
+    finish_backward_at_exit,
+    forget_failed_backward,
+)
 
 Events = list[str]
 held: contextvars.ContextVar[object] = contextvars.ContextVar("held")
@@ -58,3 +64,65 @@ def test_modes_that_the_program_left_on_change_nothing() -> None:
 def test_the_host_has_no_such_thread_and_a_device_that_is_not_there_is_left_alone() -> None:
     finish_backward_at_exit(torch.device("cpu"))
     finish_backward(torch.device("sim:9"))
+
+
+class BlocksInBackward(torch.autograd.Function):
+    """Tells that it has begun, and ends when it may."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, value: LetGo) -> torch.Tensor:
+        ctx.value = value
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.value.begun.set()
+        assert ctx.value.may_end.wait(60)
+        ctx.value.events.append("ended")
+        return gradients[0], None
+
+
+class FailsWhenOthersRun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, value: LetGo) -> torch.Tensor:
+        ctx.value = value
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        assert ctx.value.begun.wait(60)
+        raise LookupError
+
+
+class Blocked:
+    """A backward that fails on the host while ``sim:1`` is in an operator; what comes before that is on ``sim:2``."""
+
+    def __init__(self) -> None:
+        self.events: Events = []
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.weight = torch.ones(64, device="sim:2", requires_grad=True)
+
+    def fail(self) -> None:
+        blocked = BlocksInBackward.apply((self.weight * 2).to("sim:1"), self)
+        failing = FailsWhenOthersRun.apply(torch.ones(3, requires_grad=True), self)
+        with pytest.raises(LookupError):
+            torch.autograd.backward([blocked.sum(), failing.sum()])
+
+
+def test_after_an_error_nothing_of_a_backward_runs_on_any_device(sim: Any) -> None:
+    places = [torch.device("sim", index) for index in range(3)]
+    blocked = Blocked()
+    before = [sim.memory_allocated(index) for index in range(3)]
+    blocked.fail()
+    assert not blocked.events
+    assert not end_failed_backward(places, 0.0), "it is still there"
+    blocked.may_end.set()
+    assert end_failed_backward(places, 60.0)
+    forget_failed_backward()
+    assert blocked.events == ["ended"]
+    assert blocked.weight.grad is None
+    assert [sim.memory_allocated(index) for index in range(3)] == before
+
+
+def test_on_the_host_there_is_nobody_to_wait_for() -> None:
+    assert end_failed_backward([torch.device("cpu")], 0.0)

@@ -8,7 +8,14 @@ from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.merging import Weights, weighted_mean
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replica_set import Execution, ReplicaSet, Share, check_choice, weights_of
+from lightning_dpx.replicas.replica_set import (
+    Execution,
+    ReplicaSet,
+    Share,
+    check_choice,
+    end_failed_step,
+    weights_of,
+)
 from lightning_dpx.replicas.replicate import stand_in
 from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
 from lightning_dpx.replicas.slicing import (
@@ -57,6 +64,7 @@ __all__ = [
     "children_of",
     "collectives",
     "current_rank",
+    "end_failed_step",
     "first_loss",
     "gather",
     "make_slicer",

@@ -17,6 +17,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.errors import ReplicationError
+from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo
+from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -66,6 +68,7 @@ class PythonState:
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
+        self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
@@ -79,6 +82,7 @@ class PythonState:
         for index, child in enumerate(self._modules[0]):
             for key, value in self._own(child).items():
                 self._watch(index, key, value)
+                self._iterators.note((index, key), value)
                 for replica in self._others:
                     twin = vars(self._modules[replica.index][index])
                     if key in twin:
@@ -140,6 +144,7 @@ class PythonState:
                 self._send(index, key, value)
         for key in seen.keys() - now.keys():
             self._watched.pop((index, key), None)
+            self._iterators.forget((index, key))
             self._forget_mirrors(index, key)
             for replica in self._others:
                 vars(self._modules[replica.index][index]).pop(key, None)
@@ -149,6 +154,7 @@ class PythonState:
     def _send(self, index: int, key: str, value: Any) -> None:
         self._forget_mirrors(index, key)
         self._watch(index, key, value)
+        self._iterators.note((index, key), value)
         for replica in self._others:
             translated = self._translated(replica, value, lazily=(index, key) in self._rebound)
             vars(self._modules[replica.index][index])[key] = translated
@@ -197,6 +203,19 @@ class PythonState:
                 del self._attribute_of[place]
                 del self._mirrors[place]
                 self._memos = {}
+
+    @contextmanager
+    def iterators_shared(self) -> Iterator[IteratorsOfStep]:
+        """The step runs in here, between :meth:`share` and :meth:`collect`: all replicas take the same items."""
+        if self._others:
+            self._iterators.begin([self._modules[0], *(self._modules[replica.index] for replica in self._others)])
+        try:
+            yield self._iterators
+        except WholeBatchError:  # what the step took, it takes again with the whole batch
+            self._iterators.end(undone=True)
+            raise
+        finally:
+            self._iterators.end()
 
     # ---- between the turns of a step, and after it ----
 

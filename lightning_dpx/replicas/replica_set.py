@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lightning_dpx.backward_threads import finish_backward_at_exit
+from lightning_dpx.backward_threads import end_failed_backward, finish_backward_at_exit, forget_failed_backward
 from lightning_dpx.devices import (
     canonical_device,
     distinct_devices,
@@ -36,6 +36,8 @@ from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
 
 Execution = Literal["auto", "inline", "threads"]
+_SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
+_SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +190,14 @@ class ReplicaSet:
         self.root.refresh()
         self._take(replicate(self.root.module, self.devices, self._keep, (), self._skip, self.shared))
 
-    def stand_in(self, replica: Replica | None = None) -> nn.Module:
-        """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone."""
-        return stand_in(replica or self.root, self._keep)
+    def stand_in(self, replica: Replica | None = None, keep: Iterable[object] = ()) -> nn.Module:
+        """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone.
+
+        Args:
+            replica: Which one.
+            keep: Objects that the copy shares with it, too.
+        """
+        return stand_in(replica or self.root, [*self._keep, *keep])
 
     @property
     def always_merged(self) -> bool:
@@ -294,7 +301,12 @@ class ReplicaSet:
             )
             for rank, share in enumerate(shares)
         ]
-        values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
+        try:
+            values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
+        except BaseException as error:
+            interrupted = self._venue.abandoned or isinstance(error, KeyboardInterrupt)
+            end_failed_step([replica.module for replica in self.replicas], self._physical, interrupted=interrupted)
+            raise
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.draws.has_drawn(before))
             wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
@@ -344,14 +356,23 @@ class ReplicaSet:
             refusal = "no step before met in it, so the backward of all replicas is one; ask for execution='threads'"
             venue = Venue(Meeting(len(shares), refusal=refusal))
             ranks = [ReplicaRank(index, len(shares), venue) for index in range(len(shares))]
-            joint_backward(ranks, roots, lambda place, error: self._blame(shares[place].replica, error))
+            try:
+                joint_backward(ranks, roots, lambda place, error: self._blame(shares[place].replica, error))
+            except BaseException:
+                forget_failed_backward()
+                raise
             return
         of_replica = {share.replica.index: own for share, own in zip(shares, roots, strict=True)}
 
         def walk(share: Share) -> None:
             tensors, gradients = of_replica[share.replica.index]
-            if tensors:
+            if not tensors:
+                return
+            try:
                 torch.autograd.backward(tensors, gradients)
+            except BaseException:
+                forget_failed_backward()
+                raise
 
         self.run("backward", shares, walk)
         self._walked_apart = True
@@ -428,6 +449,23 @@ class ReplicaSet:
         """Ends the workers; whatever runs after this starts them again."""
         self.release_cores()
         self._executor.close()
+
+
+def end_failed_step(
+    modules: Iterable[nn.Module], devices: Iterable[torch.device] = (), *, interrupted: bool = False
+) -> None:
+    """Whoever gets the error of a step finds nothing of it running, or writing to a module; within a bound.
+
+    Args:
+        modules: The module, or its replicas.
+        devices: Where they run, beside where their parameters are.
+        interrupted: The error is Ctrl-C, or the step was abandoned.
+    """
+    forget_failed_backward()
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    places = distinct_devices([*devices, *(parameter.device for parameter in parameters)])
+    if not end_failed_backward(places, _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR):
+        keep_gradients_out(parameters)
 
 
 def _names_of_buffers(replica: Replica) -> list[tuple[str, ...]]:

@@ -32,9 +32,10 @@ from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.shared_iterators import StandIn
 
 # One object serves all replicas, whatever it holds: data, and what acts on the parameters once a step.
-SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler)
+SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, StandIn)
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -73,7 +74,7 @@ def replicate(
         given = existing[index] if existing else {}
         parameters = _own_parameters(module, None if target == root else target, given)
         with _staying(shared):
-            copied = ModuleCopy(module, target, kept, parameters, private).make()
+            copied = ModuleCopy(module, target, kept, parameters, private, given.values()).make()
         replicas.append(Replica(index, target, copied))
     return tuple(replicas)
 
@@ -130,6 +131,7 @@ class ModuleCopy:
         keep: Objects that the copy holds by reference.
         parameters: The copy's parameters, by the id of the original.
         private: Types of submodules whose state is copied whole, and not only what leads to tensors and modules.
+        staying: Those of the copy's parameters that stay where they are.
     """
 
     def __init__(
@@ -139,8 +141,10 @@ class ModuleCopy:
         keep: Sequence[object],
         parameters: Mapping[int, nn.Parameter],
         private: tuple[type, ...] = (),
+        staying: Iterable[nn.Parameter] = (),
     ) -> None:
         self._module, self._device, self._private = module, device, private
+        self._staying = {id(parameter) for parameter in staying}
         self._kept: Memo = {id(kept): kept for kept in keep}
         self._tensors: Memo = dict(parameters)
         for child in modules_without(module, self._kept):
@@ -177,7 +181,12 @@ class ModuleCopy:
         prepare_memo(memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module)
         made: nn.Module = copy.deepcopy(self._module, memo)
         if self._device is not None:
+            given = [(parameter, parameter.data) for parameter in made.parameters() if id(parameter) in self._staying]
+            for parameter, _ in given:  # it may lie elsewhere, as that of a shifted part does
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
             made.to(self._device)  # states of metrics, and the device that a LightningModule remembers
+            for parameter, values in given:
+                parameter.data = values
         return made
 
     def _is_boundary(self, value: Any) -> bool:

@@ -105,6 +105,20 @@ def applied_shift(module: nn.Module) -> "Shift | None":
     return _SHIFTS.get(module)
 
 
+def shift_like(module: nn.Module, shift: "Shift") -> None:
+    """Shifts ``module``, a copy of the one that ``shift`` is of, in the same way."""
+    own = Shift(module, list(shift.chosen), shift.source, shift.target)
+    own.install()
+    _SHIFTS[module] = own
+
+
+def forget_shift(module: nn.Module) -> None:
+    """Takes a shift off ``module``, if it has one, and leaves every tensor where it is."""
+    shift = _SHIFTS.pop(module, None)
+    if shift is not None:
+        remove_hooks_of(shift, module)
+
+
 @contextmanager
 def unshifted(paused: bool = True) -> Iterator[None]:
     """In this thread operators run where their tensors are, as those of an optimizer must inside a shifted step.
@@ -226,13 +240,14 @@ class Shift:
         module = self._module()
         assert module is not None, "held by the caller"
         own = self._own_tensors(module)
-        needed, free = sum(tensor.nbytes for tensor in own), free_bytes(self.target)
+        moving = [tensor for tensor in own if canonical_device(tensor.device) != self.target]
+        needed, free = sum(tensor.nbytes for tensor in moving), free_bytes(self.target)
         if needed > free:
             raise ConfigurationError(
                 f"{self.entry}: the parameters of {', '.join(self.chosen)} need "
                 f"{needed} bytes, and {self.target} has {free} free; shift fewer parts, or to another device."
             )
-        for tensor in own:
+        for tensor in moving:
             _relocate(tensor, self.target)
         for name in self.chosen:
             child = module.get_submodule(name)

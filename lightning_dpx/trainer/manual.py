@@ -73,6 +73,11 @@ class ManualOptimization:
         """Whether one replica does the whole step on the user's own module, which owns all parameters."""
         return self.active == [self.replicas.root] and not self.step.has_other_owners and not self.step.has_processes
 
+    @property
+    def sums_nothing(self) -> bool:
+        """Whether one replica has all rows of the batch, so that its gradients are those of the batch."""
+        return len(self.active) == 1 and not self.step.has_processes
+
     def _taken_snapshot(self) -> StepSnapshot:
         loop = self.root.trainer.fit_loop.epoch_loop.manual_optimization
         return StepSnapshot(self.root, [*self._shared_objects(), loop.optim_step_progress], self.replicas.devices)

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.replicas import check_choice, children_of, rebuild
+from lightning_dpx.replicas import check_choice, children_of, end_failed_step, rebuild
 from lightning_dpx.shifting import unshifted
 
 PrecisionName = Literal[
@@ -106,7 +106,11 @@ class DPXPrecision(Precision):
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Backward of the (scaled) merged loss, then of every replica."""
-        self.wrapped.backward(tensor, model, optimizer, *args, **kwargs)
+        try:
+            self.wrapped.backward(tensor, model, optimizer, *args, **kwargs)
+        except BaseException as error:
+            end_failed_step([model], interrupted=isinstance(error, KeyboardInterrupt))
+            raise
         if self._after_backward is not None:
             self._after_backward()
 

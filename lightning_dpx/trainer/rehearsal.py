@@ -30,7 +30,9 @@ from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.trainer.gradient_hooks import GradientHooks
 from lightning_dpx.trainer.logging import StepLog, path_of
 from lightning_dpx.trainer.metrics import recorded_calls
 from lightning_dpx.trainer.parity_report import (
@@ -267,6 +269,7 @@ class _Rehearsal:
         self._trains = call.name == "training_step"
         self._by_hand = self._trains and not self._module.automatic_optimization
         self._norms: list[str] = []
+        self._asked: list[str] = []  # iterators that a shadow wanted an item of
         self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
         self._tolerance = _tolerance_of(strategy, self._module, call)
@@ -278,24 +281,36 @@ class _Rehearsal:
             NotRehearsed: nothing could be.
             SlicesFail: the slices raise where the whole batch does not.
         """
-        if self._strategy.shifts_activations:
-            raise NotRehearsed("parts of its replicas are shifted to other devices.")
-        if self._by_hand and self._strategy._step.has_other_owners:
-            raise NotRehearsed("it optimizes by hand, and its parameters belong to several devices.")
         with self._guest.visit(calls_hooks=self._by_hand):
             try:
                 outcome = self._on_rows(1)
                 if not outcome.is_sure:
                     with suppress(NotRehearsed, SlicesFail):
                         outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
+                self._check_iterators()
                 return outcome
             except (NotRehearsed, SlicesFail):
+                self._check_iterators()
                 raise
             except CollectiveInRehearsal as error:
                 raise NotRehearsed(f"it calls torch.distributed itself ({error}).") from None
             except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
                 traceback.clear_frames(error.__traceback__)
+                self._check_iterators()
                 raise NotRehearsed(f"the rehearsal failed with {_told(error)}") from None
+
+    def _check_iterators(self) -> None:
+        """What came of a rehearsal says nothing about a step that takes items which cannot be given back.
+
+        Raises:
+            SlicesFail: it does.
+        """
+        if self._asked:
+            names = ", ".join(f"self.{path}" for path in dict.fromkeys(self._asked))
+            raise SlicesFail(
+                f"It takes items of {names}, and what belongs to the rows of a slice cannot be found out.",
+                "For all devices to take part, let a loader of the trainer give them (CombinedLoader).",
+            ) from None
 
     def _refine(self, first: Outcome, second: Outcome) -> Outcome:
         """Both together: rules fit on all rows that were tried, or are none."""
@@ -437,7 +452,7 @@ class _Rehearsal:
 
     def _shadow(self) -> Any:
         try:
-            shadow, self._norms = make_shadow(self._replicas, own_parameters=self._by_hand)
+            shadow, self._norms = make_shadow(self._replicas, self._asked, own_parameters=self._by_hand)
         except ReplicationError as error:
             raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
         return shadow
@@ -503,8 +518,10 @@ class _Rehearsal:
             unstable=unstable,
         )
         shadow = self._shadow()
+        forget_shift(shadow)  # of the first replica; each gets its own
         parameters = () if self._by_hand else shared_parameters(self._replicas, shadow)
         replicas = self._replicas_of(shadow, list(self._replicas.devices), existing=parameters)
+        self._shift_alike(replicas)
         reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
         step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_packs, None)
         seen = Observation()
@@ -586,6 +603,13 @@ class _Rehearsal:
             copied._trainer = shadow._trainer  # LightningModule drops it from its copies
         return replicas
 
+    def _shift_alike(self, replicas: ReplicaSet) -> None:
+        """What is shifted of a real replica is shifted of its shadow."""
+        for real, shadow in zip(self._replicas.replicas, replicas.replicas, strict=True):
+            shift = applied_shift(real.module)
+            if shift is not None:
+                shift_like(shadow.module, shift)
+
     @contextmanager
     def _pointing_at(
         self, shadow: Any, replicas: Any, step: Any, judge: JudgingRules | None, seen: Observation
@@ -602,6 +626,9 @@ class _Rehearsal:
             }
         if self._by_hand:
             attributes |= self._optimizers_for(shadow, replicas, step, seen)
+            attributes["_gradient_hooks"] = hooks = GradientHooks()
+            if replicas is not None:
+                hooks.begin(shadow, replicas, step)
         rules = dict(self._strategy._rehearsals._rules)
         if judge is not None:
             rules[call.name, call.dataloader_idx] = judge

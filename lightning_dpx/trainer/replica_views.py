@@ -59,6 +59,11 @@ class ReplicaView:
         """The replica's module."""
         return self.replica.module
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this replica has all rows of the batch, so that its gradients are those of the batch."""
+        return self._manual.sums_nothing
+
     # ---- backward ----
 
     def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -81,6 +86,9 @@ class ReplicaView:
         Raises:
             WholeBatchError: the gradients are to have a graph of their own, which cannot reach other replicas.
         """
+        if create_graph and self.is_alone:
+            run()  # the gradients of this replica are those of the batch; they keep their graph
+            return
         if create_graph:
             raise WholeBatchError("Its backward creates a graph of the gradients (create_graph=True).")
         parameters = self.replica.parameters
@@ -102,7 +110,7 @@ class ReplicaView:
             WholeBatchError: they are, but are to have a graph, or come with those of other tensors.
         """
         wanted = [id(value) in self._owner_of for value in inputs]
-        if not any(wanted):
+        if not any(wanted) or self.is_alone:
             return False
         if create_graph:
             raise WholeBatchError("It has torch.autograd.grad create a graph of the gradients of parameters.")
@@ -241,7 +249,7 @@ def optimizers_checked() -> Iterator[None]:
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         view = current_view()
-        if view is None or isinstance(optimizer, ActsOnce):
+        if view is None or view.is_alone or isinstance(optimizer, ActsOnce):
             return
         known = {id(parameter) for parameter in view.module.parameters()}
         if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):

@@ -28,6 +28,7 @@ from lightning_dpx.replicas import GeneratorStates, Replica, ReplicaSet, Share
 from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
+from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
 from lightning_dpx.trainer.metrics import ReplicaMetrics
 from lightning_dpx.trainer.surroundings import Attributes, Surroundings
 
@@ -179,19 +180,22 @@ def pointing_at(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def make_shadow(replicas: ReplicaSet, *, own_parameters: bool) -> tuple[LightningModule, list[str]]:
+def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool) -> tuple[LightningModule, list[str]]:
     """A shadow of the real module, and the names of its batch norms that normalize by their slice.
 
     Those run in eval mode on both sides of a comparison; else everything behind them would differ by design.
 
     Args:
         replicas: The real ones.
+        asked: Gets the paths of iterators that cannot be copied, if the shadow takes an item of one.
         own_parameters: The step will write them, as manual optimization does.
 
     Raises:
         ReplicationError: something cannot be copied; names the attribute.
     """
-    shadow: Any = replicas.stand_in()
+    iterators = iterators_that_cannot_be_copied(replicas.root.module)
+    shadow: Any = replicas.stand_in(keep=iterators)
+    guard_iterators(shadow, iterators, asked)
     shadow._trainer = replicas.root.module._trainer  # LightningModule drops it from its copies
     if own_parameters:
         for parameter in shadow.parameters():

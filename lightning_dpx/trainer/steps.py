@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_dpx.errors import CollectiveError, UnsupportedError, WholeBatchError
+from lightning_dpx.errors import CollectiveError, WholeBatchError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import planned
 from lightning_dpx.replicas import (
@@ -271,8 +271,10 @@ class StepsOfReplicas(RanksOfReplicas):
                 step.discard()
 
         trial = Trial(replicas.root.module, len(replicas.replicas))
-        output = trial.watch(alone)
-        verdict = trial.verdict(first_loss(output), loss_of_slices)
+        with replicas.python_state.iterators_shared() as iterators:
+            output = trial.watch(alone)
+            iterators.rewind(may_fetch=False)
+            verdict = trial.verdict(first_loss(output), loss_of_slices)
         replicas.choose(threads=verdict.threads)
         self._announce(f"{'run in threads' if verdict.threads else 'take their slices as one'}: {verdict.reason}")
         return output
@@ -427,7 +429,8 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._metrics is not None, "only called with replicas"
         self._replicas.python_state.share()
         self._metrics.refresh(self._replicas.root.modules)
-        with self._metrics.step(shares, restore=self._out_of_memory.repeats_steps):
+        state = self._replicas.python_state
+        with self._metrics.step(shares, restore=self._out_of_memory.repeats_steps), state.iterators_shared():
             yield make
         self._replicas.python_state.collect([share.replica for share in shares])
         assert self.lightning_module is not None, "connect() sets the module first"
@@ -496,10 +499,6 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._replicas is not None, "only called with replicas"
         assert self._step is not None, "only called with replicas"
         self._shifts_open = False
-        if not self._replicas.root.module.automatic_optimization:
-            raise UnsupportedError(
-                "shifts='auto' traces a step, which manual optimization makes impossible; give shifts."
-            )
         self._step.close()  # its hooks hold on to where the parameters were
         shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs), self.optimizers)
         self._note_shifts(self._replicas)

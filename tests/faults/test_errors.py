@@ -285,12 +285,8 @@ class Retries(LightningModule):
     def note_held(self) -> None:
         if self.device.type == "sim":
             self.optimizers().zero_grad()
-            for _ in range(100):  # the operator that another device's thread is in ends soon after the error
-                gc.collect()
-                held = [torch.get_device_module("sim").memory_allocated(index) for index in range(3)]
-                if not self.held or free_again(self.held[0], held):
-                    break
-            self.held.append(held)
+            gc.collect()
+            self.held.append([torch.get_device_module("sim").memory_allocated(index) for index in range(3)])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

@@ -398,10 +398,13 @@ WHOLE = {
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # torch's own about create_graph=True
 @pytest.mark.parametrize("kind", WHOLE)
-@pytest.mark.parametrize(("num_replicas", "execution"), WAYS)
-def test_what_slices_cannot_do_one_replica_does_with_the_whole_batch(kind, num_replicas, execution) -> None:
+@pytest.mark.parametrize(
+    ("reducer", "num_replicas", "execution"), [*(("auto", *way) for way in WAYS), ("colocate", 3, "inline")]
+)
+def test_what_slices_cannot_do_one_replica_does_with_the_whole_batch(kind, reducer, num_replicas, execution) -> None:
+    strategy = dpx.DPXStrategy(reducer, execution=execution)
     with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole.*{WHOLE[kind]}"):
-        ours = trained(kind, 21, strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas)
+        ours = trained(kind, 21, strategy=strategy, devices=num_replicas)
     assert_equal(ours, of_one_device(kind))
 
 

@@ -1,5 +1,6 @@
 """Before its first step a stage is rehearsed: what it decides, what it names, and that it leaves no trace."""
 
+import gc
 import random
 import re
 import warnings
@@ -153,12 +154,31 @@ def test_whether_a_loss_is_a_mean_or_a_sum_is_seen(hardware, execution, fitted, 
     assert_equal(seen.values, fitted(kind).values)
 
 
+class TurnsByHand(SumByHand):
+    """Optimizers with a state, one of which no other hook knows of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in (*self.optimizers(), self.own):
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 16)
+            optimizer.step()
+
+    def on_fit_start(self) -> None:
+        self.own = torch.optim.SGD(self.net[2].parameters(), lr=0.05, momentum=0.5)
+
+    def configure_optimizers(self) -> Any:
+        parts = self.net[0].parameters(), self.net[2].parameters()
+        return [torch.optim.Adam(part, lr=0.01, eps=1e-3) for part in parts]
+
+
 @REPLICAS
-def test_a_step_by_hand_is_checked_by_the_new_weights(hardware, execution, fitted, num_replicas) -> None:
-    seen = fitted(SumByHand, num_replicas, execution=execution)
+@pytest.mark.parametrize("reducer", ["auto", "colocate"])
+@pytest.mark.parametrize("kind", [SumByHand, TurnsByHand])
+def test_a_step_by_hand_is_checked_by_the_new_weights(hardware, execution, fitted, kind, reducer, num_replicas) -> None:
+    seen = fitted(kind, num_replicas, execution=execution, reducer=reducer)
     assert "4 gradients, 4 new weights" in seen.told
     assert not seen.warned
-    assert_equal(seen.values, fitted(SumByHand).values)
+    assert_equal(seen.values, fitted(kind).values)
 
 
 class RootByHand(SumByHand):
@@ -169,8 +189,9 @@ class RootByHand(SumByHand):
         optimizer.step()
 
 
-def test_a_step_by_hand_that_differs_is_named(fitted) -> None:
-    seen = fitted(RootByHand, 2)
+@pytest.mark.parametrize("reducer", ["auto", "colocate"])
+def test_a_step_by_hand_that_differs_is_named(hardware, fitted, reducer) -> None:
+    seen = fitted(RootByHand, 2, reducer=reducer)
     assert "training_step on 5 rows in slices of 3 and 2 is not what it is on one device" in seen.warned
     assert "net.0.weight" in seen.warned
 
@@ -1194,3 +1215,44 @@ def test_a_parameter_that_gets_new_storage_in_a_step_has_its_own_advice(fitted) 
     assert "It writes parameter teacher.weight in its forward, which each replica would do for itself." in seen.warned
     assert "between the steps instead (on_train_batch_end)" in seen.warned
     assert_equal(seen.values, fitted(MovesTeacher).values)
+
+
+# ---- parts on other devices ----
+
+
+class SquareRoot(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).sqrt()
+
+
+CUTS = {
+    "each its own": {"sim:0": "sim:4", "sim:1": "sim:5"},
+    "one for both": {"sim:0": "sim:4", "sim:1": "sim:4"},
+    "the second": {"sim:1": "sim:4"},
+    "to the host": {"sim:0": "cpu"},
+}
+
+
+@pytest.mark.parametrize("kind", [Logs, SumByHand, SquareRoot])
+@pytest.mark.parametrize("cut", CUTS)
+def test_steps_whose_parts_are_shifted_are_checked(sim, fitted, kind, cut) -> None:
+    before = [torch.get_device_module("sim").memory_allocated(index) for index in range(8)]
+    options = {"shifts": CUTS[cut], "shift_activations": ["net.2"], "trainer": {"accelerator": "sim"}}
+    seen = fitted(kind, 2, **options)
+    if kind is SquareRoot:
+        assert "training_step on 5 rows in slices of 3 and 2 is not what it is on one device" in seen.warned
+    else:
+        assert "dpx: checked on 5 rows" in seen.told
+        assert "4 gradients" in seen.told
+        assert not seen.warned
+        assert_equal(seen.values, fitted(kind).values)
+    gc.collect()
+    assert [torch.get_device_module("sim").memory_allocated(index) for index in range(8)] == before
+
+
+@pytest.mark.parametrize("kind", [Logs, SumByHand])
+def test_steps_are_checked_before_their_shifts_are_chosen(sim, fitted, kind) -> None:
+    seen = fitted(kind, 2, shifts="auto", trainer={"accelerator": "sim"})
+    assert "dpx: checked on 5 rows" in seen.told
+    assert "nothing is shifted" in seen.told
+    assert_equal(seen.values, fitted(kind).values)

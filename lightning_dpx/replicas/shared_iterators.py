@@ -1,0 +1,287 @@
+"""Iterators that a module holds advance once in a step of several replicas, as they do on one device.
+
+Replicas hold the same iterator, and each of them would take its next item: K in a step instead of one. So while a step
+runs, something stands in for the iterator, in the places where the module holds it. What the first replica takes is
+fetched and noted; the others get copies of the same items, in the same order, on their devices.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import IOBase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.replicas.context import current_rank
+
+_MOST_ITEMS = 64  # of a list or dict that is searched for iterators
+_MISSING = object()
+Place = tuple[str, Any, Any]  # a path, the namespace or container there, and a key in it
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a call gave: a value, with a copy from before the first replica could write it; or an error."""
+
+    value: Any = None
+    kept: Any = None
+    error: Exception | None = None
+
+    def again(self) -> "Taken":
+        """The same, for a step that is taken again."""
+        return self if self.error is not None else Taken(value=_copied(self.kept, None), kept=self.kept)
+
+
+class StandIn(Iterator[Any]):
+    """Shows the attributes of an iterator, and its class to code that asks for it.
+
+    Args:
+        iterator: The real one.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        vars(self)["_iterator"] = iterator
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of the iterator."""
+        return type(vars(self)["_iterator"])
+
+    def __next__(self) -> Any:
+        return self._take(next)
+
+    def send(self, value: Any) -> Any:
+        """As of a generator."""
+        return self._take(lambda iterator: iterator.send(value))
+
+    def _take(self, fetch: Callable[[Any], Any]) -> Any:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_iterator"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_iterator"], name, value)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_iterator"])
+
+    def __bool__(self) -> bool:
+        return bool(vars(self)["_iterator"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_iterator"][key]
+
+
+class SharedIterator(StandIn):
+    """What replicas have instead of an iterator while they take a step.
+
+    Args:
+        iterator: The real one.
+        home: The device of the first replica; what the iterator yields there is copied to where the others live.
+        taken: What a step that is taken again had taken.
+    """
+
+    def __init__(self, iterator: Iterator[Any], home: torch.device, taken: Sequence[Taken] = ()) -> None:
+        super().__init__(iterator)
+        vars(self).update(_home=home, _lock=threading.Lock(), _taken=list(taken), _places={}, _may_fetch=True)
+
+    def _take(self, fetch: Callable[[Any], Any]) -> Any:
+        """The next item of whoever asks: each replica has its own place in what the step has taken so far."""
+        state = vars(self)
+        rank = current_rank()
+        number = 0 if rank is None else rank.rank
+        with state["_lock"]:
+            place = state["_places"].get(number, 0)
+            state["_places"][number] = place + 1
+            if place == len(state["_taken"]):
+                state["_taken"].append(self._fetched(fetch))
+            taken: Taken = state["_taken"][place]
+            if taken.error is not None:
+                raise taken.error
+            return taken.value if number == 0 else _copied(taken.kept, state["_home"])
+
+    def _fetched(self, fetch: Callable[[Any], Any]) -> Taken:
+        state = vars(self)
+        if not state["_may_fetch"]:
+            raise RuntimeError("A step in slices takes more items of an iterator than the whole batch did.")
+        try:
+            value = fetch(state["_iterator"])
+        except Exception as error:  # noqa: BLE001  StopIteration too: all replicas come to the end
+            return Taken(error=error)
+        return Taken(value=value, kept=_copied(value, None))
+
+
+class IteratorTaken(Exception):  # noqa: N818  ends a rehearsal, and is no fault of the step
+    """A rehearsal takes an item of an iterator that cannot be copied, so it could not be given back."""
+
+
+class UntakenIterator(StandIn):
+    """What a shadow has instead of an iterator that cannot be copied.
+
+    Args:
+        iterator: The real one.
+        path: Where the module holds it.
+        asked: Gets the path, if anybody asks for an item.
+    """
+
+    def __init__(self, iterator: Iterator[Any], path: str, asked: list[str]) -> None:
+        super().__init__(iterator)
+        vars(self).update(_path=path, _asked=asked)
+
+    def _take(self, fetch: Callable[[Any], Any]) -> Any:
+        state = vars(self)
+        state["_asked"].append(state["_path"])
+        raise IteratorTaken(state["_path"])
+
+
+class IteratorsOfStep:
+    """The iterators that a module holds, and what stands in for them while a step runs.
+
+    Args:
+        home: The device of the first replica.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        self._home = home
+        self._held: dict[tuple[int, str], None] = {}  # attributes that are, or hold, iterators; in order
+        self._shared: list[SharedIterator] = []
+        self._exchanged: list[tuple[Any, Any, Any, SharedIterator]] = []  # namespace, key, what was there and is now
+        self._again: dict[int, tuple[Any, list[Taken]]] = {}  # by id of an iterator: taken by a step that never was
+
+    def note(self, attribute: tuple[int, str], value: Any) -> None:
+        """An attribute of a submodule, by its index and name, has this value now."""
+        if next(places_in(attribute[1], None, value), None) is not None:
+            self._held[attribute] = None
+        else:
+            self._held.pop(attribute, None)
+
+    def forget(self, attribute: tuple[int, str]) -> None:
+        """There is no such attribute any more."""
+        self._held.pop(attribute, None)
+
+    def begin(self, modules: Sequence[Sequence[nn.Module]]) -> None:
+        """A step of several replicas begins.
+
+        Args:
+            modules: By replica, its submodules in one order.
+        """
+        self.end()
+        for index, name in self._held:
+            columns = [list(places_in(name, vars(own[index]), vars(own[index]).get(name))) for own in modules]
+            for path, space, key in columns[0]:
+                iterator = _unwrapped(space[key])
+                known, taken = self._again.pop(id(iterator), (iterator, []))
+                assert known is iterator, "held here, so that its id stays its own"
+                shared = SharedIterator(iterator, self._home, taken)
+                self._shared.append(shared)
+                of_all = [place for column in columns for place in column if place[0] == path]
+                for _, own_space, own_key in of_all:
+                    if own_space[own_key] is not shared:  # one list may be that of all replicas
+                        self._exchanged.append((own_space, own_key, _unwrapped(own_space[own_key]), shared))
+                        own_space[own_key] = shared
+
+    def rewind(self, *, may_fetch: bool) -> None:
+        """Whoever asks from here on gets the items that were taken in this step, from the first one.
+
+        Args:
+            may_fetch: Whether more than these may be taken.
+        """
+        for shared in self._shared:
+            vars(shared)["_places"].clear()
+            vars(shared)["_may_fetch"] = may_fetch
+
+    def end(self, *, undone: bool = False) -> None:
+        """The step is over: the module holds its iterators again, unless the step has put something else there.
+
+        Args:
+            undone: The step will be taken again, and what it took is given once more.
+        """
+        for space, key, before, shared in self._exchanged:
+            if _value(space, key) is shared:
+                space[key] = before
+        for shared in self._shared:
+            state = vars(shared)
+            used = 0 if undone else max(state["_places"].values(), default=0)
+            left = [taken.again() for taken in state["_taken"][used:]]
+            if left:
+                self._again[id(state["_iterator"])] = state["_iterator"], left
+        self._exchanged.clear()
+        self._shared.clear()
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether ``value`` gives its items one after the other, each once; files and modules are something else."""
+    return isinstance(value, Iterator) and not isinstance(value, IOBase | nn.Module | torch.Tensor)
+
+
+def places_in(name: str, namespace: Any, value: Any) -> Iterator[Place]:
+    """Where an attribute has iterators: in itself, or in its items if it is a small list or dict."""
+    if type(value) in (list, dict) and len(value) <= _MOST_ITEMS:
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        yield from ((f"{name}.{key}", value, key) for key, item in items if is_iterator(item))
+    elif is_iterator(value):
+        yield name, namespace, name
+
+
+def iterators_that_cannot_be_copied(module: nn.Module) -> list[Iterator[Any]]:
+    """Those that ``module`` and its submodules hold."""
+    found: dict[int, Iterator[Any]] = {}
+    for child in module.modules():
+        for key, value in list(vars(child).items()):
+            for _, space, place in places_in(key, vars(child), value):
+                found.setdefault(id(space[place]), space[place])
+    return [iterator for iterator in found.values() if not _can_be_copied(iterator)]
+
+
+def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], asked: list[str]) -> None:
+    """Whatever takes an item of ``iterators`` through ``shadow``, which holds them, is refused.
+
+    Args:
+        shadow: Any module.
+        iterators: Which.
+        asked: Gets the path of every one that is asked for an item.
+    """
+    guarded = {id(iterator) for iterator in iterators}
+    for prefix, child in shadow.named_modules() if guarded else ():
+        for key, value in list(vars(child).items()):
+            for path, space, place in list(places_in(key, vars(child), value)):
+                if id(space[place]) in guarded:
+                    full = f"{prefix}.{path}" if prefix else path
+                    space[place] = UntakenIterator(space[place], full, asked)
+
+
+def _can_be_copied(iterator: Iterator[Any]) -> bool:
+    try:
+        copy.deepcopy(iterator)
+    except Exception:  # noqa: BLE001  generators, C handles, whatever their classes say
+        return False
+    return True
+
+
+def _copied(value: Any, home: torch.device | None) -> Any:
+    """Containers and tensors anew; those on ``home`` on the device of the calling replica."""
+
+    def of_replica(tensor: torch.Tensor) -> torch.Tensor:
+        if home is None or is_host(home) or canonical_device(tensor.device) != home:
+            return tensor.detach().clone()
+        here = torch.device(home.type, torch.get_device_module(home.type).current_device())
+        return tensor.detach().to(here, copy=True)
+
+    return _pytree.tree_map_only(torch.Tensor, of_replica, value)
+
+
+def _unwrapped(iterator: Any) -> Any:
+    """What was put back to the middle of an earlier step may hold what stood in for its iterators."""
+    return vars(iterator)["_iterator"] if type(iterator) is SharedIterator else iterator
+
+
+def _value(space: Any, key: Any) -> Any:
+    if isinstance(space, dict):
+        return space.get(key, _MISSING)
+    return space[key] if key < len(space) else _MISSING

@@ -1,0 +1,190 @@
+"""Iterators that a module holds advance once in a step of several replicas, as on one device."""
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_dpx as dpx
+from tests.conftest import assert_equal, make_loader, make_trainer
+
+pytestmark = pytest.mark.usefixtures("hardware")
+
+
+def more_rows() -> list[torch.Tensor]:
+    """Ten batches of three rows."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(3, 8, generator=generator) for _ in range(10)]
+
+
+class TakesMore(LightningModule):
+    """A second loss on rows that the step takes from an iterator, and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.rows = more_rows()
+
+    def more(self) -> torch.Tensor:
+        return next(self.extra)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        extra = self.more().to(self.device).mul_(2)
+        self.log("first", extra[0, 0])
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1]) + self.net(extra).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert type(self.__dict__.get("extra", iter([]))).__module__ != "lightning_dpx.replicas.shared_iterators"
+
+
+class OfAList(TakesMore):
+    def on_train_start(self) -> None:
+        self.extra = iter([rows.clone() for rows in self.rows])
+
+
+class OfItsDevice(TakesMore):
+    def on_train_start(self) -> None:
+        self.extra = iter([rows.to(self.device, copy=True) for rows in self.rows])
+
+
+class MadeInTheStep(TakesMore):
+    """As people write who mix two loaders by hand; the loader ends in the middle."""
+
+    def more(self) -> torch.Tensor:
+        try:
+            return next(self.extra)
+        except (AttributeError, StopIteration):
+            self.extra = iter(DataLoader(torch.cat(self.rows[:2]), batch_size=3))
+            return next(self.extra)
+
+
+class InADict(TakesMore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaders = {"labelled": None, "extra": iter([rows.clone() for rows in self.rows])}
+
+    def more(self) -> torch.Tensor:
+        return next(self.loaders["extra"]) + next(self.loaders["extra"])
+
+
+class Endless(Iterator[torch.Tensor]):
+    """Begins again at its end."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows, self.place = rows, -1
+
+    def __next__(self) -> torch.Tensor:
+        self.place = (self.place + 1) % len(self.rows)
+        return self.rows[self.place].clone()
+
+
+class OwnClass(TakesMore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = Endless(self.rows[:3])
+
+    def more(self) -> torch.Tensor:
+        assert isinstance(self.extra, Endless)
+        rows = next(self.extra)
+        self.log("place", float(self.extra.place))
+        return rows
+
+
+class Looks(TakesMore):
+    """Hooks take items, too, and in a loop."""
+
+    def on_train_start(self) -> None:
+        self.extra = iter([rows.clone() for rows in self.rows])
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        next(self.extra)
+
+    def more(self) -> torch.Tensor:
+        return sum(itertools.islice(self.extra, 2))
+
+
+class ByHand(OfAList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class ByHandWithTheWholeBatch(ByHand):
+    """What replicas cannot follow shows after the step has taken an item."""
+
+    def on_after_backward(self) -> None:
+        """Nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        torch.optim.SGD(self.parameters(), lr=0.01).step()
+
+
+class OfAGenerator(TakesMore):
+    """Cannot be copied, so a rehearsal cannot take from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = (rows.clone() for rows in self.rows)
+
+
+class BesideItsRows(OfAGenerator):
+    """What it takes belongs to the rows of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = torch.cat([batch[0], self.more().to(self.device)])
+        return self.net(rows).square().mean()
+
+
+SHARED = [OfAList, OfItsDevice, MadeInTheStep, InADict, OwnClass, Looks, ByHand]
+
+
+def trained(kind: type[LightningModule], **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    trainer = make_trainer(max_epochs=1, **options)
+    trainer.fit(model, make_loader(37))  # the last batch is for one replica alone
+    seen = {**model.state_dict(), **trainer.callback_metrics}
+    return {name: value.detach().cpu().clone() for name, value in seen.items()}
+
+
+@cache
+def of_one_device(kind: type[LightningModule]) -> dict[str, torch.Tensor]:
+    return trained(kind)
+
+
+@pytest.mark.filterwarnings("ignore:The training_step draws random numbers")  # a loader that is begun does
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(("num_replicas", "execution", "verify"), [(3, "inline", "raise"), (2, "threads", "off")])
+def test_all_replicas_take_the_items_that_one_device_takes(kind, num_replicas, execution, verify) -> None:
+    strategy = dpx.DPXStrategy(execution=execution, verify=verify)
+    assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
+
+
+@pytest.mark.parametrize("kind", [OfAGenerator, BesideItsRows])
+@pytest.mark.parametrize(("num_replicas", "execution"), [(3, "inline"), (2, "threads")])
+def test_where_no_item_can_be_given_back_one_replica_takes_the_whole_batch(kind, num_replicas, execution) -> None:
+    with pytest.warns(UserWarning, match=r"all of its batches whole.*takes items of self\.extra, .*CombinedLoader"):
+        ours = trained(kind, strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas)
+    assert_equal(ours, of_one_device(kind))
+
+
+@pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")
+def test_a_step_that_is_taken_again_takes_the_same_items() -> None:
+    ours = trained(ByHandWithTheWholeBatch, strategy=dpx.DPXStrategy(execution="inline", verify="off"), devices=2)
+    assert_equal(ours, of_one_device(ByHandWithTheWholeBatch))
