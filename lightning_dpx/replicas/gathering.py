@@ -94,6 +94,10 @@ class MergeRules:
         merger = Merger(rules=self.logged, weights=weights, device=device, fallback=by_reduction)
         return merger.merge(list(values), path)
 
+    def decides(self, path: str) -> bool:
+        """Whether it is known how a logged value is merged."""
+        return path in self.logged
+
     def reduction(self, losses: Sequence[torch.Tensor], weights: Weights) -> str:
         """How the loss is merged; a rehearsal decides it here, from the losses of the slices."""
         del losses, weights

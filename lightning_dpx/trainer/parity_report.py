@@ -114,6 +114,10 @@ class JudgingRules(MergeRules):
             self.logged = chosen(self.logged_findings)
         return super().merge_logged(path, values, weights, device, reduce_fx)
 
+    def decides(self, path: str) -> bool:
+        """Of all values that one device had, too."""
+        return path in self._whole.logged
+
     def merge_batch_sizes(self, path: str, sizes: Sequence[float]) -> float:
         """Decides, then merges."""
         known = self._whole.logged.get(path)

@@ -32,6 +32,7 @@ from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.tolerance import Tolerance
 from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.trainer.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.trainer.gradient_hooks import GradientHooks
 from lightning_dpx.trainer.logging import StepLog, path_of
 from lightning_dpx.trainer.metrics import recorded_calls
@@ -269,6 +270,7 @@ class _Rehearsal:
         self._trains = call.name == "training_step"
         self._by_hand = self._trains and not self._module.automatic_optimization
         self._norms: list[str] = []
+        self._watches_batch = strategy._batch_writes.is_watched
         self._asked: list[str] = []  # iterators that a shadow wanted an item of
         self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
@@ -335,7 +337,7 @@ class _Rehearsal:
         before = self._state(self._shadow())
         try:
             whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes))
-        except (NotRehearsed, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
@@ -354,7 +356,7 @@ class _Rehearsal:
             raise _writes_parameters(self._guest.written)
         try:
             judge, sliced = self._sliced(sizes, whole, self._loss_reduction)
-        except (NotRehearsed, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
             traceback.clear_frames(error.__traceback__)
@@ -389,7 +391,7 @@ class _Rehearsal:
         """What a step keeps may be of a slice by design; unless the next step uses it."""
         try:
             whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), num_steps=2)
-        except (NotRehearsed, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
             traceback.clear_frames(error.__traceback__)
@@ -398,7 +400,7 @@ class _Rehearsal:
             return
         try:
             again, sliced = self._sliced(sizes, whole, judge.loss_reduction, earlier=[judge])
-        except (NotRehearsed, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  such as a state of too many rows
             traceback.clear_frames(error.__traceback__)
@@ -478,12 +480,14 @@ class _Rehearsal:
             for _ in range(num_steps):
                 self._forget_gradients(shadow)
                 share = Share(replicas.root, num_rows, self._own(rows))
+                writes = self._watch_batch(share.batch)
                 log = StepLog(share)
                 with self._context(), recorded_calls(shadow) as seen.metric_calls:
                     seen.output = replicas.run(call.name, [share], partial(self._step_of_one, log))[0]
                 with _recording(log, shadow):
                     final = strategy._finished(call.name, seen.output)
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
+                self._note_writes(writes, replicas, MergeRules(), seen)
                 self._finish(seen, final, shadow, list(shadow.parameters()))
         self._forget_gradients(shadow)
         self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
@@ -494,8 +498,28 @@ class _Rehearsal:
         call = self._call
         shadow: Any = share.replica.module
         with log.recording(shadow), self._strategy._arranged(shadow):
-            batch = self._strategy._transfer(share, call.dataloader_idx)
+            batch = self._strategy._given(share, call.dataloader_idx)
             return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+
+    def _watch_batch(self, rows: Any) -> BatchWrites:
+        """Sees what the next run writes into its batch, if hooks of the real run look at that."""
+        writes = BatchWrites()
+        if self._watches_batch:
+            writes.show(rows)
+        self._strategy._batch_writes = writes
+        return writes
+
+    def _note_writes(self, writes: BatchWrites, replicas: ReplicaSet, rules: MergeRules, seen: Observation) -> None:
+        """What was written is compared as a logged value is.
+
+        Raises:
+            SlicesFail: it cannot be put together.
+        """
+        problem = writes.finish(rules, self._strategy.root_device, replicas.output_dim)
+        if problem is not None:
+            raise SlicesFail(*unlike_one_batch(problem))
+        for name, value in writes.values.items():
+            seen.logged[name] = Logged(value=value, reduce_fx="mean", batch_size=None)
 
     # ---- in slices ----
 
@@ -538,9 +562,11 @@ class _Rehearsal:
                 shares = strategy._weighted(self._shares_of(replicas, sizes), shadow)
                 merged_log = StepLog(replace(shares[0], num_rows=sum(sizes)))
                 with self._pointing_at(shadow, replicas, step, rules, seen):
+                    writes = self._watch_batch(self._own(self._first_rows(sum(sizes))[0]))
                     with _recording(merged_log, shadow):
                         final = self._step_of_replicas(shares)
                     seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
+                    self._note_writes(writes, replicas, rules, seen)
                     self._finish(seen, final, shadow, step.owner_parameters, step)
         self.metric_rules = replicas.metrics.rules_by_path()
         for replica in replicas.replicas:
@@ -616,7 +642,7 @@ class _Rehearsal:
     ) -> Iterator[None]:
         """The strategy, and through it the trainer, has the shadow for its module for a while."""
         strategy, call = self._strategy, self._call
-        attributes = pointing_at_shadow(strategy, shadow)
+        attributes = {**pointing_at_shadow(strategy, shadow), "_batch_writes": BatchWrites()}
         if replicas is not None:
             attributes |= {
                 "_replicas": replicas,

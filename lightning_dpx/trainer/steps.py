@@ -41,6 +41,7 @@ from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.acts_once import any_view, current_view, held_optimizers
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
+from lightning_dpx.trainer.batch_writes import BatchWrites, batches_are_looked_at, unlike_one_batch
 from lightning_dpx.trainer.example_input import profile_example
 from lightning_dpx.trainer.gradient_hooks import GradientHooks
 from lightning_dpx.trainer.guest_step import ManualGuest
@@ -97,6 +98,7 @@ class StepsOfReplicas(RanksOfReplicas):
         self._loose_tensors = LooseTensors()
         self._manual: ManualOptimization | None = None
         self._gradient_hooks = GradientHooks()
+        self._batch_writes = BatchWrites()
         self._repeatable: Callable[[], Any] | None = None  # the forward of the step that is under way
         self._tightening: Callable[[], str] = planning.advice
         super().__init__(*args)
@@ -108,6 +110,10 @@ class StepsOfReplicas(RanksOfReplicas):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
         if self._replicas is not None and device is None:
+            module: Any = self._replicas.root.module
+            if batches_are_looked_at(module):
+                return self._batch_writes.show(batch)
+            self._batch_writes.forget()
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -117,6 +123,20 @@ class StepsOfReplicas(RanksOfReplicas):
         Where the module has a method ``training_step_end(outputs)``, the replicas' outputs are merged in sample order
         and it computes the loss from those of the whole batch; gradients flow back through every replica.
         """
+        outputs = self._train(args, kwargs)
+        self._end_batch("training_step", args)
+        return outputs
+
+    def _end_batch(self, name: str, args: tuple[Any, ...]) -> None:
+        """Hooks find in the batch what the step wrote there."""
+        if self._replicas is None:
+            return
+        rules = self._rehearsals.rules(name, args[2] if name != "training_step" and len(args) > 2 else 0)
+        problem = self._batch_writes.finish(rules, self.root_device, self._replicas.output_dim)
+        if problem is not None:
+            self._whole_batches.give_whole(name, *unlike_one_batch(problem))
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._step is not None:
             self._follow_structure()
             if self._step is None:  # given up, when the batch was still where the loader left it
@@ -145,10 +165,10 @@ class StepsOfReplicas(RanksOfReplicas):
             if self._undecided:
                 with self._arranged():
                     return self._choosing_step(
-                        lambda: alone(self._transfer(shares[0], 0), *args[1:], **kwargs), args, kwargs
+                        lambda: alone(self._given(shares[0], 0), *args[1:], **kwargs), args, kwargs
                     )
             with self._arranged():
-                return self._finished("training_step", alone(self._transfer(shares[0], 0), *args[1:], **kwargs))
+                return self._finished("training_step", alone(self._given(shares[0], 0), *args[1:], **kwargs))
         replicas.claim_cores()
         self._out_of_memory.begin_step(replicas)
         automatic = replicas.root.module.automatic_optimization
@@ -172,7 +192,7 @@ class StepsOfReplicas(RanksOfReplicas):
         except BaseException:
             self._step.discard()
             raise
-        return self.training_step(*args, **kwargs)
+        return self._train(args, kwargs)
 
     def _forward_of_replicas(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._replicas is not None, "only called with replicas"
@@ -298,6 +318,11 @@ class StepsOfReplicas(RanksOfReplicas):
         return self._evaluate("predict_step", super().predict_step, args, kwargs)
 
     def _evaluate(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = self._evaluated(name, alone, args, kwargs)
+        self._end_batch(name, args)
+        return outputs
+
+    def _evaluated(self, name: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stopping is not None:
             self._stopping.before_batch()
         if self._replicas is not None:
@@ -313,7 +338,7 @@ class StepsOfReplicas(RanksOfReplicas):
         dataloader_idx = args[2] if len(args) > 2 else 0
         if len(shares) == 1 and self.num_processes == 1:
             with self._arranged():
-                return self._finished(name, alone(self._transfer(shares[0], dataloader_idx), *args[1:], **kwargs))
+                return self._finished(name, alone(self._given(shares[0], dataloader_idx), *args[1:], **kwargs))
         return self._evaluate_replicas(name, shares, args, kwargs)
 
     def _evaluate_replicas(self, name: str, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -393,6 +418,12 @@ class StepsOfReplicas(RanksOfReplicas):
         by_hand = not self._replicas.root.module.automatic_optimization
         return weighs or by_hand or self._plans_memory or self._shifts_open
 
+    def _given(self, share: Share, dataloader_idx: int) -> Any:
+        """What the step of a replica gets."""
+        batch = self._transfer(share, dataloader_idx)
+        self._batch_writes.note(share, batch, is_as_loaded=not _has_own_transfers(share.replica.module))
+        return batch
+
     def _transfer(self, share: Share, dataloader_idx: int) -> Any:
         """Moves a slice to its replica through the user's batch hooks."""
         module: Any = share.replica.module
@@ -443,7 +474,7 @@ class StepsOfReplicas(RanksOfReplicas):
         """A replica's own step, as every replica runs it; what it logs goes to ``log``."""
         module: Any = log.share.replica.module
         with log.recording(module), self._arranged(module):
-            return getattr(module, name)(self._transfer(log.share, idx), *args, **kwargs)
+            return getattr(module, name)(self._given(log.share, idx), *args, **kwargs)
 
     def _backward_of_replicas(self) -> None:
         if self._step is None:
@@ -617,6 +648,13 @@ def _checked(run_step: Callable[[Share], Any]) -> Callable[[Share], Any]:
         return output
 
     return run
+
+
+def _has_own_transfers(module: Any) -> bool:
+    """Whether hooks of the user's make something else of a batch on its way to a device."""
+    source = module.trainer._data_connector._datahook_selector
+    calls = [getattr(source.get_instance(hook.__name__), hook.__name__) for hook in _DEFAULT_TRANSFERS]
+    return not all(getattr(call, "__func__", None) in _DEFAULT_TRANSFERS for call in calls)
 
 
 def _lives_on(batch: Any, device: torch.device) -> bool:

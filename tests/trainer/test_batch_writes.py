@@ -1,0 +1,222 @@
+"""What a step writes into its batch is what hooks find there afterwards."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_dpx as dpx
+from tests.conftest import assert_equal, make_trainer
+
+pytestmark = pytest.mark.usefixtures("hardware")
+
+
+class Writes(LightningModule):
+    """Rows (B, 4) to scores (B,); notes what its hooks find in batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.found: list[torch.Tensor] = []
+
+    def write(self, batch: Any) -> torch.Tensor:
+        """Writes into the batch; returns rows."""
+        raise NotImplementedError
+
+    def look(self, batch: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(self.write(batch)).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.write(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(self.write(batch))
+
+    def note(self, batch: Any) -> None:
+        self.found += [torch.as_tensor(one).detach().cpu().float().clone() for one in self.look(batch)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(batch)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class IntoADict(Writes):
+    def write(self, batch: Any) -> torch.Tensor:
+        batch["x"].mul_(2)
+        batch["mask"] = batch["x"][:, 0] > 0
+        batch["more"] = {"rows": batch["x"] + 1, "names": [name + "!" for name in batch["name"]]}
+        batch["sum"] = batch["x"].sum()
+        batch["count"] = int(batch["mask"].sum())
+        batch["scale"] = 2.0
+        batch.pop("y")
+        return batch["x"]
+
+    def look(self, batch: Any) -> list[Any]:
+        assert batch["more"]["names"] == [name + "!" for name in batch["name"]]
+        assert "y" not in batch
+        return [*(batch[key] for key in ("x", "mask", "sum", "count", "scale")), batch["more"]["rows"]]
+
+
+class IntoATuple(Writes):
+    """One of its tensors is written, the other one is what the loader gave."""
+
+    def write(self, batch: Any) -> torch.Tensor:
+        batch[0].add_(batch[1])
+        return batch[0]
+
+    def look(self, batch: Any) -> list[Any]:
+        return list(batch)
+
+
+class IntoATensor(IntoATuple):
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch.add_(1)
+
+    def look(self, batch: Any) -> list[Any]:
+        return [batch]
+
+
+class IntoRows(Writes):
+    """A list of one dict per row."""
+
+    def write(self, batch: Any) -> torch.Tensor:
+        for row in batch["rows"]:
+            row["boxes"].mul_(3)
+            row["seen"] = row["boxes"].sum()
+        return batch["x"] + torch.stack([row["boxes"] for row in batch["rows"]])
+
+    def look(self, batch: Any) -> list[Any]:
+        return [value for row in batch["rows"] for value in row.values()]
+
+
+class OnItsWay(IntoATuple):
+    """Written in the hook that gets the batch on its device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * 3, batch[1] - 1
+
+
+class ThroughACallback(IntoADict):
+    """Its own hooks do not look, those of a callback do."""
+
+    on_train_batch_end = LightningModule.on_train_batch_end
+    on_validation_batch_end = LightningModule.on_validation_batch_end
+
+
+class SeveralTimes(IntoATuple):
+    """An optimizer that calls its closure again finds what was written the last time."""
+
+    on_train_batch_end = LightningModule.on_train_batch_end
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ByHand(IntoADict):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Largest(IntoADict):
+    """A value of the whole batch that no two slices give."""
+
+    def write(self, batch: Any) -> torch.Tensor:
+        rows = super().write(batch)
+        batch["scale"] = rows.std()
+        return rows
+
+
+class Looks(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.note(batch)
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        module.note(batch)
+
+
+def batches(kind: type[Writes]) -> list[Any]:
+    """Three batches, the last of which is short."""
+    generator = torch.Generator().manual_seed(0)
+    made: list[Any] = []
+    for rows in (7, 7, 3):
+        x, y = torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
+        boxes = [{"boxes": torch.randn(4, generator=generator)} for _ in range(rows)]
+        made.append({"x": x, "y": y, "name": [str(row) for row in range(rows)]} if issubclass(kind, IntoADict) else
+                    {"x": x, "rows": boxes} if kind is IntoRows else x if kind is IntoATensor else (x, y))  # fmt: skip
+    return made
+
+
+def outcome(kind: type[Writes], **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    callbacks = [Looks()] if kind is ThroughACallback else []
+    trainer = make_trainer(max_epochs=1, callbacks=callbacks, num_sanity_val_steps=1, **options)
+    # A step on the host writes into what the loader gave, one on a device into a copy.
+    loaders = [DataLoader(batches(kind), batch_size=None, collate_fn=copy.deepcopy) for _ in range(2)]
+    trainer.fit(model, *loaders)
+    seen = {**model.state_dict(), **{f"found {index}": value for index, value in enumerate(model.found)}}
+    return {name: value.detach().cpu().clone() for name, value in seen.items()}
+
+
+@cache
+def of_one_device(kind: type[Writes]) -> dict[str, torch.Tensor]:
+    return outcome(kind)
+
+
+KINDS = [IntoADict, IntoATuple, IntoATensor, IntoRows, OnItsWay, ThroughACallback, SeveralTimes, ByHand]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_replicas", "execution"), [(2, "auto"), (3, "inline"), (2, "threads")])
+def test_hooks_find_what_the_step_wrote(kind, num_replicas, execution) -> None:
+    strategy = dpx.DPXStrategy(execution=execution, verify="raise")
+    assert_equal(outcome(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
+
+
+def test_what_slices_cannot_write_is_named() -> None:
+    """``batch["scale"]`` is the standard deviation of all rows."""
+    with pytest.warns(UserWarning, match=r"'batch\.scale'"):
+        outcome(Largest, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+
+
+class OnSomeSlices(IntoADict):
+    """A key that only one slice gets."""
+
+    def write(self, batch: Any) -> torch.Tensor:
+        rows = super().write(batch)
+        if self.global_rank == 0:
+            batch["rank"] = torch.zeros(len(rows))
+        return rows
+
+    def look(self, batch: Any) -> list[Any]:
+        return [*super().look(batch), batch.get("rank", 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore:dpx. validation_step gets all of its batches whole")
+def test_what_cannot_be_put_together_makes_batches_whole() -> None:
+    message = r"hooks look at afterwards, and what slices write cannot be put together: batch\.rank is there on some"
+    with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole.*{message}"):
+        ours = outcome(OnSomeSlices, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert_equal(ours, of_one_device(OnSomeSlices))
