@@ -220,4 +220,5 @@ _BUILT_IN: dict[str, Slicer] = {
     "torch.nn.utils.rnn.PackedSequence": _PackedSlicer(),
     "torch_geometric.data.batch.Batch": _GraphSlicer(),
     "dgl.heterograph.DGLGraph": _DeepGraphSlicer(),
+    "dgl.heterograph.DGLHeteroGraph": _DeepGraphSlicer(),  # before version 1
 }
