@@ -76,7 +76,7 @@ class PythonState:
             replica.index: [None] * len(self._modules[0]) for replica in replicas
         }  # all that a submodule holds, where nothing in it changes
         self._hooks = [_users_hooks(child) for child in self._modules[0]]
-        self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
+        self.note_hooks_of_parameters()
         if not self._others:
             return
         for index, child in enumerate(self._modules[0]):
@@ -363,6 +363,10 @@ class PythonState:
         return self._memos[place]
 
     # ---- structure and hooks ----
+
+    def note_hooks_of_parameters(self) -> None:
+        """Somebody else has seen to it that hooks of parameters do no harm."""
+        self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
 
     def _check_hooks_of_parameters(self) -> None:
         for parameter in self._root.parameters:

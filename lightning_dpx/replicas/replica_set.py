@@ -27,6 +27,7 @@ from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging import Weights
+from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import replicate, stand_in
@@ -169,12 +170,24 @@ class ReplicaSet:
         several = len(replicas) > 1
         self._shapes = [parameter.shape for parameter in self.root.parameters] if several else []
         self._names = _names_of_buffers(self.root)
+        self._hooks = ParameterHooks(self.root.parameters if several else ())
+
+    @property
+    def name_with_other_hooks(self) -> str | None:
+        """A parameter of the user's module that got or lost a hook since its replicas were made."""
+        index = self._hooks.changed()
+        if index is None:
+            return None
+        named = self.root.module.named_parameters()
+        return next((name for name, one in named if one is self.root.parameters[index]), "")
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the user's module has other parts than its replicas: pruned, parametrized, extended, resized."""
+        """Whether the user's module has other parts, or hooks of parameters, than its replicas."""
         if len(self.replicas) == 1:
             return False
+        if self._hooks.changed() is not None:
+            return True
         if self.root.has_other_structure():
             return True
         if any(parameter.shape != shape for parameter, shape in zip(self.root.parameters, self._shapes, strict=True)):

@@ -144,6 +144,13 @@ class Rehearsals:
         self._again.clear()
         self._agreed = False
 
+    def reopen(self, name: str) -> None:
+        """The next step of this stage is rehearsed, as its first one was."""
+        for key in [key for key in self._done if key[0] == name]:
+            self._done.discard(key)
+            self._found.pop(key, None)
+            self._again.pop(key, None)
+
     def rules(self, name: str, dataloader_idx: int) -> MergeRules:
         """How the results of a stage are merged."""
         key = name, dataloader_idx

@@ -503,7 +503,10 @@ class DPXStrategy(StepsOfReplicas):
     def _follow_structure(self) -> None:
         """What was pruned, parametrized, added or exchanged on the user's module since the last step: replicas anew."""
         replicas, step = self._replicas, self._step
-        if replicas is None or step is None or self.shifts_activations or not replicas.is_outdated:
+        if replicas is not None and self.shifts_activations:
+            self._give_whole_for_hooks(replicas)
+            return
+        if replicas is None or step is None or not replicas.is_outdated:
             return
         announcement = "dpx: the module has other parts than before; its replicas are made anew."
         if announcement not in self._announced:
@@ -524,11 +527,20 @@ class DPXStrategy(StepsOfReplicas):
             return
         move_optimizers(self.optimizers, homes)
         self._take_trainer(replicas)
+        self._rehearsals.reopen("training_step")
         self._metrics, metrics.dim = metrics, replicas.output_dim
         self._planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if step.has_other_owners:
             mine = replicas.root.parameters
             move_optimizers(self.optimizers, dict(zip(mine, step.owner_parameters, strict=True)))
+
+    def _give_whole_for_hooks(self, replicas: ReplicaSet) -> None:
+        """Replicas with shifted parts are not made anew, so what a new hook does to gradients the first one does."""
+        name = replicas.name_with_other_hooks
+        if name is not None:
+            replicas.python_state.note_hooks_of_parameters()
+            reason = f"Parameter {name} got or lost a hook, which replicas with shifted parts cannot follow."
+            self._whole_batches.give_whole("training_step", reason, "Register hooks before fit.")
 
     def _shift(self, replicas: ReplicaSet) -> None:
         """Moves the chosen parts of every replica, before the optimizers exist."""

@@ -551,9 +551,39 @@ class ScaledLate(Surgery):
         self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-@pytest.mark.parametrize("kind", [ScaledGradients, GradientsScaledInPlace, ScaledLate])
-def test_case_38_hooks_of_parameters_act_on_every_replica_or_are_refused(kind: type[Net], execution: str) -> None:
-    check_as_on_one_device(kind, "net.0.weight", execution=execution)
+class HookedInTheMiddle(Net):
+    """A hook that comes in the second epoch, and one that goes then."""
+
+    def on_train_start(self) -> None:
+        self.handle = self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.handle.remove()
+            self.net[2].weight.register_hook(lambda gradient: gradient * 3)
+            self.net[2].bias.register_post_accumulate_grad_hook(self.halve)
+
+    def halve(self, parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(0.5)
+
+
+class ClampedInTheMiddle(Net):
+    """What it does to a slice's gradient is not what it does to that of the batch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def test_case_38_a_hook_that_slices_cannot_follow_in_the_middle_of_a_fit(execution: str) -> None:
+    message = "(?s)gets all of its batches whole.*1 of 4 gradients differ, relatively: net.0.weight"
+    with pytest.warns(UserWarning, match=message):
+        check_as_on_one_device(ClampedInTheMiddle, execution=execution, verify="first")
+
+
+@pytest.mark.parametrize("kind", [ScaledGradients, GradientsScaledInPlace, ScaledLate, HookedInTheMiddle])
+def test_case_38_hooks_of_parameters_act_on_every_replica(kind: type[Net], execution: str) -> None:
+    check_as_on_one_device(kind, execution=execution)
 
 
 class Reassigns(Net):

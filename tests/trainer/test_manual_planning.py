@@ -198,6 +198,19 @@ def test_a_step_by_hand_in_mixed_precision() -> None:
         assert torch.equal(value, ours[name]), name
 
 
+@pytest.mark.parametrize("kind", [ByHand, Accumulating, Keeping])
+def test_a_step_by_hand_with_a_scaler(kind: type[LightningModule], hardware: str) -> None:
+    """Half precision: losses are scaled, and steps with an infinite gradient are left out, while memory is planned."""
+    options = {"devices": 1 if hardware == "cpu" else 2, "plugins": dpx.DPXPrecision("16-mixed")}
+    plain = fit(kind, strategy=dpx.DPXStrategy(execution="inline", verify="off"), **options)
+    watch = Watch()
+    strategy = dpx.DPXStrategy(execution="inline", verify="off", memory_budget=MIB)
+    ours = fit(kind, strategy=strategy, callbacks=[watch], **options)
+    assert any(plan.dropped for plan in watch.plans.values())
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
 def test_the_callback_plans_a_step_by_hand_for_another_strategy() -> None:
     plain, planner = fit(ByHand), dpx.ActivationPlanner(budget=0.5)
     ours = fit(ByHand, callbacks=[planner])
