@@ -576,7 +576,7 @@ class ClampedInTheMiddle(Net):
 
 
 def test_case_38_a_hook_that_slices_cannot_follow_in_the_middle_of_a_fit(execution: str) -> None:
-    message = "(?s)gets all of its batches whole.*1 of 4 gradients differ, relatively: net.0.weight"
+    message = "(?s)gets all of its batches whole.*1 of 6 gradients differ, relatively: net.0.weight"
     with pytest.warns(UserWarning, match=message):
         check_as_on_one_device(ClampedInTheMiddle, execution=execution, verify="first")
 
