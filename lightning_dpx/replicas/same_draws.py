@@ -87,10 +87,7 @@ class SameDraws(TorchDispatchMode):
         if func._schema.is_mutable:
             for index, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = args[index] if index < len(args) else kwargs.get(argument.name)
-                    for tensor in written if isinstance(written, list | tuple) else [written]:
-                        if isinstance(tensor, torch.Tensor):
-                            self._shared.before_write(tensor)
+                    self._before_write(args[index] if index < len(args) else kwargs.get(argument.name))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             result = func(*args, **kwargs)
             if isinstance(result, torch.Tensor) and result.dtype in (torch.float16, torch.bfloat16):
@@ -102,6 +99,16 @@ class SameDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         self.drew = True
         return draw(func, args, kwargs)
+
+    def _before_write(self, written: Any) -> None:
+        is_list = isinstance(written, list | tuple)
+        for tensor in written if is_list else [written]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            self._shared.before_write(tensor)
+            # Inside of a mode torch (2.13) leaves the versions of a list's tensors alone, as clip_grad_norm_ writes.
+            if is_list and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 def _pattern(target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
