@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-Keys = list[tuple[int, ...]]
+from torch.utils.hooks import RemovableHandle
 
 
 class ParameterHooks:
@@ -19,36 +17,27 @@ class ParameterHooks:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._keys = self._keys_now()
+        self._next = RemovableHandle.next_id
         self._hooks = self._hooks_now()
 
     def changed(self) -> int | None:
         """The place of the first parameter that has other hooks now; ``None`` if none has."""
-        keys = self._keys_now()
-        if keys == self._keys:  # torch numbers hooks, and never twice
+        if RemovableHandle.next_id == self._next and not self._hooks:  # torch numbers all hooks of the process
             return None
-        self._keys = keys
+        self._next = RemovableHandle.next_id
         now = self._hooks_now()
         different = [index for index in {**self._hooks, **now} if self._hooks.get(index) != now.get(index)]
         return min(different, default=None)
-
-    def _keys_now(self) -> Keys:
-        """Cheap, and with our own hooks among them, which come and go as well."""
-        found: Keys = []
-        for parameter in self._parameters:
-            of_gradient, after_it = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            if of_gradient or after_it:
-                found.append((*(of_gradient or ()), -1, *(after_it or ())))
-            else:
-                found.append(())
-        return found
 
     def _hooks_now(self) -> dict[int, tuple[int, ...]]:
         """By place, the numbers of the user's hooks."""
         found: dict[int, tuple[int, ...]] = {}
         for index, parameter in enumerate(self._parameters):
-            held = [getattr(parameter, kind) or {} for kind in _KINDS]
-            own = tuple(number for hooks in held for number, hook in hooks.items() if not _is_ours(hook))
+            of_gradient, after_it = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            if not of_gradient and not after_it:
+                continue
+            held = (*(of_gradient or {}).items(), *(after_it or {}).items())
+            own = tuple(number for number, hook in held if not _is_ours(hook))
             if own:
                 found[index] = own
         return found

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
@@ -204,6 +205,11 @@ class PythonState:
                 del self._mirrors[place]
                 self._memos = {}
 
+    @property
+    def has_iterators(self) -> bool:
+        """Whether the module holds any."""
+        return self._iterators.has_any
+
     @contextmanager
     def iterators_shared(self) -> Iterator[IteratorsOfStep]:
         """The step runs in here, between :meth:`share` and :meth:`collect`: all replicas take the same items."""
@@ -366,9 +372,13 @@ class PythonState:
 
     def note_hooks_of_parameters(self) -> None:
         """Somebody else has seen to it that hooks of parameters do no harm."""
+        self._next_hook = RemovableHandle.next_id
         self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
 
     def _check_hooks_of_parameters(self) -> None:
+        if RemovableHandle.next_id == self._next_hook:  # torch numbers all hooks of the process
+            return
+        self._next_hook = RemovableHandle.next_id
         for parameter in self._root.parameters:
             hooks = parameter._backward_hooks
             if hooks and len(hooks) > self._parameter_hooks.get(id(parameter), 0):

@@ -154,6 +154,11 @@ class IteratorsOfStep:
         self._exchanged: list[tuple[Any, Any, Any, SharedIterator]] = []  # namespace, key, what was there and is now
         self._again: dict[int, tuple[Any, list[Taken]]] = {}  # by id of an iterator: taken by a step that never was
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to stand in for."""
+        return bool(self._held or self._exchanged)
+
     def note(self, attribute: tuple[int, str], value: Any) -> None:
         """An attribute of a submodule, by its index and name, has this value now."""
         if next(places_in(attribute[1], None, value), None) is not None:

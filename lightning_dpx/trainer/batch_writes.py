@@ -82,6 +82,17 @@ class BatchWrites:
         self._given: list[_Given] = []
         self._lock = threading.Lock()
         self.values: dict[str, Any] = {}
+        self._looked_at: dict[Any, bool] = {}  # by stage and number of callbacks
+
+    def is_for(self, module: LightningModule) -> bool:
+        """Whether somebody looks at the batch that comes, after its step; if not, the last one is forgotten."""
+        trainer: Any = module.trainer
+        kind = trainer.state.stage, len(trainer.callbacks)
+        if kind not in self._looked_at:
+            self._looked_at[kind] = _is_looked_at(module)
+        if not self._looked_at[kind]:
+            self._shown, self._given = _MISSING, []
+        return self._looked_at[kind]
 
     @property
     def is_watched(self) -> bool:
@@ -93,10 +104,6 @@ class BatchWrites:
         self._given = []
         self._shown = _exchangeable(batch)
         return self._shown
-
-    def forget(self) -> None:
-        """Nobody looks at the next batch."""
-        self._shown, self._given = _MISSING, []
 
     def note(self, share: Share, batch: Any, *, is_as_loaded: bool) -> None:
         """A replica's step begins; for the arguments see :class:`_Given`."""
@@ -190,7 +197,7 @@ def unlike_one_batch(problem: str) -> tuple[str, str]:
     )
 
 
-def batches_are_looked_at(module: LightningModule) -> bool:
+def _is_looked_at(module: LightningModule) -> bool:
     """Whether a hook of the user's gets the batch after the step, or the step may run on it again."""
     trainer: Any = module.trainer
     hook = _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")

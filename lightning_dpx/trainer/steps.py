@@ -41,7 +41,7 @@ from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.acts_once import any_view, current_view, held_optimizers
 from lightning_dpx.trainer.auto_shift import shift_what_does_not_fit
-from lightning_dpx.trainer.batch_writes import BatchWrites, batches_are_looked_at, unlike_one_batch
+from lightning_dpx.trainer.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.trainer.example_input import profile_example
 from lightning_dpx.trainer.gradient_hooks import GradientHooks
 from lightning_dpx.trainer.guest_step import ManualGuest
@@ -111,10 +111,7 @@ class StepsOfReplicas(RanksOfReplicas):
         """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
         if self._replicas is not None and device is None:
             module: Any = self._replicas.root.module
-            if batches_are_looked_at(module):
-                return self._batch_writes.show(batch)
-            self._batch_writes.forget()
-            return batch
+            return self._batch_writes.show(batch) if self._batch_writes.is_for(module) else batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +126,7 @@ class StepsOfReplicas(RanksOfReplicas):
 
     def _end_batch(self, name: str, args: tuple[Any, ...]) -> None:
         """Hooks find in the batch what the step wrote there."""
-        if self._replicas is None:
+        if self._replicas is None or not self._batch_writes.is_watched:
             return
         rules = self._rehearsals.rules(name, args[2] if name != "training_step" and len(args) > 2 else 0)
         problem = self._batch_writes.finish(rules, self.root_device, self._replicas.output_dim)
@@ -421,7 +418,8 @@ class StepsOfReplicas(RanksOfReplicas):
     def _given(self, share: Share, dataloader_idx: int) -> Any:
         """What the step of a replica gets."""
         batch = self._transfer(share, dataloader_idx)
-        self._batch_writes.note(share, batch, is_as_loaded=not _has_own_transfers(share.replica.module))
+        if self._batch_writes.is_watched:
+            self._batch_writes.note(share, batch, is_as_loaded=not _has_own_transfers(share.replica.module))
         return batch
 
     def _transfer(self, share: Share, dataloader_idx: int) -> Any:
@@ -461,7 +459,8 @@ class StepsOfReplicas(RanksOfReplicas):
         self._replicas.python_state.share()
         self._metrics.refresh(self._replicas.root.modules)
         state = self._replicas.python_state
-        with self._metrics.step(shares, restore=self._out_of_memory.repeats_steps), state.iterators_shared():
+        shared = state.iterators_shared() if state.has_iterators else nullcontext()
+        with self._metrics.step(shares, restore=self._out_of_memory.repeats_steps), shared:
             yield make
         self._replicas.python_state.collect([share.replica for share in shares])
         assert self.lightning_module is not None, "connect() sets the module first"

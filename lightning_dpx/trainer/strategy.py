@@ -47,6 +47,7 @@ from lightning_dpx.step import LossReduction, TrainingStep
 from lightning_dpx.trainer.acts_once import held_optimizers
 from lightning_dpx.trainer.adoption import Adoption, asking_connector
 from lightning_dpx.trainer.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
+from lightning_dpx.trainer.batch_writes import BatchWrites
 from lightning_dpx.trainer.files import WholeFiles
 from lightning_dpx.trainer.launcher import InThisProcess
 from lightning_dpx.trainer.leftovers import begin_unshifted, leave, take_over
@@ -690,6 +691,7 @@ class DPXStrategy(StepsOfReplicas):
         self._accumulating, self._stopping = False, None
         self._manual = None
         self._gradient_hooks.end()
+        self._batch_writes = BatchWrites()
         self._repeatable, self._tightening = None, self._planning.advice  # they hold replicas and a batch
         self._shifts_open = self._auto_shifts
         self._planning.forget()
