@@ -8,6 +8,7 @@ fetched and noted; the others get copies of the same items, in the same order, o
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import IOBase
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.replicas.context import current_rank
 
 _MOST_ITEMS = 64  # of a list or dict that is searched for iterators
@@ -161,7 +165,7 @@ class IteratorsOfStep:
 
     def note(self, attribute: tuple[int, str], value: Any) -> None:
         """An attribute of a submodule, by its index and name, has this value now."""
-        if next(places_in(attribute[1], None, value), None) is not None:
+        if _is_own_object(value) or next(places_in(attribute[1], None, value), None) is not None:
             self._held[attribute] = None
         else:
             self._held.pop(attribute, None)
@@ -225,13 +229,39 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, IOBase | nn.Module | torch.Tensor)
 
 
-def places_in(name: str, namespace: Any, value: Any) -> Iterator[Place]:
-    """Where an attribute has iterators: in itself, or in its items if it is a small list or dict."""
-    if type(value) in (list, dict) and len(value) <= _MOST_ITEMS:
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        yield from ((f"{name}.{key}", value, key) for key, item in items if is_iterator(item))
-    elif is_iterator(value):
-        yield name, namespace, name
+def places_in(name: str, namespace: Any, value: Any, key: Any = None, depth: int = 2) -> Iterator[Place]:
+    """Where an attribute has iterators: in itself, in small lists and dicts, and in objects of the user's classes.
+
+    Args:
+        name: Of the attribute.
+        namespace: What holds it.
+        value: What it is.
+        key: Where ``namespace`` holds it; ``name`` unless given.
+        depth: Of containers and objects in each other that are looked into.
+    """
+    if is_iterator(value):
+        yield name, namespace, name if key is None else key
+    elif depth:
+        space, items = _items_of(value)
+        for inner, item in items:
+            yield from places_in(f"{name}.{inner}", space, item, inner, depth - 1)
+
+
+def _items_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    if type(value) in (list, dict):
+        few = value if len(value) <= _MOST_ITEMS else ()
+        return value, list(few.items() if isinstance(few, dict) else enumerate(few))
+    if _is_own_object(value):
+        return vars(value), list(vars(value).items())
+    return None, []
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether ``value`` is of a class of the user's, and no part of what replicas have versions of."""
+    kind = type(value)
+    if is_library(kind) or isinstance(value, nn.Module | torch.Tensor | type | Dataset | DataLoader):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict and not callable(value)
 
 
 def iterators_that_cannot_be_copied(module: nn.Module) -> list[Iterator[Any]]:
@@ -257,8 +287,38 @@ def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], asked
         for key, value in list(vars(child).items()):
             for path, space, place in list(places_in(key, vars(child), value)):
                 if id(space[place]) in guarded:
-                    full = f"{prefix}.{path}" if prefix else path
+                    full = ".".join(["self", *filter(None, [prefix, path])])
                     space[place] = UntakenIterator(space[place], full, asked)
+
+
+@contextmanager
+def code_iterators_guarded(module: nn.Module, asked: list[str]) -> Iterator[None]:
+    """Whatever takes items of iterators of the classes of ``module``, or of globals of its code, is refused for a while.
+
+    Args:
+        module: Whose code is searched for what it names.
+        asked: See :func:`guard_iterators`.
+    """
+    found = [(space, key, _of_space(space, key), path) for path, space, key in places_of_code(module)]
+    guarded = [(space, key, value, path) for space, key, value, path in found if is_iterator(value)]
+    try:
+        for space, key, value, path in guarded:
+            _write_to_space(space, key, UntakenIterator(value, path, asked))
+        yield
+    finally:
+        for space, key, value, _ in guarded:
+            _write_to_space(space, key, value)
+
+
+def _of_space(space: Any, key: str) -> Any:
+    return (vars(space) if isinstance(space, type) else space)[key]
+
+
+def _write_to_space(space: Any, key: str, value: Any) -> None:
+    if isinstance(space, type):
+        setattr(space, key, value)
+    else:
+        space[key] = value
 
 
 def _can_be_copied(iterator: Iterator[Any]) -> bool:

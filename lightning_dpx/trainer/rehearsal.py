@@ -29,6 +29,7 @@ from lightning_dpx.errors import GatherError, ParityError, ReplicationError, Sha
 from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
+from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 from lightning_dpx.replicas.tolerance import Tolerance
 from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
 from lightning_dpx.step import TrainingStep
@@ -193,8 +194,10 @@ class Rehearsals:
         before = self.rules(*key)
         before.is_outdated = False
         try:
-            rehearsal = _Rehearsal(strategy, call, self._loss_reduction)
-            outcome = rehearsal.run()
+            asked: list[str] = []
+            with code_iterators_guarded(strategy.lightning_module, asked):
+                rehearsal = _Rehearsal(strategy, call, self._loss_reduction, asked)
+                outcome = rehearsal.run()
         except SlicesFail as failure:
             strategy._whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
@@ -265,12 +268,13 @@ class _Rehearsal:
         strategy: Whose step it is.
         call: What the trainer called.
         loss_reduction: As given.
+        asked: Gets the iterators that somebody wanted an item of, though it could not be given back.
 
     Attributes:
         metric_rules: How arguments of metrics are joined, as was learned.
     """
 
-    def __init__(self, strategy: Any, call: Call, loss_reduction: str) -> None:
+    def __init__(self, strategy: Any, call: Call, loss_reduction: str, asked: list[str]) -> None:
         self._strategy, self._call, self._loss_reduction = strategy, call, loss_reduction
         self._module: pl.LightningModule = strategy.lightning_module
         self._replicas = strategy._replicas
@@ -278,7 +282,7 @@ class _Rehearsal:
         self._by_hand = self._trains and not self._module.automatic_optimization
         self._norms: list[str] = []
         self._watches_batch = strategy._batch_writes.is_watched
-        self._asked: list[str] = []  # iterators that a shadow wanted an item of
+        self._asked = asked
         self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
         self._tolerance = _tolerance_of(strategy, self._module, call)
@@ -315,7 +319,7 @@ class _Rehearsal:
             SlicesFail: it does.
         """
         if self._asked:
-            names = ", ".join(f"self.{path}" for path in dict.fromkeys(self._asked))
+            names = ", ".join(dict.fromkeys(self._asked))
             raise SlicesFail(
                 f"It takes items of {names}, and what belongs to the rows of a slice cannot be found out.",
                 "For all devices to take part, let a loader of the trainer give them (CombinedLoader).",

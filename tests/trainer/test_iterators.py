@@ -99,6 +99,29 @@ class OwnClass(TakesMore):
         return rows
 
 
+class Mixer:
+    """Takes from an iterator of its own."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.streams = {"rows": iter(rows)}
+        self.count = iter(range(100))
+
+    def sample(self) -> torch.Tensor:
+        return next(self.streams["rows"]) * (1 + next(self.count))
+
+
+class InAnObject(TakesMore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Mixer([])
+
+    def on_train_start(self) -> None:
+        self.mixer.streams["rows"] = iter([rows.clone() for rows in self.rows])
+
+    def more(self) -> torch.Tensor:
+        return self.mixer.sample()
+
+
 class Looks(TakesMore):
     """Hooks take items, too, and in a loop."""
 
@@ -143,6 +166,30 @@ class OfAGenerator(TakesMore):
         self.extra = (rows.clone() for rows in self.rows)
 
 
+COUNTS = itertools.count()
+
+
+class OfItsFile(TakesMore):
+    """A global, of which there is one for all runs."""
+
+    def on_train_start(self) -> None:
+        global COUNTS
+        COUNTS = itertools.count()
+
+    def more(self) -> torch.Tensor:
+        return self.rows[next(COUNTS)].clone()
+
+
+class OfItsClass(TakesMore):
+    counts: Iterator[int] = iter(())
+
+    def on_train_start(self) -> None:
+        type(self).counts = iter(range(10))
+
+    def more(self) -> torch.Tensor:
+        return self.rows[next(self.counts)].clone()
+
+
 class BesideItsRows(OfAGenerator):
     """What it takes belongs to the rows of the batch."""
 
@@ -151,7 +198,7 @@ class BesideItsRows(OfAGenerator):
         return self.net(rows).square().mean()
 
 
-SHARED = [OfAList, OfItsDevice, MadeInTheStep, InADict, OwnClass, Looks, ByHand]
+SHARED = [OfAList, OfItsDevice, MadeInTheStep, InADict, InAnObject, OwnClass, Looks, ByHand]
 
 
 def trained(kind: type[LightningModule], **options: Any) -> dict[str, torch.Tensor]:
@@ -176,10 +223,10 @@ def test_all_replicas_take_the_items_that_one_device_takes(kind, num_replicas, e
     assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
 
 
-@pytest.mark.parametrize("kind", [OfAGenerator, BesideItsRows])
+@pytest.mark.parametrize("kind", [OfAGenerator, BesideItsRows, OfItsFile, OfItsClass])
 @pytest.mark.parametrize(("num_replicas", "execution"), [(3, "inline"), (2, "threads")])
 def test_where_no_item_can_be_given_back_one_replica_takes_the_whole_batch(kind, num_replicas, execution) -> None:
-    with pytest.warns(UserWarning, match=r"all of its batches whole.*takes items of self\.extra, .*CombinedLoader"):
+    with pytest.warns(UserWarning, match=r"all of its batches whole.*takes items of [\w.]+, .*CombinedLoader"):
         ours = trained(kind, strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas)
     assert_equal(ours, of_one_device(kind))
 
