@@ -293,7 +293,7 @@ def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], asked
 
 @contextmanager
 def code_iterators_guarded(module: nn.Module, asked: list[str]) -> Iterator[None]:
-    """Whatever takes items of iterators of the classes of ``module``, or of globals of its code, is refused for a while.
+    """Whatever takes items of iterators of classes of ``module``, or of globals of its code, is refused for a while.
 
     Args:
         module: Whose code is searched for what it names.

@@ -74,7 +74,7 @@ def held_optimizers(module: Module) -> list[Any]:
     for value in vars(module).values():
         if isinstance(value, Optimizer):
             found.append(value)
-        elif value and type(value) in (list, tuple, dict):
+        elif type(value) in (list, tuple, dict) and value:
             items = value.values() if type(value) is dict else value
             found += [item for item in items if isinstance(item, Optimizer)]
     return found
