@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
-from lightning_dpx.errors import WholeBatchError
+from lightning_dpx.errors import UnsupportedError, WholeBatchError
 from lightning_dpx.replicas import Share
 from lightning_dpx.trainer.acts_once import ActsOnce, current_view, plain_attribute, viewed
 
@@ -85,11 +85,13 @@ class ReplicaView:
 
         Raises:
             WholeBatchError: the gradients are to have a graph of their own, which cannot reach other replicas.
+            UnsupportedError: nor other processes.
         """
         if create_graph and self.is_alone:
             run()  # the gradients of this replica are those of the batch; they keep their graph
             return
         if create_graph:
+            self._refuse_graph_between_processes("A backward by hand with create_graph=True")
             raise WholeBatchError("Its backward creates a graph of the gradients (create_graph=True).")
         parameters = self.replica.parameters
         before = [parameter.grad for parameter in parameters]
@@ -108,11 +110,13 @@ class ReplicaView:
 
         Raises:
             WholeBatchError: they are, but are to have a graph, or come with those of other tensors.
+            UnsupportedError: they are to have a graph, and there are several processes.
         """
         wanted = [id(value) in self._owner_of for value in inputs]
         if not any(wanted) or self.is_alone:
             return False
         if create_graph:
+            self._refuse_graph_between_processes("torch.autograd.grad of parameters with create_graph=True, by hand,")
             raise WholeBatchError("It has torch.autograd.grad create a graph of the gradients of parameters.")
         if not all(wanted):
             raise WholeBatchError(
@@ -120,6 +124,14 @@ class ReplicaView:
                 "For all devices to take part, ask for them one after the other.",
             )
         return True
+
+    def _refuse_graph_between_processes(self, what: str) -> None:
+        """One replica with the whole batch of its process has not that of the others."""
+        if self._manual.step.has_processes:
+            raise UnsupportedError(
+                f"{what} needs gradients of the whole batch that have a graph, and those of several processes have "
+                "none. Start one process with all devices of one machine; there one replica does such a step."
+            )
 
     def total_of(self, parameters: Sequence[Tensor], gradients: list[Any]) -> list[Any]:
         """The sums of all replicas' gradients, on this replica's device."""

@@ -134,6 +134,19 @@ class Embedded(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class SecondOrder(Classifier):
+    """By hand, the gradient of the gradients' norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        self.manual_backward(sum(gradient.square().sum() for gradient in gradients))
+
+
 def own_loader(rank: int, first: int) -> DataLoader[Any]:
     """Of every sixteen rows the ``first`` ones for rank 0 and the rest for rank 1."""
     rows, labels = make_loader(48).dataset.tensors  # type: ignore[attr-defined]
@@ -215,6 +228,8 @@ def main() -> None:
     elif case == "shapes":
         torch.manual_seed(0)
         model, arguments["memory_budget"] = Gathers(), "auto"  # type: ignore[assignment]
+    elif case == "second-order":
+        model = SecondOrder()  # type: ignore[assignment]
     elif case == "checkpoint":
         del options["num_nodes"]
     elif case == "endless":

@@ -150,6 +150,12 @@ def test_different_models_are_refused_at_setup_by_name(tmp_path: Path) -> None:
         assert seconds < 60, "half the timeout"
 
 
+def test_gradients_with_a_graph_are_refused_between_processes(tmp_path: Path) -> None:
+    for printed in finish(start("second-order", tmp_path)):
+        assert "by hand, needs gradients of the whole batch that have a graph" in printed, printed
+        assert "Start one process" in printed
+
+
 def test_a_process_that_ends_is_named_by_the_others(tmp_path: Path) -> None:
     processes = start("endless", tmp_path)
     while len(list(tmp_path.glob("running_*"))) < 2:
