@@ -537,10 +537,8 @@ def _full_step(
         forward_events, forward_operators, forward_seconds = trace.now, len(trace.operators), trace.seconds
         asks_itself, profiler.is_over = bool(profiler.asks), True
         same = forward_operators == operators
-        if result is None and not profiler.asks:
-            raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
-        if result is None:
-            forward_events = profiler.asks[0][0]
+        if result is None:  # by hand; without a backward that needs what was saved, all of it is a forward
+            forward_events = profiler.asks[0][0] if profiler.asks else forward_events
         elif not result.requires_grad:
             raise PlanError(_NO_LOSS)
         else:

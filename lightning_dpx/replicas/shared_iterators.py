@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import IOBase
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -114,11 +115,15 @@ class SharedIterator(StandIn):
         state = vars(self)
         if not state["_may_fetch"]:
             raise RuntimeError("A step in slices takes more items of an iterator than the whole batch did.")
-        try:
-            value = fetch(state["_iterator"])
-        except Exception as error:  # noqa: BLE001  StopIteration too: all replicas come to the end
-            return Taken(error=error)
-        return Taken(value=value, kept=_copied(value, None))
+        return _fetched(state["_iterator"], fetch)
+
+
+def _fetched(iterator: Any, fetch: Callable[[Any], Any]) -> Taken:
+    try:
+        value = fetch(iterator)
+    except Exception as error:  # noqa: BLE001  StopIteration too: all replicas come to the end
+        return Taken(error=error)
+    return Taken(value=value, kept=_copied(value, None))
 
 
 class IteratorTaken(Exception):  # noqa: N818  ends a rehearsal, and is no fault of the step
@@ -142,6 +147,50 @@ class UntakenIterator(StandIn):
         state = vars(self)
         state["_asked"].append(state["_path"])
         raise IteratorTaken(state["_path"])
+
+
+class PeekedIterator(StandIn):
+    """Gives the same items to every run of a step that is only tried, and then to the step itself.
+
+    Args:
+        iterator: The real one.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        super().__init__(iterator)
+        vars(self).update(_taken=[], _place=0, _is_tried=True)
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether anybody took an item."""
+        return bool(vars(self)["_taken"])
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all items that were taken for runs that were only tried have been given to real ones."""
+        state = vars(self)
+        return not state["_is_tried"] and state["_place"] >= len(state["_taken"])
+
+    def rewind(self, *, is_tried: bool) -> None:
+        """The next one to ask gets the first item.
+
+        Args:
+            is_tried: It is a run that is only tried.
+        """
+        vars(self).update(_place=0, _is_tried=is_tried)
+
+    def _take(self, fetch: Callable[[Any], Any]) -> Any:
+        state = vars(self)
+        taken, place = state["_taken"], state["_place"]
+        if place == len(taken):
+            if not state["_is_tried"]:
+                return fetch(state["_iterator"])
+            taken.append(_fetched(state["_iterator"], fetch))
+        state["_place"] = place + 1
+        found: Taken = taken[place].again()
+        if found.error is not None:
+            raise found.error
+        return found.value
 
 
 class IteratorsOfStep:
@@ -222,6 +271,9 @@ class IteratorsOfStep:
                 self._again[id(state["_iterator"])] = state["_iterator"], left
         self._exchanged.clear()
         self._shared.clear()
+
+
+_PEEKED: "WeakKeyDictionary[nn.Module, list[Place]]" = WeakKeyDictionary()
 
 
 def is_iterator(value: Any) -> bool:
@@ -310,8 +362,59 @@ def code_iterators_guarded(module: nn.Module, asked: list[str]) -> Iterator[None
             _write_to_space(space, key, value)
 
 
+@contextmanager
+def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
+    """Steps that are only tried in here take items that the next real step gets, of what has no copies.
+
+    Afterwards :func:`put_iterators_back` puts the iterators themselves back where all of those have been given.
+
+    Yields:
+        What must be rewound before each of them.
+    """
+    put_iterators_back(module)
+    those = {id(iterator) for iterator in iterators_that_cannot_be_copied(module)}
+    places = [place for place in places_of_code(module) if is_iterator(_of_space(place[1], place[2]))]
+    for child in module.modules():
+        for key, value in list(vars(child).items()):
+            found = places_in(key, vars(child), value)
+            places += [place for place in found if id(place[1][place[2]]) in those]
+    peeked: dict[int, PeekedIterator] = {}
+    for _, space, key in places:
+        iterator = _of_space(space, key)
+        stand_in = peeked.setdefault(id(iterator), PeekedIterator(iterator))
+        _write_to_space(space, key, stand_in)
+    try:
+        yield list(peeked.values())
+    finally:
+        for _, space, key in places:
+            stand_in = _of_space(space, key)
+            if type(stand_in) is PeekedIterator and not stand_in.was_asked:
+                _write_to_space(space, key, vars(stand_in)["_iterator"])
+        for stand_in in peeked.values():
+            stand_in.rewind(is_tried=False)
+        left = [place for place in places if type(_of_space(place[1], place[2])) is PeekedIterator]
+        if left:
+            _PEEKED.setdefault(module, []).extend(left)
+
+
+def put_iterators_back(module: nn.Module) -> None:
+    """Puts back what :func:`iterators_peeked` has left something else for, if that is used up."""
+    if not _PEEKED:
+        return
+    left = []
+    for place in _PEEKED.pop(module, []):
+        stand_in = _of_space(place[1], place[2])
+        if type(stand_in) is PeekedIterator and stand_in.is_used_up:
+            _write_to_space(place[1], place[2], vars(stand_in)["_iterator"])
+        elif type(stand_in) is PeekedIterator:
+            left.append(place)
+    if left:
+        _PEEKED[module] = left
+
+
 def _of_space(space: Any, key: str) -> Any:
-    return (vars(space) if isinstance(space, type) else space)[key]
+    held = vars(space) if isinstance(space, type) else space
+    return held[key] if not isinstance(held, dict) else held.get(key)
 
 
 def _write_to_space(space: Any, key: str, value: Any) -> None:

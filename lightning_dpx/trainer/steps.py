@@ -37,6 +37,7 @@ from lightning_dpx.replicas import (
     first_loss,
     weights_of,
 )
+from lightning_dpx.replicas.shared_iterators import PeekedIterator, iterators_peeked, put_iterators_back
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.trainer.acts_once import any_view, current_view, held_optimizers
@@ -121,6 +122,8 @@ class StepsOfReplicas(RanksOfReplicas):
         and it computes the loss from those of the whole batch; gradients flow back through every replica.
         """
         outputs = self._train(args, kwargs)
+        assert self.lightning_module is not None, "connect() sets the module first"
+        put_iterators_back(self.lightning_module)
         self._end_batch("training_step", args)
         return outputs
 
@@ -530,7 +533,8 @@ class StepsOfReplicas(RanksOfReplicas):
         assert self._step is not None, "only called with replicas"
         self._shifts_open = False
         self._step.close()  # its hooks hold on to where the parameters were
-        shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs), self.optimizers)
+        with iterators_peeked(self._replicas.root.module) as peeked:
+            shift_what_does_not_fit(self._replicas, shares, self._rehearsal(args, kwargs, peeked), self.optimizers)
         self._note_shifts(self._replicas)
 
     def _note_shifts(self, replicas: ReplicaSet) -> None:
@@ -550,8 +554,9 @@ class StepsOfReplicas(RanksOfReplicas):
     ) -> None:
         """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
         assert self._replicas is not None, "only called with replicas"
-        run = self._rehearsal(args, kwargs)
-        self._planning.decide(self._replicas, args[0], shares, run, self._static_memory, source=source)
+        with iterators_peeked(self._replicas.root.module) as peeked:
+            run = self._rehearsal(args, kwargs, peeked)
+            self._planning.decide(self._replicas, args[0], shares, run, self._static_memory, source=source)
 
     def _plan_ahead(self) -> None:
         """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
@@ -588,8 +593,9 @@ class StepsOfReplicas(RanksOfReplicas):
     def _tighten(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """After a step that ran out of memory; says what the plans are now."""
         assert self._replicas is not None, "only called with replicas"
-        run = self._rehearsal(args, kwargs)
-        return self._planning.tighten(self._replicas, args[0], shares, run, self._static_memory)
+        with iterators_peeked(self._replicas.root.module) as peeked:
+            run = self._rehearsal(args, kwargs, peeked)
+            return self._planning.tighten(self._replicas, args[0], shares, run, self._static_memory)
 
     def _static_memory(self, shares: Sequence[Share]) -> StaticMemory:
         """What a step of ``shares`` needs on every device beside its activations."""
@@ -603,7 +609,9 @@ class StepsOfReplicas(RanksOfReplicas):
             accumulates=keeps_gradients(self.lightning_module.trainer),
         )
 
-    def _rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any, int], Any]:
+    def _rehearsal(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], peeked: Sequence[PeekedIterator]
+    ) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs nobody reads."""
         assert self._step is not None, "only called with replicas"
         assert self._replicas is not None, "only called with replicas"
@@ -611,6 +619,8 @@ class StepsOfReplicas(RanksOfReplicas):
         guest = ManualGuest(self, self.lightning_module, self._step.owner_parameters, self._replicas.devices)
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
+            for iterator in peeked:
+                iterator.rewind(is_tried=True)
             share = Share(Replica(0, module.device, module), num_rows, rows)
             if not module.automatic_optimization:
                 with guest.visit(module):

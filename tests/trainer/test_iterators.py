@@ -235,3 +235,11 @@ def test_where_no_item_can_be_given_back_one_replica_takes_the_whole_batch(kind,
 def test_a_step_that_is_taken_again_takes_the_same_items() -> None:
     ours = trained(ByHandWithTheWholeBatch, strategy=dpx.DPXStrategy(execution="inline", verify="off"), devices=2)
     assert_equal(ours, of_one_device(ByHandWithTheWholeBatch))
+
+
+@pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")
+@pytest.mark.parametrize("kind", [OfAList, OfAGenerator, OfItsFile, ByHand])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_profile_of_the_first_step_takes_nothing_from_it(kind, num_replicas) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", memory_budget="1GiB")
+    assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
