@@ -7,6 +7,8 @@ from lightning_dpx.bench.plan_peers import COMPILE_BUDGETS
 from lightning_dpx.bench.reduce import SIZES, Reduction, compare_reductions, format_reductions, plot_reductions
 from lightning_dpx.bench.staged import STAGED_MODELS
 from lightning_dpx.bench.step import Result, compare_steps, format_table
+from lightning_dpx.bench.zoo import ZOO
+from lightning_dpx.bench.zoo_contest import ZooContest, compare_zoo, format_zoo
 
 __all__ = [
     "BUDGETS",
@@ -15,15 +17,19 @@ __all__ = [
     "MODES",
     "SIZES",
     "STAGED_MODELS",
+    "ZOO",
     "Contest",
     "Reduction",
     "Result",
+    "ZooContest",
     "compare_plans",
     "compare_reductions",
     "compare_steps",
+    "compare_zoo",
     "format_contests",
     "format_reductions",
     "format_table",
+    "format_zoo",
     "plot_contests",
     "plot_reductions",
 ]

@@ -18,17 +18,21 @@ from lightning_dpx.bench import (
     MODES,
     SIZES,
     STAGED_MODELS,
+    ZOO,
     compare_plans,
     compare_reductions,
     compare_steps,
+    compare_zoo,
     format_contests,
     format_reductions,
     format_table,
+    format_zoo,
     plot_contests,
     plot_reductions,
 )
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.devices import num_usable_cpus
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.simulate import simulate
 
 
@@ -50,8 +54,18 @@ def add_to(commands: Any) -> None:
     reduce.add_argument("--plot", type=Path, metavar="FILE", help="also draw the bandwidths (PNG, SVG, PDF)")
     reduce.set_defaults(run=_bench_reduce, takes_more=False)
     plan = benches.add_parser("plan", help="memory plans and other ways of checkpointing: peak and step time (CPU)")
-    plan.add_argument("--models", nargs="+", choices=STAGED_MODELS, default=list(STAGED_MODELS))
-    plan.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="shares of the unplanned peak")
+    plan.add_argument("--models", nargs="+", choices=STAGED_MODELS, help="default: all of them")
+    plan.add_argument(
+        "--budgets",
+        nargs="+",
+        type=float,
+        help=f"shares of the unplanned peak (default: {' '.join(map(str, BUDGETS))})",
+    )
+    plan.add_argument(
+        "--zoo", nargs="*", choices=ZOO, metavar="MODEL",
+        help="instead: real models of libraries, or those that are named, each beside its library's own checkpointing "
+        f"and at its peak: {', '.join(ZOO)}",
+    )  # fmt: skip
     plan.add_argument("--rounds", type=_positive, default=7, help="turns of every contestant")
     plan.add_argument(
         "--compile", nargs="*", type=_share, metavar="BUDGET",
@@ -98,9 +112,11 @@ def _bench_reduce(args: argparse.Namespace, _others: Sequence[str]) -> int:
 
 def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of every start and stop
+    if args.zoo is not None:
+        return _bench_zoo(args)
     results = compare_plans(
-        args.models,
-        args.budgets,
+        args.models or list(STAGED_MODELS),
+        args.budgets or list(BUDGETS),
         args.rounds,
         progress,
         compile_budgets=COMPILE_BUDGETS if args.compile == [] else args.compile,
@@ -110,6 +126,25 @@ def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
     _report(args.json, [result.as_dict() for result in results], format_contests(results))
     if args.plot is not None:
         plot_contests(results, args.plot)
+    return 0
+
+
+def _bench_zoo(args: argparse.Namespace) -> int:
+    """The table of real models.
+
+    Raises:
+        ConfigurationError: an option is given that has no meaning for them.
+    """
+    for option in ("models", "budgets", "compile", "plot"):
+        if getattr(args, option) is not None:
+            raise ConfigurationError(
+                f"--{option} is for the bench's own models; with --zoo name models behind it (--zoo bert llama), and "
+                "their budgets are the peaks of their own checkpointing."
+            )
+    results = compare_zoo(args.zoo or list(ZOO), args.rounds, progress, _missing)
+    if not results:
+        raise UnsupportedError("No model of the zoo can be made here; pip install transformers torch_geometric.")
+    _report(args.json, [result.as_dict() for result in results], format_zoo(results))
     return 0
 
 

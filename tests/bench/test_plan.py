@@ -1,5 +1,7 @@
 import json
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from lightning_dpx.bench.plan import Contest, format_contests
 from lightning_dpx.bench.plan_peers import PEERS
 from lightning_dpx.bench.staged import STAGED_MODELS
+from lightning_dpx.bench.zoo_contest import compare_zoo, format_zoo
 from lightning_dpx.cli import main
 
 
@@ -83,3 +86,34 @@ def test_the_models_give_an_output_for_every_row(name: str) -> None:
     output = model.build()(model.make_input(2))
     assert len(output) == 2
     assert output.isfinite().all()
+
+
+def test_models_of_the_zoo_stand_beside_their_own_checkpointing(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)  # as if it were not installed
+    assert main(["bench", "plan", "--zoo", "flow", "graph", "patchtst", "--rounds", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "graph needs torch_geometric, which is not installed; pip install torch_geometric" in captured.err
+    flow, patchtst = json.loads(captured.out)["results"]
+    for row in (flow, patchtst):
+        assert row["same_bits"]
+        assert row["share"] <= 1.002 * row["budget_share"]
+        assert row["planning_seconds"] > 0
+    assert flow["own_share"] is None
+    assert flow["of_own"] is None
+
+
+def test_a_library_that_checkpoints_by_itself_sets_the_budget() -> None:
+    (row,) = compare_zoo(["bart"], rounds=1)
+    assert row.own_share is not None
+    assert row.own_share < 1
+    assert row.budget_share == row.own_share
+    assert row.of_own == row.ratio / row.own_ratio
+    table = format_zoo([row, replace(row, share=None, ratio=None, same_bits=None, smallest_share=0.6)])
+    assert table.splitlines()[2].split()[0] == "bart"
+    assert ">0.60" in table.splitlines()[3]
+    assert "1 budgets are refused" in table
+
+
+def test_options_of_other_models_are_refused_with_the_zoo(capsys: Any) -> None:
+    assert main(["bench", "plan", "--zoo", "flow", "--budgets", "0.5"]) == 1
+    assert "--budgets is for the bench's own models" in capsys.readouterr().err

@@ -6,12 +6,15 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dpx import PlanError
+from lightning_dpx import DPXStrategy, PlanError
 from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.bench.zoo import ZOO, Animal
 from lightning_dpx.recompute import Profile, apply_plan, plan_profile, profile_module, remove_plan, search_plan
-from tests.zoo.models import ZOO, Animal
+from tests.conftest import assert_equal, make_trainer
 
 Result = TypeVar("Result")
 pytestmark = [
@@ -79,6 +82,36 @@ def test_other_shapes_and_precisions_follow_the_plan_to_the_same_bits(animal: An
         expected = gradients(subject, autocast=autocast)
         _put_back(animal, buffers)
         _under(animal, plan, lambda s=subject, a=autocast, e=expected: _same(gradients(s, autocast=a), e))
+
+
+class _Trained(LightningModule):
+    """A model of the zoo, whose batches are its inputs."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(*batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["llama", "convnext", "flow"])  # of those whose rows do not depend on each other
+def test_two_replicas_within_a_budget_train_as_one_device(name: str) -> None:
+    torch.manual_seed(0)
+    animal = ZOO[name]()
+    one, two = _Trained(animal.module), _Trained(copy.deepcopy(animal.module))
+    rows = len(animal.inputs[0])
+    loader = DataLoader(TensorDataset(*animal.inputs), rows)
+    plan = search_plan(two, [each[: rows // 2] for each in animal.inputs], budget=0.85)
+    assert plan.dropped
+    make_trainer(max_epochs=2).fit(one, loader)
+    strategy = DPXStrategy(plan=plan, execution="inline", verify="off")
+    make_trainer(max_epochs=2, strategy=strategy, devices=2).fit(two, loader)
+    assert_equal(two.state_dict(), one.state_dict())
 
 
 def _is_below_the_floor(animal: Animal, profile: Profile, budget: int) -> None:

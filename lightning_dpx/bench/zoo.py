@@ -1,18 +1,31 @@
 """Small real models of libraries and of published kinds, with random weights and inputs: nothing is downloaded.
 
 None was written for this package. Each is a module that returns its loss, the inputs of one step, and, where its
-library offers one, the library's own way to checkpoint it.
+library offers one, the library's own way to checkpoint it. The libraries are not needed for anything else: one that is
+missing is found out when a model of it is made, as a ModuleNotFoundError.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+
+class _Library:
+    """A package that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+transformers, graphs = _Library("transformers"), _Library("torch_geometric.nn")
 _IDS, _LENGTH = 100, 48
 
 
@@ -42,7 +55,8 @@ class _Loss(nn.Module):
         names = self._name.split()
         outputs = self.inner(**dict(zip(names, inputs, strict=True)), **self._named)
         first = outputs[0]
-        return first.float().sin().mean()
+        loss: Tensor = first.float().sin().mean()
+        return loss
 
 
 def _text(config: Any, model: Any, rows: int = 4, **named: Any) -> Animal:
@@ -253,9 +267,7 @@ class _Graph(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from torch_geometric.nn import GATConv, GCNConv, SAGEConv
-
-        kinds = (GCNConv(16, 32), GATConv(32, 8, heads=4), SAGEConv(32, 32), GCNConv(32, 8))
+        kinds = (graphs.GCNConv(16, 32), graphs.GATConv(32, 8, heads=4), graphs.SAGEConv(32, 32), graphs.GCNConv(32, 8))
         self.layers = nn.ModuleList(kinds)
         nodes = torch.arange(200)
         ahead = torch.stack([nodes, (nodes + 1) % 200])
@@ -295,7 +307,8 @@ class _UNet(nn.Module):
             lifted = [skip] if above is None else [skip, F.interpolate(above, scale_factor=2)]
             above = block(torch.cat(lifted, 1))
         assert above is not None
-        return (self.out(above) - images).square().mean()
+        loss: Tensor = (self.out(above) - images).square().mean()
+        return loss
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
@@ -325,7 +338,8 @@ class _VQVAE(nn.Module):
         codes = self.codes(torch.cdist(flat, self.codes.weight).argmin(1))
         codes = codes.view(len(z), *z.shape[2:], 32).permute(0, 3, 1, 2)
         passed = z + (codes - z).detach()
-        return (self.decode(passed) - images).square().mean() + (codes - z.detach()).square().mean()
+        loss: Tensor = (self.decode(passed) - images).square().mean() + (codes - z.detach()).square().mean()
+        return loss
 
 
 def vqvae() -> Animal:
@@ -371,7 +385,8 @@ class _Potential(nn.Module):
         distances = (apart + far).norm(dim=-1, keepdim=True)
         energy = self.net((-(distances - self.centers).square()).exp()).sum((1, 2, 3))
         (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
-        return energy.square().mean() + forces.square().mean()
+        loss: Tensor = energy.square().mean() + forces.square().mean()
+        return loss
 
 
 def potential() -> Animal:
@@ -393,7 +408,8 @@ class _Critic(nn.Module):
         between = (0.3 * real + 0.7 * fake).requires_grad_()
         (slope,) = torch.autograd.grad(self.net(between).sum(), between, create_graph=True)
         penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
-        return self.net(fake).mean() - self.net(real).mean() + 10 * penalty
+        loss: Tensor = self.net(fake).mean() - self.net(real).mean() + 10 * penalty
+        return loss
 
 
 def critic() -> Animal:
