@@ -9,7 +9,7 @@ import functools
 import gc
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -70,6 +70,12 @@ def _children_of_function(function: types.FunctionType) -> list[Any]:
 def _locals_of_generator(generator: Any) -> list[Any]:
     frame = getattr(generator, "gi_frame", None)
     return [] if frame is None else list(frame.f_locals.values())
+
+
+def pairs_of(held: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """What a dict holds now; not what its own ``items`` does, which in a library may import all of its models."""
+    base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+    return list(base.items(held))
 
 
 def content_of(cell: types.CellType) -> Any:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_graph import ATOMS, content_of
+from lightning_dpx.python_objects.object_graph import ATOMS, content_of, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
 from lightning_dpx.python_objects.reachable import globals_of
@@ -249,8 +249,9 @@ class ObjectState:
         """A container, or an instance of a class that Python can see through; both, for a subclass of a container."""
         if isinstance(value, dict):
             self._entries.append(_Entry(path, value, _pairs, _write_pairs))
-            self._wait_for(path, value)
-            self._wait_for(path, value.values())
+            held = pairs_of(value)
+            self._wait_for(path, [key for key, _ in held])
+            self._wait_for(path, [one for _, one in held])
         elif isinstance(value, list | deque | set):
             self._entries.append(_Entry(path, value, tuple, _WRITERS[_container(value)]))
             self._wait_for(path, value)
@@ -259,8 +260,8 @@ class ObjectState:
         slots = _slots_of(value)
         if slots or getattr(value, "__dict__", None) is not None:
             self._entries.append(_Entry(path, value, _fields, _write_fields))
-            held = getattr(value, "__dict__", {})
-            self._waiting += [(f"{path}.{key}", one) for key, one in held.items()]
+            own = getattr(value, "__dict__", {})
+            self._waiting += [(f"{path}.{key}", one) for key, one in own.items()]
             self._wait_for(path, [slot.__get__(value) for slot in slots if _is_set(slot, value)])
         if self._follow_code:
             self._add_class(type(value))
@@ -403,7 +404,8 @@ def _write_cell(cell: types.CellType, held: tuple[Any, ...]) -> None:
 
 
 def _pairs(held: dict[Any, Any]) -> tuple[Any, ...]:
-    return (*held, *held.values())
+    pairs = pairs_of(held)
+    return (*(key for key, _ in pairs), *(value for _, value in pairs))
 
 
 def _write_pairs(into: dict[Any, Any], held: tuple[Any, ...]) -> None:

@@ -8,8 +8,10 @@ modules hold generators of their own, or reach for one in the file that defines 
 import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from lightning_dpx.python_objects.reachable import reachable
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64
+_DICTS = frozenset({dict, OrderedDict})
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 Restore = Callable[[], None]
 
@@ -33,7 +36,7 @@ class GeneratorStates:
         devices: Those whose generators count, beside the host's.
         modules: Modules whose own generators count: attributes of any submodule, items of small containers there, and
             globals of the files that define their classes.
-        generators: Others that count.
+        generators: Others that count, such as :func:`held_generators` gave earlier.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     files: dict[str, None] = {}
     for module in modules:
         for child in module.modules():
-            for value in vars(child).values():
+            for value in filter(_may_hold, vars(child).values()):
                 found.update((id(generator), generator) for generator in _generators_in(value))
         found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if is_generator(one))
         for child in module.modules():
@@ -128,6 +131,11 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
                 if is_generator(value):
                     found[id(value)] = value
     return list(found.values())
+
+
+def _may_hold(value: Any) -> bool:
+    """Not the twenty dicts of hooks that nearly every module leaves empty."""
+    return type(value) not in _DICTS or len(value) > 0
 
 
 def _generators_in(value: Any) -> Iterator[Any]:
@@ -141,9 +149,14 @@ def _generators_in(value: Any) -> Iterator[Any]:
 
 def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random generator of its own, whose state can be read."""
-    if isinstance(value, torch.Generator):
-        return value is not torch.default_generator
-    return isinstance(value, GENERATOR_TYPES) and not isinstance(value, random.SystemRandom)
+    kind: Any = type(value)
+    return _is_of_generators(kind) and value is not torch.default_generator
+
+
+@cache
+def _is_of_generators(kind: Any) -> bool:
+    """By type and once for each: torch answers for an instance of its own in Python, and there are very many values."""
+    return issubclass(kind, GENERATOR_TYPES) and not issubclass(kind, random.SystemRandom)
 
 
 def state_of(generator: Any) -> Any:

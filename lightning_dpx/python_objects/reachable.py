@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dpx.python_objects.object_graph import pairs_of
 from lightning_dpx.python_objects.origin import is_library, package_of, without_libraries
 
 _MAX_OBJECTS = 20_000
@@ -87,9 +88,8 @@ class _Search:
 
     def _add_children(self, step: "_Step | None", value: Any, kind: _Type) -> None:
         if isinstance(value, dict):
-            if 0 < len(value) <= _MAX_ITEMS:
-                # Not as a subclass answers: one of transformers imports hundreds of files to do so.
-                for key, item in list(dict.items(value)):
+            if 0 < dict.__len__(value) <= _MAX_ITEMS:
+                for key, item in pairs_of(value):
                     self._add((step, "item", key), item)
         elif isinstance(value, list | tuple | set | frozenset | deque):
             if 0 < len(value) <= _MAX_ITEMS:

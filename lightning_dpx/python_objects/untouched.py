@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.python_objects.object_state import ObjectState
-from lightning_dpx.python_objects.preserve import GeneratorStates
+from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
 
 
 class CopyOnWrite:
@@ -79,8 +79,25 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Ten
                 yield leaf
 
 
+class Reach:
+    """What a module leads to, found once for several runs that leave no trace.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        parts: The modules.
+        state: What they hold.
+        generators: Of random numbers, beside those of the process and of devices.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts, self.state = _with_those_outside(module)
+        self.generators = held_generators([module])
+
+
 @contextmanager
-def untouched(module: nn.Module, *, tensors: bool = True) -> Iterator[CopyOnWrite]:
+def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = None) -> Iterator[CopyOnWrite]:
     """What runs in here leaves ``module`` as it was: parameters, buffers, gradients, attributes and what they hold.
 
     Random generators of the process, of the devices in question and of the module continue as if nothing had been
@@ -89,11 +106,13 @@ def untouched(module: nn.Module, *, tensors: bool = True) -> Iterator[CopyOnWrit
     Args:
         module: What the run may change.
         tensors: Whether its own tensors take part; else the run has others in their place.
+        reach: What ``module`` leads to, where that is known and nothing has changed it since.
 
     Yields:
         What must be told before an operator writes to a tensor.
     """
-    parts, state = _with_those_outside(module)
+    reach = reach or Reach(module)
+    parts, state = reach.parts, reach.state
     marks, owners = state.marks(), [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     own = [(part, dict(part._parameters), dict(part._buffers)) for part in owners]
     held = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
@@ -101,7 +120,9 @@ def untouched(module: nn.Module, *, tensors: bool = True) -> Iterator[CopyOnWrit
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in held if tensors]
     writes = CopyOnWrite(tensor for tensor in (*held, *state.tensors()) if _is_there(tensor))
-    generators = GeneratorStates({tensor.device for tensor in (*held, *buffers) if tensors}, [module])
+    generators = GeneratorStates(
+        {tensor.device for tensor in (*held, *buffers) if tensors}, generators=reach.generators
+    )
     types = [type(part) for part in parts]
     try:
         yield writes

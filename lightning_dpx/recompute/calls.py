@@ -177,7 +177,8 @@ class Call:
         with _disable_current_modes():  # which would count it as a part of the step
             self._before: RandomStates | None = RandomStates([self._home])
         self._after: RandomStates | None = None
-        self._others_before, self._others_draw, self._is_over = _OtherGenerators(), False, False
+        self._others_before: _OtherGenerators | None = _OtherGenerators()
+        self._others_draw = self._is_over = False
         self._training = [part.training for part in parts]
         self._parameters = [parameter._version for parameter in module.parameters()]
         with _disable_current_modes(), torch.no_grad():
@@ -196,6 +197,8 @@ class Call:
         if self._after is None:
             self._before = None  # 5 KiB that would stay until backward
         self._others_draw, self._is_over = _OtherGenerators() != self._others_before, True
+        if not self._others_draw:
+            self._others_before = None  # 25 KiB, of each of thousands of calls
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
@@ -243,7 +246,7 @@ class Call:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(self._buffers_of_then(parts))
             stack.enter_context(self._attributes_of_then())
-            if self._others_draw:
+            if self._others_before is not None:
                 stack.callback(_OtherGenerators().restore)
                 self._others_before.restore()
             if self._after is not None:

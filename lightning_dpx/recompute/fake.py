@@ -209,7 +209,7 @@ class FakeMeter(RatedMeter):
 
     def nothing_changed(self, module: nn.Module) -> AbstractContextManager[Any]:
         """The module's tensors are none of its own: all else is put back."""
-        return untouched(module, tensors=False)
+        return untouched(module, tensors=False, reach=self.reach_of(module))
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite
-from lightning_dpx.recompute.account import Taken, account_of
+from lightning_dpx.recompute.account import Account, Taken, account_of
 
 aten = torch.ops.aten
 _COLLECTIVES = {"c10d", "_c10d_functional"}
@@ -83,6 +83,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._writes, self._account = device, writes, account_of(device)
+        self._on_host = is_host(device)
+        self._clock = time.thread_time if self._on_host else time.perf_counter
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._constant: Allocation | None = None  # the last one that was made
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
@@ -92,6 +94,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._courses: dict[int, _Course] = {}
         self.operators: list[int] = []
         self._lock = threading.RLock()  # backward has a thread per device
+
+    def follow_storages_only(self) -> "MemoryTrace":
+        """Without what operators take inside, which costs as much as a small operator; returns itself."""
+        self._account = Account()
+        return self
 
     @property
     def now(self) -> int:
@@ -126,13 +133,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """The results of an operator, the seconds that it took, and the memory."""
         token = self._account.start()
-        clock = time.thread_time if is_host(self._device) else time.perf_counter
-        start = clock()
+        start = self._clock()
         try:
             out = func(*args, **kwargs)
-            synchronize(self._device)
+            if not self._on_host:
+                synchronize(self._device)
         finally:
-            seconds = clock() - start
+            seconds = self._clock() - start
             taken = self._account.stop(token)
         return out, seconds, taken
 
@@ -146,14 +153,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._sum is not None:
                 self.operators.append(self._event(max(0, taken.most - out.untyped_storage().nbytes())))
                 return
-        for leaf in tree_leaves(out):
-            if not isinstance(leaf, torch.Tensor) or leaf.device != self._device or leaf.layout is not torch.strided:
+        for leaf in _tensors_in((out,)):
+            if leaf.device != self._device or leaf.layout is not torch.strided:
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata in self._present:
                 continue
             if given is None:
-                given = {_identity(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)}
+                given = {_identity(x) for x in _tensors_in((*args, *(kwargs or {}).values()))}
             if storage._cdata not in given:
                 self._add(storage)
                 if func.overloadpacket in _CONSTANTS:
@@ -247,6 +254,17 @@ def _called_by_engine() -> bool:
     while frame is not None and frame.f_code.co_name in _BETWEEN:
         frame = frame.f_back
     return frame is None or frame.f_code is _ENGINE  # a thread of the engine has no other frames
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Of what an operator takes or gives: tensors, and lists of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return found
 
 
 def _identity(tensor: torch.Tensor) -> int:

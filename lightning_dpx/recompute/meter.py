@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
-from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, untouched
+from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, Reach, untouched
 from lightning_dpx.recompute.account import account_of, hidden_on
 from lightning_dpx.recompute.bookkeeping import Bookkeeping, clock_of, measured_bookkeeping, step_seconds
 from lightning_dpx.recompute.call_course import CallCourse, course_of
@@ -53,6 +53,7 @@ class Meter:
         self.parks = not is_host(device)
         self.times_steps = is_host(device)
         self._writes: CopyOnWrite | None = None
+        self._reach: tuple[nn.Module, Reach] | None = None
         if why := hidden_on(device):
             self.basis = f"without what operators take inside: {why}"
 
@@ -60,9 +61,15 @@ class Meter:
         """Around a run that :meth:`trace` follows: the module and random generators are put back."""
         return self._untouched(module)
 
+    def reach_of(self, module: nn.Module) -> Reach:
+        """What ``module`` leads to, looked for once: every run puts it back as it was."""
+        if self._reach is None or self._reach[0] is not module:
+            self._reach = module, Reach(module)
+        return self._reach[1]
+
     @contextmanager
     def _untouched(self, module: nn.Module) -> Iterator[None]:
-        with untouched(module) as self._writes:
+        with untouched(module, reach=self.reach_of(module)) as self._writes:
             try:
                 yield
             finally:

@@ -31,7 +31,9 @@ from lightning_dpx.recompute.planner import Choice, Problem
 from lightning_dpx.recompute.solver import Answer, Solver
 
 _MOST_EVENTS, _MOST_VALUES = 24, 60  # that are added at once, and at each event
-_ROUNDS, _WORK, _MOST_LEARNED = 12, 2e6, 8000  # of the solver, a second or two; terms, with more it takes far longer
+_ROUNDS, _MOST_LEARNED = 12, 8000  # of the solver; terms, with more it takes far longer
+_LEAST_WORK, _MOST_WORK = 6e5, 2e6  # of the solver, about one second and about three
+_LARGE = 2**24  # bytes: a step with such a peak takes long enough to be planned for three seconds
 _TOLERANCE = 1e-6  # of the solver
 
 
@@ -53,6 +55,7 @@ class Programme:
         self._solver, self._problem, self._values = Solver(), problem, problem.profile.values
         self._model, self._size = Relaxation(problem), max(1, problem.profile.peak)
         self._budget, self._proves = budget, True
+        self._work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._size / _LARGE))
         self.least = least_seconds(self._model, budget)
         self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
         self._users: dict[int, list[int]] = defaultdict(list)
@@ -102,7 +105,7 @@ class Programme:
             return found
         known = self._solver.terms
         for _ in range(_ROUNDS):
-            if self._solver.work >= _WORK or self._solver.terms - known > _MOST_LEARNED:
+            if self._solver.work >= self._work or self._solver.terms - known > _MOST_LEARNED:
                 break
             answer = self._run(integer=True)
             if not len(answer.values):
@@ -129,7 +132,7 @@ class Programme:
             shares = answer.values[self._dropped]
 
     def _run(self, *, integer: bool) -> Answer:
-        answer = self._solver.run(integer=integer, work=_WORK - self._solver.work)
+        answer = self._solver.run(integer=integer, work=self._work - self._solver.work)
         if self._proves:
             self.least = max(self.least, answer.least / self._scale * (1 - _TOLERANCE))
         return answer

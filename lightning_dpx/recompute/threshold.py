@@ -29,12 +29,17 @@ class MirrorPlan:
 
 def make_mirror_plan(problem: Problem, threshold: int) -> MirrorPlan:
     """The rule for one threshold, in bytes."""
-    marks, kept = set(problem.cuts), set()
+    marks, kept = set(problem.cuts), set[int]()
+    leading_on = dict[int, int]()  # units that later ones are computed from, and the last of these
     local_size = save_size = max_size = 0
     for index, unit in enumerate(problem.units):
         local_size += unit.num_bytes
+        if unit.droppable and problem.last_use[index] > index:
+            leading_on[index] = problem.last_use[index]
         if index in marks and local_size > threshold:
-            stage = [crossing for crossing in problem.crossing(index) if crossing not in kept]
+            leading_on = {member: last for member, last in leading_on.items() if last > index}
+            stage = list(leading_on)
+            leading_on.clear()  # each is kept once
             kept.update(stage)
             save_size += sum(problem.units[member].num_bytes for member in stage)
             max_size, local_size = max(max_size, local_size), 0
