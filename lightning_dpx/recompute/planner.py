@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from lightning_dpx.progress import at
 from lightning_dpx.recompute.forecast import Forecast, forecast
 from lightning_dpx.recompute.profile import Profile
 from lightning_dpx.registry import Registry
@@ -102,6 +103,7 @@ class Problem:
         """The same, in values; answers are remembered."""
         key = frozenset(dropped), frozenset(fleeting)
         if key not in self._forecasts:
+            at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
             self._forecasts[key] = forecast(self.profile, *key)
         return self._forecasts[key]
 
@@ -144,10 +146,6 @@ class Problem:
             for index in range(len(width) - 1)
             if width[index] <= width[max(0, index - 1)] and width[index] <= width[index + 1]
         )
-
-    def crossing(self, cut: int) -> list[int]:
-        """The units up to ``cut`` that later ones are computed from."""
-        return [index for index in range(cut + 1) if self.units[index].droppable and self.last_use[index] > cut]
 
 
 class Planner(ABC):

@@ -29,9 +29,11 @@ from torch import nn
 
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
+from lightning_dpx.progress import at
 from lightning_dpx.recompute.call_course import CallCourse
 from lightning_dpx.recompute.call_names import CallNames, compiled_parts
 from lightning_dpx.recompute.calls import Again, Argument, pick
+from lightning_dpx.recompute.garbage import COLLECTOR
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter
 from lightning_dpx.recompute.recipes import NotRecomputable
@@ -406,18 +408,32 @@ def profile_step(
             "one by one, and what the compiled code saves instead is kept. The peak may be another one.",
             stacklevel=2,
         )
-    meter = meter or Meter(device)
+    with COLLECTOR.resting():  # it would search all that is watched, again and again, for a third of the time
+        return _profiled(module, run, meter or Meter(device), backward, context, accumulates, bool(compiled))
+
+
+def _profiled(
+    module: nn.Module,
+    run: Run,
+    meter: Meter,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+    accumulates: bool,
+    compiled: bool,
+) -> Profile:
     with torch.utils._python_dispatch._disable_current_modes():
         meter.bookkeeping()  # before hooks of ours are on
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
     times = None
     if meter.times_steps:
+        at("timing steps")
         with uncompiled, torch.enable_grad():
             times = _times(module, run, meter, backward, context)
     names = CallNames(module)
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
+        at("watching a forward")
         by_hand = not getattr(module, "automatic_optimization", True)
         try:
             with uncompiled, meter.nothing_changed(module), torch.enable_grad():
@@ -427,6 +443,8 @@ def profile_step(
             with uncompiled, meter.nothing_changed(module), torch.enable_grad():
                 lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=True)
         with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+            at("watching a step")
+            COLLECTOR.collect_young()
             names.again = _Every()
             _stand_in_for_gradients(module, accumulates)
             profile = _full_step(module, names, run, meter, backward, context, lifetimes, operators)
@@ -505,7 +523,7 @@ def _natural_lifetimes(
     Raises:
         _AsksItselfError: the run has a backward of its own, for which ``copies`` of what autograd saves must be kept.
     """
-    trace = meter.trace()
+    trace = meter.trace().follow_storages_only()
     profiler = _Profiler(names, trace, meter, keep=False, copies=copies)
     with trace, context(), profiler.active():
         result = run()
@@ -599,7 +617,8 @@ def _measure(
     seconds, memory = dict.fromkeys(order, 0.0) | seconds, _Beside()
     sizes = {value: _bytes_on(meter.device, value) for value in order}
     refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in new}
-    for value in reversed(list(found)):
+    for number, value in enumerate(reversed(list(found))):
+        at("trying operators", number, len(found))
         if value.make is None:
             refused[value] = "" if value in compact else refused[value] or "it does not come from the graph"
             continue
