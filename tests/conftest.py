@@ -1,12 +1,14 @@
 """Shared models, data and checks. Every test must leave the process as it found it."""
 
 import gc
+import hashlib
 import importlib.metadata
 import math
 import os
 import threading
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; before torch looks
@@ -101,6 +103,19 @@ def hardware(request: pytest.FixtureRequest) -> Iterator[str]:
 def places(num_replicas: int) -> list[str]:
     """A device for every replica."""
     return [_hardware if _hardware == "cpu" else f"{_hardware}:{index}" for index in range(num_replicas)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this session's tests keep what a user's run keeps in the user's own folder."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(_cache_folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins with an empty cache, as the first run of a user does."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(_cache_folder / name))
 
 
 @pytest.fixture(autouse=True)

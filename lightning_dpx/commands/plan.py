@@ -5,7 +5,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from lightning_dpx.commands.train import make_cli
 from lightning_dpx.devices import parse_bytes
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
+from lightning_dpx.progress import shown
 from lightning_dpx.recompute import PLANNERS, Profile, format_plan, plan_profile
+from lightning_dpx.recompute.plan_cache import PlanCache
 from lightning_dpx.trainer import (
     ActivationPlanner,
     DeviceMemoryMonitor,
@@ -54,6 +56,14 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
     plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
+    plan.add_argument(
+        "--plan-cache", default=True, metavar="FOLDER",
+        help="where profiles and plans of earlier calls are found again, for the same model, code, shapes, budget and "
+        "versions (default: lightning_dpx/plans in the user's folder for caches)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--no-plan-cache", dest="plan_cache", action="store_false", help="profile and plan anew, and keep nothing"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=run, takes_more=True)
 
@@ -70,11 +80,13 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     cli = make_cli(["fit", *configs, *others], execute=False, **_on_one_cpu())
     chosen = cli._get(cli.config_init, "trainer.strategy")
     settings = settings_of(chosen, args.budget, args.devices or cli._get(cli.config, "trainer.devices"), args.planner)
+    settings = replace(settings, cache=PlanCache(args.plan_cache, _tell))
     cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
-        found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
+        with shown("planning memory"):
+            found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
     done()
     if args.json:
         devices = [_as_dict(forecast) for forecast in found.forecasts]
@@ -93,6 +105,11 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         write_report(found, args.report)
         done()
     return 0 if found.fits else 2
+
+
+def _tell(text: str) -> None:
+    done()
+    print(text, file=sys.stderr)
 
 
 def _check_before_any_work(args: argparse.Namespace) -> None:

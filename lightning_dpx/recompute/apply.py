@@ -1,5 +1,7 @@
 """Plans on modules: made, priced, put on and taken off, without touching the module's names, classes or code."""
 
+import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.progress import shown
 from lightning_dpx.recompute.absent import first_rows, profile_absent, target_of
-from lightning_dpx.recompute.auto import make_planner, plan_profile
+from lightning_dpx.recompute.auto import make_planner
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.fake import place_for
 from lightning_dpx.recompute.forecast import Forecast, forecast, timeline
 from lightning_dpx.recompute.plan import CheckpointPlan
+from lightning_dpx.recompute.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, Run, profile_step
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
@@ -27,6 +31,7 @@ from lightning_dpx.recompute.search import SearchPlanner
 from lightning_dpx.recompute.ways_to_park import as_planned
 
 _WATCHED = 8  # steps
+_LOG = logging.getLogger("lightning_dpx")
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 
 
@@ -37,6 +42,8 @@ def search_plan(
     planner: str | Planner = "auto",
     num_trials: int = 6,
     device: torch.device | str | None = None,
+    progress: bool = True,
+    plan_cache: bool | str | os.PathLike[str] = False,
 ) -> CheckpointPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
@@ -59,6 +66,9 @@ def search_plan(
             For another one times come from FLOPs and bytes moved, and nobody proves that what is computed again is the
             same; :attr:`CheckpointPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
             rows (of dim 0) instead, with a warning.
+        plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
+            versions is found again, and in which folder: ``True`` for the user's own. Nothing looks at the step then.
+        progress: Whether a bar on standard error, if that is a terminal, shows how far it is after two seconds.
 
     Raises:
         PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
@@ -67,8 +77,14 @@ def search_plan(
     """
     chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
-    profile = profile_module(module, *batch, device=device)
-    return plan_profile(module, profile, bytes_of_budget(budget, profile.peak), chosen)
+    with shown("planning memory", enabled=progress):
+        cache = PlanCache(plan_cache, _LOG.warning)
+        key = key_of_step(module, batch, device_of(module, batch), str(device)) if cache.is_on else ""
+        profile = cache.profile(key, lambda: profile_module(module, *batch, device=device))
+        plan, found = found_or_planned(cache, module, profile, bytes_of_budget(budget, profile.peak), chosen)
+        if found:
+            _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
+        return plan
 
 
 def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:

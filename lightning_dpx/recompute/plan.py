@@ -104,14 +104,12 @@ class CheckpointPlan:
             PlanError: the plan could not be loaded again; says why.
         """
         _check_sound(self, str(path))
-        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "decisions"}
-        head = {"version": _VERSION, **head, "num_decisions": len(self.decisions), "checksum": _checksum(self)}
         comments = [
             "Which activations are kept from forward to backward, and which are computed again.",
             f"action: {', '.join(get_args(Action))}",
         ]
         try:
-            text = format_file(comments, head, map(_row_of, self.decisions))
+            text = format_file(comments, _head_of(self), map(_row_of, self.decisions))
         except ValueError as error:
             raise PlanError(f"The plan cannot be saved in {path}: {error}.") from error
         write_whole(path, text)
@@ -127,7 +125,7 @@ class CheckpointPlan:
             content = read(path)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise PlanError(f"{path} cannot be read as a plan: {error}") from error
-        return _from_mapping(content, str(path))
+        return from_mapping(content, str(path))
 
     def check(self, module: nn.Module) -> None:
         """Whether the plan belongs to ``module``.
@@ -161,7 +159,21 @@ class CheckpointPlan:
         return replace(self, decisions=changed, **_VOID)
 
 
-def _from_mapping(content: Any, path: str) -> CheckpointPlan:
+def to_mapping(plan: CheckpointPlan) -> dict[str, Any]:
+    """What a file of the plan holds, as lists, texts, numbers and ``None`` by name."""
+    return {**_head_of(plan), "decisions": [_row_of(decision) for decision in plan.decisions]}
+
+
+def from_mapping(content: Any, path: str) -> CheckpointPlan:
+    """The plan of a file with this content.
+
+    Args:
+        content: As :func:`to_mapping` gives it.
+        path: Where it comes from, for errors.
+
+    Raises:
+        PlanError: it is no plan; says what is wrong with it.
+    """
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         raise PlanError(f"{path} is not a plan of version {_VERSION}: it begins with {str(content)[:60]!r}.")
     rows = content.get("decisions")
@@ -214,6 +226,11 @@ def _check_sound(plan: CheckpointPlan, path: str) -> None:
     for field in _HEAD:
         if not _is_sound(getattr(plan, field)):
             raise PlanError(f"{path}: {field}={getattr(plan, field)!r} is not allowed.")
+
+
+def _head_of(plan: CheckpointPlan) -> dict[str, Any]:
+    head = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "decisions"}
+    return {"version": _VERSION, **head, "num_decisions": len(plan.decisions), "checksum": _checksum(plan)}
 
 
 def _row_of(decision: Decision) -> dict[str, Any]:

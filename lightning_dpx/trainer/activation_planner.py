@@ -1,5 +1,6 @@
 """The memory planner for any other strategy: a callback."""
 
+import os
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import parse_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.progress import shown
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
@@ -20,8 +22,6 @@ from lightning_dpx.recompute import (
     bytes_of_budget,
     format_plan,
     make_planner,
-    plan_profile,
-    plan_shapes,
     planned,
     profile_step,
     remove_plan,
@@ -30,7 +30,10 @@ from lightning_dpx.replicas import Replica, Share, stand_in
 from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.trainer.guest_step import ManualGuest, hide_optimizers
 from lightning_dpx.trainer.logging import StepLog
+from lightning_dpx.trainer.other_steps import OtherSteps
+from lightning_dpx.trainer.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
 from lightning_dpx.trainer.profiling import end_of_step, keeps_gradients
+from lightning_dpx.trainer.seen_steps import SeenStep
 from lightning_dpx.trainer.strategy import DPXStrategy
 
 
@@ -46,6 +49,7 @@ class ActivationPlanner(Callback):
             ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
         planner: Who decides: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, or a Planner.
         plan: Instead of a budget, a plan to follow, or the path of a saved one.
+        plan_cache: Where plans are kept for the next run, which then plans nothing; as in DPXStrategy.
 
     Attributes:
         plan: What is followed; ``None`` before the first batch.
@@ -62,16 +66,17 @@ class ActivationPlanner(Callback):
         budget: int | float | str | None = None,
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
         if budget is not None and plan is not None:
             raise ConfigurationError("Give budget, to make a plan, or plan, to follow one; not both.")
         self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
         bytes_of_budget(self._budget, 1)  # checks it
-        self._planner = make_planner(planner)
+        self._planner, self._cache = make_planner(planner), PlanningCache(plan_cache, "plan_cache")
         self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
         self.profile: Profile | None = None
         self._given = self.plan is not None
-        self._shapes, self._profiles = KnownShapes(), list[Profile]()
+        self._shapes, self._profiles, self._other_steps = KnownShapes(), list[Profile](), OtherSteps()
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -93,8 +98,9 @@ class ActivationPlanner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans if need be, and begins to follow."""
-        if not self._given and trainer.strategy.reduce_boolean_decision(not self._shapes.hold(batch), all=False):
-            self._make_plan(trainer, pl_module, batch, batch_idx)
+        if not self._given and trainer.strategy.reduce_boolean_decision(self._is_open(pl_module, batch), all=False):
+            with shown("planning memory", enabled=shows_progress(trainer)):
+                self._make_plan(trainer, pl_module, batch, batch_idx)
         self._step.enter_context(planned(pl_module))
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -109,21 +115,44 @@ class ActivationPlanner(Callback):
         """Leaves the module as it was."""
         if applied_plan(pl_module) is not None:
             remove_plan(pl_module)
-        self._shapes, self._profiles = KnownShapes(), []
+        self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+        self._cache.start()
+
+    def _is_open(self, module: LightningModule, batch: Any) -> bool:
+        """Whether ``batch`` is larger than any before, or what was found in the cache is not what the steps are."""
+        applied = applied_plan(module)
+        if applied is not None and self._cache.is_used:
+            self._other_steps.look_back(applied)
+            if self._other_steps.expected:
+                self._cache.leave()
+                self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+        return not self._shapes.hold(batch)
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         applied = applied_plan(module)
         if applied is not None:
             remove_plan(module)
         try:
-            profile = self._profiled(trainer, module, batch, batch_idx)
+            profile = self._found_or_profiled(trainer, module, batch, batch_idx)
             if not self._shapes.hold(batch):
                 plan = self._planned(module, profile, None if applied is None else applied.plan)
                 self._shapes.add(batch)
                 rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
         finally:
             if self.plan is not None:
-                apply_plan(module, self.plan)
+                apply_plan(module, self.plan, watches=self._cache.is_used)
+
+    def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
+        device, keys = trainer.strategy.root_device, [""]
+        if self._cache.is_on:
+            keys = [key_of_run_step(trainer, module, batch, device, keeps_gradients(trainer))]
+        ((profile,),) = self._cache.profiles(
+            keys,
+            lambda: [[self._profiled(trainer, module, batch, batch_idx)]],
+            agreement(trainer, together=True),
+        )
+        self._other_steps.plan_for([SeenStep((profile,), (1,))])
+        return profile
 
     def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         replica = Replica(0, trainer.strategy.root_device, module)
@@ -153,10 +182,10 @@ class ActivationPlanner(Callback):
         largest = max(profiles, key=lambda profile: profile.peak)
         budget = bytes_of_budget(self._budget, largest.peak)
         if budget is None:  # as few as possible where most are needed
-            plan, self.profile = plan_profile(module, largest, None, self._planner), largest
+            plan, self.profile = self._cache.plan_profile(module, largest, self._planner), largest
         else:
             steps, rooms = [[profile] for profile in profiles], [[budget] for _ in profiles]
-            shared = plan_shapes(module, steps, rooms, self._planner, now)
+            shared = self._cache.plan_shapes(module, steps, rooms, self._planner, now)
             plan, self.profile = shared.plans[0], profiles[shared.worst[0]]
         self.plan, self._profiles = plan, profiles
         return plan

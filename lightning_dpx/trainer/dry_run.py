@@ -9,7 +9,8 @@ accumulate.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
-from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, extrapolate, plan_profile
+from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, extrapolate
+from lightning_dpx.recompute.plan_cache import PlanCache, found_or_planned
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
@@ -35,7 +37,8 @@ from lightning_dpx.replicas import (
 from lightning_dpx.trainer.auto_shift import states_of
 from lightning_dpx.trainer.guest_step import ManualGuest
 from lightning_dpx.trainer.logging import StepLog
-from lightning_dpx.trainer.profiling import keeps_gradients, profile_absent_share, profile_share
+from lightning_dpx.trainer.planning_cache import key_of_run_step
+from lightning_dpx.trainer.profiling import Step, keeps_gradients, profile_absent_share, profile_share
 from lightning_dpx.trainer.whole_batches import rows_to_weigh_by
 
 Progress = Callable[[str], None]
@@ -53,6 +56,7 @@ class Settings:
         reducer: As in the strategy.
         budget: Bytes on each device, by device where they differ; or ``None``.
         planner: As in the strategy.
+        cache: Where profiles and plans of earlier dry runs are.
     """
 
     devices: tuple[torch.device, ...]
@@ -62,6 +66,7 @@ class Settings:
     reducer: str | GradientReducer = "auto"
     budget: int | Mapping[torch.device, int] | None = None
     planner: str | Planner = "auto"
+    cache: PlanCache = field(default_factory=lambda: PlanCache(False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,15 +227,15 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             continue
         progress(f"profiling a step on {size} rows")
         part = batch if size == num_rows else replicas.slicer.cut(batch, [size, num_rows - size])[0]
-        share, accelerators = Share(replicas.root, size, part), [d for d in settings.devices if not is_host(d)]
-        if accelerators:
-            profiles[size] = profile_absent_share(
-                replicas, share, _runner(trainer, module), accelerators[0], accumulates=keeps_gradients(trainer)
-            )
-        else:
-            profiles[size] = profile_share(
-                replicas, share, _runner(trainer, module), accumulates=keeps_gradients(trainer)
-            )
+        share = Share(replicas.root, size, part)
+        accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
+        key = ""
+        if settings.cache.is_on:
+            others = size, num_rows, accelerator, keeps_gradients(trainer)
+            key = key_of_run_step(trainer, module, part, torch.device("cpu"), *others)
+        profiles[size] = settings.cache.profile(
+            key, partial(_profile, replicas, share, _runner(trainer, module), accelerator, keeps_gradients(trainer))
+        )
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     forecasts = []
     for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):
@@ -239,6 +244,13 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             static["inputs"] = inputs * size // num_rows
             forecasts.append(_device(module, device, size, static, profiles[size], settings))
     return DryRun(tuple(forecasts), profiles)
+
+
+def _profile(replicas: ReplicaSet, share: Share, run: Step, accelerator: str, accumulates: bool) -> Profile:
+    """Of a step on ``share``, as it would be on ``accelerator`` if that is named."""
+    if accelerator:
+        return profile_absent_share(replicas, share, run, torch.device(accelerator), accumulates=accumulates)
+    return profile_share(replicas, share, run, accumulates=accumulates)
 
 
 def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, int], Any]:
@@ -291,7 +303,10 @@ def _device(
     common = {"device": str(device), "rows": rows, **static, "unplanned": profile.peak, "budget": allowed or 0}
     try:
         room = None if allowed is None else max(1, allowed - held)
-        plan = plan_profile(module, profile, profile.peak if room is None else room, settings.planner)
+        allowed_here = profile.peak if room is None else room
+        plan, found = found_or_planned(settings.cache, module, profile, allowed_here, settings.planner)
+        if found:
+            settings.cache.say(f"dpx: the memory plan was found in the cache, in {settings.cache.path_of(found)}.")
     except BudgetError as error:
         smallest = held + (error.smallest if error.smallest is not None else 0)
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]

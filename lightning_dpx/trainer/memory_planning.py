@@ -1,6 +1,7 @@
 """``memory_budget`` and ``plan`` of the strategy: profiles a step of one replica, and puts plans on all of them."""
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
 from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.progress import shown
 from lightning_dpx.recompute import (
     CheckpointPlan,
     Planner,
@@ -29,6 +31,7 @@ from lightning_dpx.replicas import Replica, ReplicaSet, Share
 from lightning_dpx.trainer.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.trainer.budgets import Budgets, parse_budget
 from lightning_dpx.trainer.other_steps import OtherSteps
+from lightning_dpx.trainer.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.trainer.profiling import Step, places_of
 from lightning_dpx.trainer.seen_steps import SeenStep, by_place, demand, profiled_steps
 from lightning_dpx.trainer.static_memory import StaticMemory
@@ -63,6 +66,7 @@ class MemoryPlanning:
         budget: What :func:`parse_budget` allows, for everything on a device.
         planner: Who decides.
         plan: What is decided already.
+        plan_cache: Where plans of earlier runs are; see :class:`PlanCache`.
 
     Attributes:
         plans: By device, what is followed.
@@ -78,8 +82,10 @@ class MemoryPlanning:
         budget: Any,
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
         self.budgets, self.planner = Budgets(parse_budget(budget)), make_planner(planner)
+        self._cache = PlanningCache(plan_cache, "plan_cache")
         self.asked = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
@@ -183,15 +189,46 @@ class MemoryPlanning:
             PlanError: a budget cannot be met; the plans of before hold.
         """
         self._take_off(replicas)
+        trainer = getattr(replicas.root.module, "_trainer", None)
         try:
-            held = static(shares)
-            seen = profiled_steps(replicas, shares, run, accumulates=held.accumulates)
-            if not self._shapes.hold(batch) or self._other_steps.found_in(seen.values()):
-                self._plan(replicas, shares, held, seen, source)
-                self._shapes.add(batch)
-                self._provisional = bool(source)
+            with shown("planning memory", enabled=shows_progress(trainer)):
+                self._decide(replicas, batch, shares, run, static, source)
         finally:
             self._put_on(replicas)
+
+    def _decide(
+        self,
+        replicas: ReplicaSet,
+        batch: Any,
+        shares: Sequence[Share],
+        run: Step,
+        static: StaticOf,
+        source: str,
+    ) -> None:
+        held = static(shares)
+        anew = self._other_steps.expected
+        if anew and self._cache.is_used:
+            self._leave_cache()
+        seen = profiled_steps(
+            replicas, shares, run, self._cache, accumulates=held.accumulates, together=self.asked, anew=anew
+        )
+        if not self._shapes.hold(batch) or self._steps_differ(seen):
+            self._plan(replicas, shares, held, seen, source)
+            self._shapes.add(batch)
+            self._provisional = bool(source)
+
+    def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
+        """Whether these profiles show what steps have saved that no earlier one showed."""
+        found = self._other_steps.found_in(seen.values())
+        if found:
+            self._cache.forget()
+        return found
+
+    def _leave_cache(self) -> None:
+        """What was found there is not what the steps of this run are."""
+        self._cache.leave()
+        self._shapes, self._other_steps = KnownShapes(), OtherSteps()
+        self._decided.clear()
 
     def confirm(self, replicas: ReplicaSet, shares: Sequence[Share], static: StaticOf) -> None:
         """At the first batch, if plans were made before it: whether the devices still have the room.
@@ -236,7 +273,8 @@ class MemoryPlanning:
             rooms = [[room // sharing for room, sharing in zip(free, step.sharing, strict=True)] for step in steps]
             now = self._decided[home].plans[0] if home in self._decided else None
             try:
-                shared = plan_shapes(replicas.root.module, [step.profiles for step in steps], rooms, self.planner, now)
+                profiles = [step.profiles for step in steps]
+                shared = self._cache.plan_shapes(replicas.root.module, profiles, rooms, self.planner, now)
             except BudgetError as error:
                 if error.smallest is not None:
                     index = error.place
@@ -368,6 +406,7 @@ class MemoryPlanning:
         """The run is over; the next one plans anew."""
         self._shapes, self._before, self._steps, self._provisional = KnownShapes(), {}, 0, False
         self._other_steps = OtherSteps()
+        self._cache.start()
         self.plans.clear()
         self.profiles.clear()
         self._decided.clear()

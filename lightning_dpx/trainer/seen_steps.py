@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.recompute import Profile, extrapolate
 from lightning_dpx.replicas import ReplicaSet, Share
 from lightning_dpx.shifting import applied_shift
+from lightning_dpx.trainer.planning_cache import PlanningCache, agreement, key_of_run_step
 from lightning_dpx.trainer.profiling import Step, places_of, profile_share
 
 _Known = dict[tuple[str, ...], dict[int, list[Profile]]]  # by what is shifted, and by rows
@@ -38,7 +40,14 @@ def by_place(shares: Sequence[Share]) -> dict[torch.device, list[Share]]:
 
 
 def profiled_steps(
-    replicas: ReplicaSet, shares: Sequence[Share], run: Step, *, accumulates: bool
+    replicas: ReplicaSet,
+    shares: Sequence[Share],
+    run: Step,
+    cache: PlanningCache,
+    *,
+    accumulates: bool,
+    together: bool,
+    anew: bool,
 ) -> dict[torch.device, SeenStep]:
     """By a replica's device, a step on the largest of its shares, seen from each of its devices.
 
@@ -46,16 +55,38 @@ def profiled_steps(
         replicas: All of them.
         shares: What each of them gets.
         run: As :func:`profile_share` takes it.
+        cache: Where profiles of an earlier run may be.
         accumulates: Whether gradients are added to those of earlier batches.
+        together: Whether all processes of the run profile now.
+        anew: Whether what an earlier run has kept is known to be wrong.
     """
-    shares_of, seen = by_place(shares), dict[torch.device, SeenStep]()
-    known: _Known = {}
-    profile = partial(profile_share, replicas, run=run, accumulates=accumulates)
-    for home, here in shares_of.items():
-        if home in replicas.devices:
-            sharing = tuple(len(shares_of[place]) for place in places_of(here[0].replica))
-            seen[home] = SeenStep(tuple(_profiles(here[0], known, profile)), sharing)
+    shares_of = by_place(shares)
+    largest = {home: here[0] for home, here in shares_of.items() if home in replicas.devices}
+
+    def profiled() -> list[list[Profile]]:
+        known: _Known = {}
+        profile = partial(profile_share, replicas, run=run, accumulates=accumulates)
+        return [_profiles(share, known, profile) for share in largest.values()]
+
+    trainer = getattr(replicas.root.module, "_trainer", None)
+    keys = _keys(trainer, list(largest.values()), accumulates) if cache.is_on else []
+    found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
+    seen: dict[torch.device, SeenStep] = {}
+    for (home, share), profiles in zip(largest.items(), found, strict=True):
+        sharing = tuple(len(shares_of[place]) for place in places_of(share.replica))
+        seen[home] = SeenStep(tuple(profiles), sharing)
     return seen
+
+
+def _keys(trainer: Trainer | None, shares: Sequence[Share], accumulates: bool) -> list[str]:
+    """Of each step; where more than two differ, some profiles lie on a line through others."""
+    rows, found = [share.num_rows for share in shares], list[str]()
+    for share in shares:
+        shift, module = applied_shift(share.replica.module), share.replica.module
+        shifted = () if shift is None else tuple(shift.chosen)
+        others = places_of(share.replica), share.num_rows, rows, shifted, accumulates
+        found.append(key_of_run_step(trainer, module, share.batch, share.replica.device, *others))
+    return found
 
 
 def _profiles(share: Share, known: _Known, profile: Callable[..., Profile]) -> list[Profile]:

@@ -1,5 +1,6 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
 
+import os
 import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,9 @@ class DPXStrategy(StepsOfReplicas):
             profiled, and what must be is computed again in backward.
         planner: Who decides that: "auto", "optimal", "milp", "search", "threshold", or a Planner.
         plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
+        plan_cache: Where plans are kept for the next run of the same module, code, shapes, budget and versions, which
+            then plans nothing: True for the user's own folder (lightning_dpx/plans in $XDG_CACHE_HOME or ~/.cache), or
+            the path of another; False keeps and finds none.
         example_batch: With a budget, a batch as the training loader would give it, of the largest shape if they differ.
             The plan is made from it at setup, before data are loaded, and kept until a batch is larger. With
             shifts="auto" the first batch decides.
@@ -153,6 +157,7 @@ class DPXStrategy(StepsOfReplicas):
         memory_budget: dict[str, int | float | str] | int | float | str | None = None,
         planner: str | Planner = "auto",
         plan: CheckpointPlan | str | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
         example_batch: Any = None,
         on_oom: OnOOM = "raise",
         process_group_backend: str | None = None,
@@ -185,7 +190,7 @@ class DPXStrategy(StepsOfReplicas):
         asked = parse_shifts(shifts, shift_activations)
         self._shifts_open = self._auto_shifts = asked is None
         self._shifts, self._shifted_parts = asked or ({}, [])
-        planning = MemoryPlanning(memory_budget, planner, plan)
+        planning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
         if example_batch is not None and memory_budget is None:
             raise ConfigurationError("example_batch is what a plan is made from; give memory_budget with it.")
         self._example_batch = example_batch

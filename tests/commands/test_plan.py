@@ -159,6 +159,20 @@ def test_a_step_by_hand_takes_what_the_same_step_takes(devices: str, budget: str
     assert found[1]["peak"] == pytest.approx(found[0]["peak"], rel=0.05)
 
 
+def test_what_was_planned_before_is_found_again(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "plans"
+    arguments = ["--config", config(tmp_path), "--budget", "2MiB", "--plan-cache", str(folder)]
+    _, first = planned(capsys, *arguments)
+    entries = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main(["plan", "--json", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["devices"] == first
+    assert f"the memory plan was found in the cache, in {folder}" in captured.err
+    assert {path.name for path in folder.iterdir()} == set(entries)
+    assert main(["plan", "--json", *arguments[:-2], "--no-plan-cache"]) == 0
+    assert "cache" not in capsys.readouterr().err
+
+
 def test_a_step_for_the_host_is_measured(tmp_path: Path, capsys: Any) -> None:
     assert main(["plan", "--json", "--config", config(tmp_path), "--devices", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["basis"] == ""
