@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_dpx.python_objects.object_graph import content_of, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 
-_MOST_OBJECTS = 400_000
+_MOST_OBJECTS = 100_000
 _MOST_ITEMS = 1_000  # of a container of numbers and texts: of a vocabulary the size is enough
 _MOST_BYTES = 4_096  # of an array or a text
 _NUMBERS = (bool, int, float, complex, type(None), type(Ellipsis))

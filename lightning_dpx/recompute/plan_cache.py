@@ -232,9 +232,12 @@ def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: An
     """
     digest = Digest()
     digest.add(_FORMAT, *_versions(), *_surroundings(device))
-    digest.add(module)
-    digest.add_batch(batch)
-    digest.add(*others)
+    try:
+        digest.add(module)
+        digest.add_batch(batch)
+        digest.add(*others)
+    except Exception:  # noqa: BLE001  a look at an object of the user's may run its code, and that may fail
+        return ""
     return digest.text() if digest.is_whole else ""
 
 

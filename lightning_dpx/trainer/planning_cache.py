@@ -50,7 +50,7 @@ class PlanningCache:
             anew: Whether what an earlier run has kept is known to be wrong.
         """
         found = [] if anew else [one for key in keys if (one := self._cache.profiles(key)) is not None]
-        if self._cache.is_on and agree(len(found) == len(keys) > 0):
+        if agree(len(found) == len(keys) > 0):
             self.is_used = True
             self._keys += keys
             return found

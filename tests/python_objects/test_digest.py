@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_dpx.python_objects.digest import Digest
+from lightning_dpx.recompute.plan_cache import key_of_step
 
 FACTOR = 2.0
 
@@ -133,3 +134,13 @@ def test_what_dicts_redefine_is_not_called() -> None:
     before = digest_of(net)
     net.table["a"] = 2  # type: ignore[assignment]
     assert digest_of(net) != before
+
+
+def test_a_look_that_fails_costs_the_cache_and_no_more() -> None:
+    class Sly(dict[str, Any]):
+        def __len__(self) -> int:
+            raise RuntimeError("nobody counts me")
+
+    net = Net()
+    net.table = Sly(a=1)  # type: ignore[assignment]
+    assert key_of_step(net, torch.ones(1, 4), torch.device("cpu")) == ""

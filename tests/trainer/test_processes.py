@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
+from lightning_dpx.recompute.plan_cache import default_folder
 from tests import programs
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
 from tests.trainer.process_program import WITH_MEETINGS, Embedded, Summed, late_batches
@@ -116,6 +117,21 @@ def test_processes_plan_together_where_only_one_of_them_must(tmp_path: Path) -> 
     for rank, printed in enumerate(finish(start("shapes", tmp_path))):
         assert "ended well" in printed, printed
         assert printed.count("dpx: profiles a step") == (2 if rank == 0 else 0), "only rank 0 talks"
+
+
+def test_processes_look_their_steps_up_together(tmp_path: Path) -> None:
+    """One that had to profile its step alone would wait for the others, which found theirs in the cache."""
+    finish(start("shapes", tmp_path))
+    for printed in finish(start("shapes", tmp_path)):
+        assert "ended well" in printed, printed
+        assert "dpx: profiles a step" not in printed
+    profiles = [path for path in default_folder().iterdir() if '"profiles"' in path.read_text()[:200]]
+    assert len(profiles) == 4  # two steps of two processes
+    profiles[0].unlink()
+    first, second = finish(start("shapes", tmp_path))
+    assert "ended well" in first, first
+    assert "ended well" in second, second
+    assert first.count("dpx: profiles a step") == 1
 
 
 def test_the_activation_planner_under_ddp_ends_at_the_same_bits(tmp_path: Path) -> None:
