@@ -61,13 +61,23 @@ class _Given:
         share: The replica and its rows.
         batch: What its step got.
         marks: Of its parts, by path.
+        is_flat: Whether it is a list or tuple of plain tensors, as most batches are.
         is_as_loaded: Whether that is what the loader gave, moved; or something that hooks of the user made of it.
     """
 
     share: Share
     batch: Any
     marks: dict[Path, _Mark]
+    is_flat: bool
     is_as_loaded: bool
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether one look tells that the step wrote nothing."""
+        if not (self.is_flat and self.is_as_loaded and len(self.batch) == len(self.marks)):
+            return False
+        pairs = zip(self.batch, self.marks.values(), strict=True)
+        return all(value is mark.value and _version(value) == mark.versions[0] for value, mark in pairs)
 
 
 class BatchWrites:
@@ -109,9 +119,13 @@ class BatchWrites:
         """A replica's step begins; for the arguments see :class:`_Given`."""
         if self._shown is _MISSING:
             return
-        marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
+        is_flat = type(batch) in (list, tuple) and all(type(part) is torch.Tensor for part in batch)
+        if is_flat:
+            marks: dict[Path, _Mark] = {(at,): _Mark(part, [part], [_version(part)]) for at, part in enumerate(batch)}
+        else:
+            marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
         with self._lock:
-            self._given.append(_Given(share, batch, marks, is_as_loaded))
+            self._given.append(_Given(share, batch, marks, is_flat, is_as_loaded))
 
     def finish(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
         """After the step: hooks find what was written; or else what cannot be put together, and why not.
@@ -123,7 +137,7 @@ class BatchWrites:
         """
         given, self._given = sorted(self._given, key=lambda one: one.share.replica.index), []
         self.values = {}
-        if not given:
+        if all(one.is_untouched for one in given):
             return None
         now = [dict(_parts(one.batch, self._shown, ())) for one in given]
         paths = dict.fromkeys(path for one, parts in zip(given, now, strict=True) for path in _written(one, parts))
@@ -228,6 +242,8 @@ def _exchangeable(batch: Any) -> Any:
     """Containers anew, and tensors that share memory with those of the loader and can get other memory."""
     if type(batch) is torch.Tensor and batch.layout == torch.strided and not batch.requires_grad:
         return batch.detach()
+    if type(batch) in (list, tuple):
+        return type(batch)(map(_exchangeable, batch))
     children = None if isinstance(batch, torch.Tensor) else _children(batch)
     if children is None:
         return batch
