@@ -67,6 +67,10 @@ class Meter:
             self._reach = module, Reach(module)
         return self._reach[1]
 
+    def forget_reach(self) -> None:
+        """Holds nothing of the module any longer, such as fakes that stand in for its tensors."""
+        self._reach = None
+
     @contextmanager
     def _untouched(self, module: nn.Module) -> Iterator[None]:
         with untouched(module, reach=self.reach_of(module)) as self._writes:

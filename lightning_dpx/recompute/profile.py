@@ -409,7 +409,11 @@ def profile_step(
             stacklevel=2,
         )
     with COLLECTOR.resting():  # it would search all that is watched, again and again, for a third of the time
-        return _profiled(module, run, meter or Meter(device), backward, context, accumulates, bool(compiled))
+        meter = meter or Meter(device)
+        try:
+            return _profiled(module, run, meter, backward, context, accumulates, bool(compiled))
+        finally:
+            meter.forget_reach()
 
 
 def _profiled(
