@@ -35,7 +35,7 @@ from lightning_dpx.recompute.places import plan_places
 from lightning_dpx.recompute.plan import CheckpointPlan, Decision, format_plan, summary
 from lightning_dpx.recompute.planner import PLANNERS, Planner, register_planner
 from lightning_dpx.recompute.profile import Profile, profile_step
-from lightning_dpx.recompute.shapes import SharedPlan, plan_shapes
+from lightning_dpx.recompute.shapes import SharedPlan, complete_plan, plan_shapes
 from lightning_dpx.recompute.threshold import ThresholdPlanner
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "applied_plan",
     "apply_plan",
     "bytes_of_budget",
+    "complete_plan",
     "estimate_cost",
     "extrapolate",
     "forecast_plan",

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.apply import forecast_plan
-from lightning_dpx.recompute.auto import lower_bound
+from lightning_dpx.recompute.auto import lower_bound, plan_profile
 from lightning_dpx.recompute.forecast import Forecast
 from lightning_dpx.recompute.places import plan_places, with_figures
 from lightning_dpx.recompute.plan import CheckpointPlan, Decision
@@ -90,6 +90,24 @@ def plan_shapes(
         found[step][place].peak,
         place,
     )
+
+
+def complete_plan(
+    module: nn.Module, plan: CheckpointPlan, profiles: Sequence[Profile], planner: str | Planner = "auto"
+) -> CheckpointPlan:
+    """``plan``, and as few activations as possible also of what it does not know and other steps save.
+
+    Args:
+        module: The module whose steps were profiled.
+        plan: Made for one of them.
+        profiles: Of its steps.
+        planner: Who decides.
+    """
+    for profile in profiles:
+        known = {decision.name for decision in plan.decisions}
+        if any(value.name and value.storage >= 0 and value.name not in known for value in profile.values):
+            plan = _completed(plan, plan_profile(module, profile, None, planner))
+    return plan
 
 
 def _nearest(

@@ -1,28 +1,35 @@
 """Saved-tensor hooks step aside for ``torch.func``'s transforms, which refuse to run under any.
 
 ``torch.func.grad``, ``vjp`` and ``jacrev`` raise an error if there are hooks, through a context manager of torch that
-they look up by name at every call. While a plan is at work, another one stands in its place: it takes off the hooks of
-that plan, if no others are there, and puts them on again afterwards. What is saved in between is kept, as ever.
+they look up by name at every call. In a thread in which a plan is at work they find another one there: it takes off the
+hooks of that plan, if no others are there, and puts them on again afterwards. What is saved in between is kept, as ever.
+
+[Note: one thread only] There is no other place to step in: the error is raised before any operator runs, and a transform
+that has failed cannot go on. So for the time of a planned forward the module ``torch.autograd.graph`` gets a class with a
+property of that name, which is asked thread by thread. What torch has defined stays where it is, and all other threads
+get it.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd import graph
 
 _Hook = Callable[[Any], Any]
+_Disable = Callable[[str], AbstractContextManager[None]]
+_NAME = "disable_saved_tensors_hooks"
 _autograd = torch._C._autograd
 
 
 class _StepAside:
-    """The stand-in, for as long as somebody needs it."""
+    """The stand-in, for as long as somebody needs it, in the threads that do."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._local = threading.Lock(), 0, threading.local()
-        self._original: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
 
     @contextmanager
     def hooks(self, pack: _Hook, unpack: _Hook) -> Iterator[None]:
@@ -33,21 +40,26 @@ class _StepAside:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Transforms do not mind hooks of which :meth:`are` has told."""
+        """Transforms of this thread do not mind hooks of which :meth:`are` has told."""
         with self._lock:
-            if not self._users:
-                self._original = graph.disable_saved_tensors_hooks
-                graph.disable_saved_tensors_hooks = self._disable  # type: ignore[assignment]
             self._users += 1
+            graph.__class__ = _PerThread  # see [Note: one thread only]
         outer = getattr(self._local, "hooks", None)
+        was_in_use, self._local.in_use = self.in_use, True
         try:
             yield
         finally:
-            self._local.hooks = outer
+            self._local.hooks, self._local.in_use = outer, was_in_use
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    graph.disable_saved_tensors_hooks = self._original  # type: ignore[assignment]
+                    graph.__class__ = ModuleType
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a plan is at work in this thread."""
+        in_use: bool = getattr(self._local, "in_use", False)
+        return in_use
 
     @property
     def count(self) -> int:
@@ -60,21 +72,41 @@ class _StepAside:
         self._local.hooks = hooks
 
     @contextmanager
-    def _disable(self, message: str) -> Iterator[None]:
+    def disable(self, message: str) -> Iterator[None]:
+        """What transforms of this thread find in the place of torch's own."""
         self._local.count = self.count + 1
         mine = getattr(self._local, "hooks", None)
         top = _autograd._top_saved_tensors_default_hooks(True)  # type: ignore[call-arg]
         if mine is None or top is None or tuple(top) != mine:
-            with self._original(message):
+            with _torchs_own()(message):
                 yield
             return
         _autograd._pop_saved_tensors_default_hooks()
         try:
-            with self._original(message):
+            with _torchs_own()(message):
                 yield
         finally:
             if getattr(self._local, "hooks", None) == mine:  # else they went off in there
                 _autograd._push_saved_tensors_default_hooks(*mine)
+
+
+def _torchs_own() -> _Disable:
+    """Or what others have put in its place."""
+    found: _Disable = vars(graph)[_NAME]
+    return found
+
+
+class _PerThread(ModuleType):
+    """``torch.autograd.graph`` while a plan is at work."""
+
+    @property
+    def disable_saved_tensors_hooks(self) -> _Disable:
+        """Ours in the threads of plans, torch's own elsewhere."""
+        return STEP_ASIDE.disable if STEP_ASIDE.in_use else _torchs_own()
+
+    @disable_saved_tensors_hooks.setter
+    def disable_saved_tensors_hooks(self, value: _Disable) -> None:
+        vars(self)[_NAME] = value
 
 
 STEP_ASIDE = _StepAside()

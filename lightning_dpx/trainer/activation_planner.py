@@ -20,6 +20,7 @@ from lightning_dpx.recompute import (
     applied_plan,
     apply_plan,
     bytes_of_budget,
+    complete_plan,
     format_plan,
     make_planner,
     planned,
@@ -41,8 +42,10 @@ class ActivationPlanner(Callback):
     """Fits the activations of every training step into a budget, under any strategy that runs one module per process.
 
     The first batch is profiled on a stand-in of the module, before its step, and so is every batch that is larger in
-    some dim than any before: one plan then keeps all of these shapes within the budget. Of several processes all plan
-    when one must, each for its own batches. ``strategy="dpx"`` plans by itself: give it ``memory_budget``.
+    some dim than any before: one plan then keeps all of these shapes within the budget. A step that saves what none of
+    them has saved, because it skips layers or chooses among them, is announced, and the coming ones are profiled until
+    one of them has shown it. Of several processes all plan when one must, each for its own batches. ``strategy="dpx"``
+    plans by itself: give it ``memory_budget``.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
@@ -119,28 +122,32 @@ class ActivationPlanner(Callback):
         self._cache.start()
 
     def _is_open(self, module: LightningModule, batch: Any) -> bool:
-        """Whether ``batch`` is larger than any before, or what was found in the cache is not what the steps are."""
-        applied = applied_plan(module)
-        if applied is not None and self._cache.is_used:
+        """Whether nothing is planned for a batch of that shape, or for steps such as an earlier one was."""
+        if (applied := applied_plan(module)) is not None:
             self._other_steps.look_back(applied)
-            if self._other_steps.expected:
-                self._cache.leave()
-                self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
-        return not self._shapes.hold(batch)
+        if self._other_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
+            self._cache.leave()
+            self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+        return not self._shapes.hold(batch) or self._other_steps.expected
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         applied = applied_plan(module)
         if applied is not None:
             remove_plan(module)
         try:
-            profile = self._found_or_profiled(trainer, module, batch, batch_idx)
-            if not self._shapes.hold(batch):
+            if self._shapes.hold(batch) and self._other_steps.expected:  # it looks like the known ones and is not
+                profile = self._profiled(trainer, module, batch, batch_idx)
+            else:
+                profile = self._found_or_profiled(trainer, module, batch, batch_idx)
+            seen = SeenStep((profile,), (1,))
+            if not self._shapes.hold(batch) or self._other_steps.found_in([seen]):
                 plan = self._planned(module, profile, None if applied is None else applied.plan)
+                self._other_steps.plan_for([seen])
                 self._shapes.add(batch)
                 rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
         finally:
             if self.plan is not None:
-                apply_plan(module, self.plan, watches=self._cache.is_used)
+                apply_plan(module, self.plan, watches=True)
 
     def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         device, keys = trainer.strategy.root_device, [""]
@@ -182,7 +189,8 @@ class ActivationPlanner(Callback):
         largest = max(profiles, key=lambda profile: profile.peak)
         budget = bytes_of_budget(self._budget, largest.peak)
         if budget is None:  # as few as possible where most are needed
-            plan, self.profile = self._cache.plan_profile(module, largest, self._planner), largest
+            least, self.profile = self._cache.plan_profile(module, largest, self._planner), largest
+            plan = complete_plan(module, least, profiles, self._planner)
         else:
             steps, rooms = [[profile] for profile in profiles], [[budget] for _ in profiles]
             shared = self._cache.plan_shapes(module, steps, rooms, self._planner, now)

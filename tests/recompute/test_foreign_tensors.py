@@ -1,11 +1,13 @@
 """What saved-tensor hooks cannot handle is kept, and the rest of the model is planned all the same."""
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -112,6 +114,33 @@ def test_transforms_refuse_the_hooks_of_others_as_ever() -> None:
     dpx.apply_plan(module, dpx.search_plan(module, x))
     with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
         module(x)
+
+
+def test_other_threads_see_what_torch_has_defined() -> None:
+    """Also while the forward of a plan runs, and as many transforms of its own in it."""
+    torchs_own, seen = graph.disable_saved_tensors_hooks, dict[str, object]()
+
+    def elsewhere() -> None:
+        seen["elsewhere"] = graph.disable_saved_tensors_hooks
+        with graph.save_on_cpu(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            torch.func.grad(torch.sum)(torch.ones(3))
+
+    def body(module: Foreign, x: Tensor) -> Tensor:
+        seen["here"] = graph.disable_saved_tensors_hooks
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        return torch.func.grad(lambda y: module.inner(y).sum())(x)
+
+    torch.manual_seed(0)
+    module, x = Foreign(body), torch.randn(64, 64)
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    seen.clear()
+    module(x).sum().backward()
+    assert seen["here"] != torchs_own, "the forward has followed no plan"
+    assert seen["elsewhere"] is torchs_own
+    assert graph.disable_saved_tensors_hooks is torchs_own
+    assert type(graph) is type(threading)
 
 
 class Views(nn.Module):

@@ -203,6 +203,32 @@ def test_the_callback_plans_for_another_strategy(caplog: Any) -> None:
         fit(tower(), callbacks=[dpx.ActivationPlanner(budget="4KiB")])
 
 
+class EitherHalf(Tower):
+    """Runs one half of its blocks in even batches, the other one in odd ones."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        half = len(self.net) // 2
+        rows = batch[0]
+        for block in self.net[half:] if batch_idx % 2 else self.net[:half]:
+            rows = block(rows)
+        return F.cross_entropy(self.head(rows), batch[1])
+
+
+@pytest.mark.parametrize("budget", ["6MiB", None])
+def test_the_callback_plans_for_steps_that_differ_once_they_are_seen(budget: str | None, caplog: Any) -> None:
+    torch.manual_seed(0)
+    model, planner = EitherHalf(), dpx.ActivationPlanner(budget=budget)
+    with caplog.at_level("INFO"):
+        ours = fit(model, loader(batches=6), callbacks=[planner])
+    torch.manual_seed(0)
+    assert_equal(ours, fit(EitherHalf(), loader(batches=6)), bitwise=True)
+    assert "a step kept" in caplog.text
+    assert caplog.text.count("dpx: memory plan for cpu") == 2
+    assert planner.plan is not None
+    dropped = {name.split(".")[1] for name in planner.plan.dropped if name.startswith("net.")}
+    assert {int(block) < 5 for block in dropped} == {True, False}
+
+
 def test_strategies_that_shard_the_module_are_refused_by_name() -> None:
     trainer: Any = SimpleNamespace(strategy=ModelParallelStrategy())
     with pytest.raises(dpx.UnsupportedError, match="ModelParallelStrategy shards it"):
