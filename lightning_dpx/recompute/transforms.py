@@ -1,13 +1,13 @@
 """Saved-tensor hooks step aside for ``torch.func``'s transforms, which refuse to run under any.
 
 ``torch.func.grad``, ``vjp`` and ``jacrev`` raise an error if there are hooks, through a context manager of torch that
-they look up by name at every call. In a thread in which a plan is at work they find another one there: it takes off the
-hooks of that plan, if no others are there, and puts them on again afterwards. What is saved in between is kept, as ever.
+they look up by name at every call. In a thread in which a plan is at work they find another one there: it takes off
+the hooks of that plan, if no others are there, and puts them on again afterwards. What is saved in between is kept.
 
-[Note: one thread only] There is no other place to step in: the error is raised before any operator runs, and a transform
-that has failed cannot go on. So for the time of a planned forward the module ``torch.autograd.graph`` gets a class with a
-property of that name, which is asked thread by thread. What torch has defined stays where it is, and all other threads
-get it.
+[Note: one thread only] There is no other place to step in: the error is raised before any operator runs, and a
+transform that has failed cannot go on. So for the time of a planned forward the module ``torch.autograd.graph`` gets a
+class with a property of that name, which is asked thread by thread. What torch has defined stays where it is, and all
+other threads get it.
 """
 
 import threading
