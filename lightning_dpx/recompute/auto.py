@@ -137,14 +137,19 @@ def _shares_of_calls(profile: Profile) -> dict[int, float]:
 
 
 def _calls(profile: Profile, index: int) -> tuple[str, ...]:
-    """The module calls that are made again on the way to a value."""
+    """The module calls that are made again on the way to a value.
+
+    Also those behind what is saved only later: whether that is kept is not known yet when the value is dropped.
+    """
     if profile.values[index].refused:
         return ()
-    stack, seen, calls = list(profile.values[index].inputs), set[int](), set[str]()
+    saved, stack = profile.values[index].saved, list(profile.values[index].inputs)
+    seen, calls = set[int](), set[str]()
     while stack:
         source = stack.pop()
         value = profile.values[source]
-        if source not in seen and value.storage < 0 and not value.name:
+        is_there = value.storage >= 0 and value.saved <= saved
+        if source not in seen and not is_there and (value.storage >= 0 or not value.name):
             seen.add(source)
             stack += value.inputs
             calls |= {value.call} - {""}

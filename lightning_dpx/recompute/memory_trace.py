@@ -4,8 +4,9 @@ Works on every device, also where the allocator counts nothing (the host), becau
 allocator. What an operator allocates and frees inside is added from the allocator's reports; see account.py.
 
 [Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out
-of place, and otherwise in place: into the term that came last. So if that one goes right after the sum, it was the sum.
-Its formulas for what was gathered, indexed or sorted do likewise with the zeros that they have just made and fill.
+of place, and otherwise in place: into the term that it has got first, the first operand of the sum, unless that is a
+view, or others hold its memory. So if that one goes right after the sum, it was the sum. Its formulas for what was
+gathered, indexed or sorted do likewise with the zeros that they have just made and fill.
 """
 
 import sys
@@ -149,7 +150,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.communicates |= func.namespace in _COLLECTIVES
         given: set[int] | None = None
         if (func is aten.add.Tensor or func.overloadpacket in _FILLING) and _called_by_engine():
-            self._sum = self._term_of_sum(out, args if func is aten.add.Tensor else self._constant_among(args[:1]))
+            terms = args[:1] if func is aten.add.Tensor else self._constant_among(args[:1])
+            self._sum = self._term_of_sum(out, terms)
             if self._sum is not None:
                 self.operators.append(self._event(max(0, taken.most - out.untyped_storage().nbytes())))
                 return
@@ -180,12 +182,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [x for x in tensors if _identity(x) and known and self.allocation_of(x.untyped_storage()) is known]
 
     def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
-        found = [
-            known for x in terms if _identity(x) and (known := self.allocation_of(x.untyped_storage())) is not None
-        ]
-        last = max(found, key=lambda term: term.born, default=None)
-        fits = last is not None and _identity(out) and last.num_bytes == out.untyped_storage().nbytes()
-        return (out.untyped_storage(), last) if last is not None and fits else None
+        """The memory of the sum, and that of the term into which it may have been added."""
+        for term in terms:
+            if not _identity(term) or not _identity(out) or term._is_view():
+                continue
+            known = self.allocation_of(term.untyped_storage())
+            if known is not None and known.num_bytes == out.untyped_storage().nbytes():
+                return out.untyped_storage(), known
+        return None
 
     def _settle(self) -> None:
         """The last term of the last sum is still there: others hold it, so it was no sum in place."""

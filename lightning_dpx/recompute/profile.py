@@ -574,7 +574,7 @@ def _full_step(
     storages = []
     for name, span in profiler.memories:
         unused = lifetimes.get(name) if same else forward_operators  # nobody knows: it may be used to the last
-        freed = span.died if span.died is not None else end
+        freed = end if span.died is None else min(span.died, end)  # some go with the step itself
         last_forward = trace.operators[unused - 1] if unused else None
         storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
     requests, saves = profiler.requests(end)

@@ -11,6 +11,7 @@ from lightning_dpx.recompute.recipes.registry import argument, aten, recipe, sig
 
 @view("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "UnsqueezeBackward0")
 @view("SqueezeBackward1", "SqueezeBackward2")
+@view("SqueezeBackward3", "SqueezeBackward4", "SqueezeBackward5", "UnsqueezeBackward1")  # in place
 def _reshape(node: Any) -> Any:
     shape = node.shape
     return (lambda x: x.reshape(shape)), [node.edge(0)]
@@ -22,12 +23,12 @@ def _expand(node: Any) -> Any:
     return (lambda x: x.expand(shape)), [node.edge(0)]
 
 
-@view("TBackward0")
+@view("TBackward0", "TBackward1")
 def _t(node: Any) -> Any:
     return torch.t, [node.edge(0)]
 
 
-@view("TransposeBackward0")
+@view("TransposeBackward0", "TransposeBackward1")
 def _transpose(node: Any) -> Any:
     first, second = signed(node.dim0), signed(node.dim1)
     return (lambda x: x.transpose(first, second)), [node.edge(0)]
