@@ -163,8 +163,12 @@ class Call:
         leaves, self._spec = tree_flatten((args, kwargs))
         parts = list(module.modules())
         self._states = States() if states is None else states
-        self._state, self._held = self._states.of(module)
-        self._obstacle = _obstacle(parts, leaves) or self._state.obstacle
+        self._state: ObjectState | None = None
+        self._held: list[Any] = []
+        self._obstacle = _obstacle(parts, leaves)
+        if not self._obstacle:  # else what attributes hold would be held for nothing, and walked
+            self._state, self._held = self._states.of(module)
+            self._obstacle = self._state.obstacle
         if self._obstacle:
             leaves = []
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
@@ -203,7 +207,7 @@ class Call:
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
             self._states.forget(self.module)
-            self._buffers, self._held = [], []
+            self._state, self._buffers, self._held = None, [], []
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
@@ -216,7 +220,7 @@ class Call:
         for buffer in self._buffers:
             if not buffer.is_there() or (buffer.is_changed() and not _is_norm(buffer.part)):
                 return f"{type(buffer.part).__name__}.{buffer.key}"
-        return self._state.difference(self._held, self._state.marks())
+        return "" if self._state is None else self._state.difference(self._held, self._state.marks())
 
     def _was_given(self, tensor: torch.Tensor) -> bool:
         return any(argument.source == (tensor.grad_fn, tensor.output_nr) for argument in self.arguments)
@@ -270,6 +274,7 @@ class Call:
     @contextmanager
     def _attributes_of_then(self) -> Iterator[None]:
         """Whoever calls the module may have set others since, or written to what they hold."""
+        assert self._state is not None, "there is no obstacle"
         now = self._state.marks()
         try:
             if left := self._state.put_back(self._held):

@@ -274,7 +274,7 @@ class _Profiler(Rematerialisation):
         """A copy of it that nobody counts, so that the tensor itself goes when it would go without a plan."""
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             argument.watch(tensor)
-            value = super().keep_argument(argument, tensor.clone())
+            value = super().keep_argument(argument, copy_as_it_lies(tensor))
         self._found[value] = self._trace.allocation_of(tensor.untyped_storage())
         return value
 
@@ -809,6 +809,17 @@ def _course_of(call: Value, meter: Meter) -> CallCourse:
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
+
+
+def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of ``tensor``: what a call makes of its arguments may depend on them."""
+    whole = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            whole = whole.narrow(dim, 0, 1)
+    # Where windows overlap, each place is written several times with the same number.
+    copied = torch.empty_strided(whole.size(), whole.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copied.copy_(whole).expand(tensor.size())
 
 
 def _bytes_on(device: torch.device, value: Value) -> int:
