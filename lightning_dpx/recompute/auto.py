@@ -1,13 +1,15 @@
 """From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.recompute.bounds import Relaxation, least_seconds
+from lightning_dpx.recompute.bounds import Relaxation, least_bytes, least_seconds
 from lightning_dpx.recompute.forecast import timeline
 from lightning_dpx.recompute.optimal import OptimalPlanner
 from lightning_dpx.recompute.plan import Action, CheckpointPlan, Decision, fingerprint_of
@@ -75,7 +77,8 @@ def plan_profile(
         raise BudgetError(
             f"A budget of {_mib(budget)} for activations cannot be met"
             + (f" by planner={chosen.name!r}, which reaches {_mib(result.peak)}" if smallest <= budget else "")
-            + f"; the smallest that can is {_mib(smallest)}, without a plan it is {_mib(profile.peak)}. "
+            + f"; the smallest that can is {_mib(smallest)}, without a plan it is {_mib(profile.peak)}, and nothing "
+            f"that drops and computes again takes less than {_mib(least_bytes(Relaxation(problem)))}. "
             f"{_crest(least, smallest_choice)} {_bottleneck(problem)} Allow more, or use a smaller batch.",
             smallest,
         )
@@ -181,7 +184,7 @@ def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:
 
 
 def _crest(problem: Problem, choice: Choice) -> str:
-    """Where the step needs most, if it follows ``choice``: the operator at work, and its module."""
+    """Where the step needs most, if it follows ``choice``: the operator at work, its module, and what passes there."""
     profile = problem.profile
     curve = timeline(profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
     event = max(range(len(curve)), key=curve.__getitem__, default=0)
@@ -194,8 +197,26 @@ def _crest(problem: Problem, choice: Choice) -> str:
     if value is None:
         return ""
     module = value.name.rpartition(":")[0] or "the step itself"
-    operator = f" ({value.operator})" if value.operator else ""
-    return f"What sets that is the {when} at {module!r}{operator}."
+    begun_there = bisect_right(profile.operators, event, key=itemgetter(0))
+    operator = f"{profile.operators[begun_there - 1][1]} in " if begun_there else ""
+    of = f" ({value.operator})" if value.operator else ""
+    said = f"What sets that is {operator}the {when} at {module!r}{of}"
+    passing = _passing(profile, event)
+    return f"{said}, where {_mib(passing)} pass: gradients, and what operators take inside." if passing else f"{said}."
+
+
+def _passing(profile: Profile, event: int) -> int:
+    """Bytes that are there at an event of the unplanned step, and that nobody saves."""
+    first = dict[int, int]()
+    for value in profile.values:
+        if value.storage >= 0:
+            first[value.storage] = min(value.saved, first.get(value.storage, value.saved))
+    saved = sum(
+        storage.num_bytes
+        for number, storage in enumerate(profile.storages)
+        if first.get(number, 0) <= event < storage.freed
+    )
+    return max(0, profile.curve[event] - saved)
 
 
 def _bottleneck(problem: Problem) -> str:

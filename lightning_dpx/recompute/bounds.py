@@ -131,6 +131,15 @@ class Relaxation:
         np.add.at(change, np.minimum(stop, len(self.curve)), -size * dropped[column])
         return self.curve + np.cumsum(change)[:-1]
 
+    def change_of(self, column: int) -> tuple[int, int, np.ndarray]:
+        """What dropping a unit changes: from an event, until another, the bytes at each of them."""
+        spans = self._spans[self._spans[:, 2] == column]
+        begin, end = int(spans[:, 0].min()), min(int(spans[:, 1].max()), len(self.curve))
+        change = np.zeros(max(0, end - begin))
+        for start, stop, _, size in spans:
+            change[start - begin : max(start, stop) - begin] += size
+        return begin, begin + len(change), change
+
     @cached_property
     def shared_seconds(self) -> np.ndarray:
         """The time of each column, with its share of what nobody saves on the way (C)."""
@@ -178,6 +187,18 @@ def crests(curve: np.ndarray, level: float, most: int) -> list[int]:
         spread = np.linspace(0, len(found) - 1, most - most // 2).round().astype(int)
         found = found[np.unique(np.concatenate([highest, spread]))]
     return [int(event) for event in found]
+
+
+def least_bytes(relaxation: Relaxation) -> int:
+    """Bytes that are there at some event in every choice, however often it computes things again.
+
+    Whatever is dropped is there while autograd uses it, and what no plan drops, such as gradients, is there anyway.
+    """
+    least = relaxation.curve.copy()
+    for column in range(len(relaxation.units)):
+        start, stop, change = relaxation.change_of(column)
+        least[start:stop] += np.minimum(change, 0)  # where dropping it would add to what is there, it is kept
+    return int(least.max(initial=0.0))
 
 
 def least_seconds(relaxation: Relaxation, budget: int) -> float:

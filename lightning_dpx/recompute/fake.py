@@ -31,6 +31,7 @@ from lightning_dpx.recompute.as_on_accelerators import AsOnAccelerators
 from lightning_dpx.recompute.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter, Trial
+from lightning_dpx.recompute.probe import Probe, Probed, as_probed
 from lightning_dpx.recompute.rates import OperatorSeconds, rates_of
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.scratch import inside_bytes
@@ -47,13 +48,21 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         target: What is planned for.
         writes: What is told before an operator writes to a tensor.
         fake: Whether these tensors are, so that operators take nothing.
+        probe: What tries operators of fakes for real, where the target is there.
     """
 
     def __init__(
-        self, device: torch.device, target: torch.device, writes: CopyOnWrite | None = None, *, fake: bool = False
+        self,
+        device: torch.device,
+        target: torch.device,
+        writes: CopyOnWrite | None = None,
+        *,
+        fake: bool = False,
+        probe: Probe | None = None,
     ) -> None:
         super().__init__(device, writes)
-        self._rates, self._target = rates_of(target), target
+        self._rates, self._target, self._probe = rates_of(target), target, probe
+        self._probed: Probed | None = None  # the operator that is being looked at
         self._by_rule = fake or device.type != target.type
         if self._by_rule:
             self._account = Account()
@@ -61,9 +70,14 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
     def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """The results of an operator, and what it would take."""
         out, _, taken = super().observed(func, args, kwargs)
+        self._probed = None if self._probe is None else self._probe.of(func, args, kwargs, out)
+        if self._probed is not None:
+            out = as_probed(out, self._probed)
         return out, self._rates.seconds(func, args, kwargs, out), taken
 
     def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
+        if self._probed is not None:
+            return self._probed.inside
         if self._by_rule:
             return inside_bytes(func, args, out, self._target.type)
         return super()._inside(func, args, out, counted)
@@ -137,8 +151,8 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         masks: Storages with zeros and one other number, as a dropout draws them.
     """
 
-    def __init__(self, device: torch.device, target: torch.device) -> None:
-        super().__init__(device, target, fake=True)
+    def __init__(self, device: torch.device, target: torch.device, probe: Probe | None) -> None:
+        super().__init__(device, target, fake=True, probe=probe)
         self.masks: set[Allocation] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,6 +216,7 @@ class FakeMeter(RatedMeter):
     def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
         super().__init__(here, target)
         self._mode, self._traces = mode, list[_FakeTrace]()
+        self._probe = Probe(here, self.rates) if not self.elsewhere else None
         self.basis = (
             f"from fake tensors for {target}: times by FLOPs and bytes, what operators take inside by rule, "
             "recomputation not proven here"
@@ -213,11 +228,11 @@ class FakeMeter(RatedMeter):
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        self._traces.append(_FakeTrace(self.device, self._target))
+        self._traces.append(_FakeTrace(self.device, self._target, self._probe))
         return self._traces[-1]
 
     def _watch(self) -> RatedTrace:
-        return RatedTrace(self.device, self._target, fake=True)
+        return RatedTrace(self.device, self._target, fake=True, probe=self._probe)
 
     @property
     def left_behind(self) -> int:

@@ -77,6 +77,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live: Bytes that were allocated since and are still there.
         curve: The most bytes at every event; an event is an operator, the end of a storage, or a :meth:`mark`.
         operators: The event of every operator.
+        called: Every operator.
         seconds: Spent in operators.
         communicates: Whether an operator was one of several processes.
     """
@@ -94,6 +95,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.curve: list[int] = []
         self._courses: dict[int, _Course] = {}
         self.operators: list[int] = []
+        self.called: list[Any] = []
         self._lock = threading.RLock()  # backward has a thread per device
 
     def follow_storages_only(self) -> "MemoryTrace":
@@ -148,6 +150,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle()
         before, earlier = self.live, len(self.allocations)
         self.communicates |= func.namespace in _COLLECTIVES
+        self.called.append(func)
         given: set[int] | None = None
         if (func is aten.add.Tensor or func.overloadpacket in _FILLING) and _called_by_engine():
             terms = args[:1] if func is aten.add.Tensor else self._constant_among(args[:1])

@@ -134,6 +134,7 @@ class Profile:
         basis: What all this rests on, in words; empty for a step that was run and measured.
         saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
             that the requests tell how long a value is waited for.
+        operators: Event and name of every operator, in order; empty where nobody noted them.
     """
 
     values: tuple[SavedValue, ...]
@@ -148,6 +149,7 @@ class Profile:
     overlap: int = 0
     basis: str = ""
     saves: tuple[tuple[int, int], ...] = ()
+    operators: tuple[tuple[int, str], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -589,6 +591,7 @@ def _full_step(
         parking_room=meter.parking_room(),
         basis=meter.basis,
         saves=tuple(saves),
+        operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
     )
 
 

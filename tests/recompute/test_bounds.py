@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_dpx.recompute import PLANNERS
-from lightning_dpx.recompute.bounds import Relaxation, crests, knapsack, least_seconds
+from lightning_dpx.recompute.bounds import Relaxation, crests, knapsack, least_bytes, least_seconds
 from lightning_dpx.recompute.planner import Choice, Problem
 from tests.recompute.chains import chain_profile
 from tests.recompute.random_steps import MOST_UNITS, budgets_and_least, every_choice, random_profile
@@ -37,6 +37,19 @@ def test_bytes_that_are_surely_there_are_there_in_every_choice() -> None:
             assert problem.forecast(choice).peak >= surely.max(), f"seed {seed}, {choice}"
             event = int(surely.argmax())
             assert surely[event] == pytest.approx(relaxation.curve[event] - relaxation.freed(event) @ dropped)
+
+
+def test_no_choice_takes_less_than_the_least_bytes() -> None:
+    tight = total = 0
+    for seed in range(40):
+        problem = Problem(random_profile(seed, 4))
+        if len(problem.droppable) > MOST_UNITS:
+            continue
+        smallest = min(problem.forecast(choice).peak for choice in every_choice(problem))
+        bound = least_bytes(Relaxation(problem))
+        assert bound <= smallest, f"seed {seed}"
+        tight, total = tight + (bound >= 0.95 * smallest), total + 1
+    assert tight >= 0.5 * total > 0, "a bound of nothing would be none"
 
 
 def test_the_knapsack_of_a_chain_by_hand() -> None:

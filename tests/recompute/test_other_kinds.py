@@ -1,4 +1,4 @@
-"""Kinds of models that are in no library's zoo: predicted by the allocator's own account, and nothing kept in silence."""
+"""Kinds of models that are in no library's zoo: predicted by the allocator's account, and nothing kept in silence."""
 
 import copy
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_what_is_dropped_before_its_source_is_saved_is_dropped(memory: type[nn.M
     plan = dpx.search_plan(module, x, planner=_Everything())
     joined = {d.name for d in plan.decisions if d.operator == "CatBackward0" and d.module == "score"}
     assert len(joined) == 1
-    plan = plan.with_actions({name: "keep" for name in plan.dropped - joined})
+    plan = plan.with_actions(dict.fromkeys(plan.dropped - joined, "keep"))
     plain = copy.deepcopy(module)
     applied = dpx.apply_plan(module, plan)
     assert all(map(torch.equal, train(module, x), train(plain, x)))
