@@ -6,10 +6,12 @@ where torch can reach it, else on the CPU: a build of torch without a device's r
 autograd meets a tensor that claims to be there. Sizes are the same, and where the operators are not, they are replaced
 (:class:`AsOnAccelerators`) or not trusted.
 
+Memory is taken on the host only, where operators are tried one by one (:mod:`lightning_dpx.recompute.probe`).
+
 What no fake can tell: numbers. So nobody proves here that a repeated operator gives the same ones; masks are known from
 the operator that draws them, and times from FLOPs and bytes. Nor can a step look at its numbers (``.item()``, a branch
-on a tensor), or call an operator that has no rule for fakes. What libraries need beside is estimated, which kernel
-attention takes is assumed, and ``torch.autocast`` of an absent device does nothing.
+on a tensor), or call an operator that has no rule for fakes. What libraries of other devices need beside is estimated,
+which kernel attention takes is assumed, and ``torch.autocast`` of an absent device does nothing.
 """
 
 import gc
@@ -72,13 +74,11 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         out, _, taken = super().observed(func, args, kwargs)
         self._probed = None if self._probe is None else self._probe.of(func, args, kwargs, out)
         if self._probed is not None:
-            out = as_probed(out, self._probed)
+            out, taken = as_probed(out, self._probed), self._probed.taken
         return out, self._rates.seconds(func, args, kwargs, out), taken
 
     def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
-        if self._probed is not None:
-            return self._probed.inside
-        if self._by_rule:
+        if self._by_rule and self._probed is None:
             return inside_bytes(func, args, out, self._target.type)
         return super()._inside(func, args, out, counted)
 
@@ -216,9 +216,11 @@ class FakeMeter(RatedMeter):
     def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
         super().__init__(here, target)
         self._mode, self._traces = mode, list[_FakeTrace]()
-        self._probe = Probe(here, self.rates) if not self.elsewhere else None
+        # Of an accelerator nothing is taken while it is planned for: others may be at work there.
+        self._probe = Probe(here, self.rates) if is_host(target) else None
+        inside = "by rule" if self._probe is None else "tried one by one"
         self.basis = (
-            f"from fake tensors for {target}: times by FLOPs and bytes, what operators take inside by rule, "
+            f"from fake tensors for {target}: times by FLOPs and bytes, what operators take inside {inside}, "
             "recomputation not proven here"
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_dpx.recompute.account import account_of
+from lightning_dpx.recompute.account import Taken, account_of
 from lightning_dpx.recompute.rates import Rates
 
 aten = torch.ops.aten
@@ -32,11 +32,11 @@ class Probed:
     """What an operator did.
 
     Attributes:
-        inside: The most bytes that it had at once beyond its results.
+        taken: The memory that it took, its results among it.
         strides: Of its results, in order; ``None`` for what is no tensor.
     """
 
-    inside: int
+    taken: Taken
     strides: tuple[tuple[int, ...] | None, ...]
 
 
@@ -93,10 +93,7 @@ class Probe:
             except (RuntimeError, IndexError, ValueError, NotImplementedError):
                 return None  # zeros do not suit it
             results = tree_flatten(out)[0]
-            own = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in made if _is_tensor(x)}
-            new = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in results if _is_tensor(x)}
-            kept = sum(size for address, size in new.items() if address not in own)
-            return Probed(max(0, taken.most - kept), tuple(x.stride() if _is_tensor(x) else None for x in results))
+            return Probed(taken, tuple(x.stride() if _is_tensor(x) else None for x in results))
 
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
-from lightning_dpx.recompute import MemoryTrace, profile_module
+from lightning_dpx.recompute import MemoryTrace, forecast_plan, plan_profile, profile_module
 from lightning_dpx.recompute.apply import loss_of
 from tests.recompute.models import Swing
 from tests.recompute.test_planning import _Everything, train
@@ -131,3 +131,29 @@ def test_what_goes_with_the_step_itself_is_planned_as_all_else() -> None:
     plan = dpx.search_plan(module, torch.randn(16, 3, 16, 16))
     assert plan.peak is not None
     assert plan.peak < plan.unplanned_peak
+
+
+class Depthwise(nn.Module):
+    """Convolutions whose scratch is many times their size, and a norm whose result lies as its input does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.deep = nn.Conv2d(3, 32, 4, 4), nn.Conv2d(32, 32, 7, padding=3, groups=32)
+        self.norm, self.mix = nn.LayerNorm(32), nn.Linear(32, 64)
+        self.by_channel, self.up = nn.BatchNorm1d(64), nn.ConvTranspose2d(64, 3, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.deep(self.stem(x)).permute(0, 2, 3, 1)
+        h = F.gelu(self.mix(self.norm(h))).flatten(1, 2)
+        h = self.by_channel(h.transpose(1, 2)).transpose(1, 2) + h
+        return self.up(h.transpose(1, 2).unflatten(2, (8, 8)))
+
+
+def test_a_dry_plan_for_the_host_knows_what_kernels_take_and_how_results_lie() -> None:
+    torch.manual_seed(0)
+    module, x = Depthwise(), torch.randn(4, 3, 32, 32)
+    real, dry = profile_module(module, x), profile_module(module, x, device="cpu")
+    assert dry.peak == pytest.approx(real.peak, rel=1e-3)
+    assert dry.basis.startswith("from fake tensors for cpu: times by FLOPs and bytes, what operators take inside tried")
+    smaller = plan_profile(module, dry, int(0.7 * real.peak))
+    assert smaller.peak == pytest.approx(forecast_plan(real, smaller).peak, rel=1e-3)
