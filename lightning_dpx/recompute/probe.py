@@ -20,7 +20,7 @@ from lightning_dpx.recompute.rates import Rates
 aten = torch.ops.aten
 _WORTH = 4096  # bytes of operands: what less may take inside does not matter
 _MOST_BYTES, _MOST_SECONDS = 2**30, 0.2  # of one operator
-_UNLIKE = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+_UNTRIED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
 _MAKES_NOTHING = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
     aten.new_empty_strided.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
@@ -61,11 +61,13 @@ class Probe:
             kwargs: Likewise, by name.
             out: What it gave for them.
         """
-        if func._schema.is_mutable or func.is_view or func in _MAKES_NOTHING or not _UNLIKE.isdisjoint(func.tags):
+        if func._schema.is_mutable or func.is_view or func in _MAKES_NOTHING or not _UNTRIED.isdisjoint(func.tags):
             return None
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         results = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+        if torch.Tag.pointwise in func.tags and len({(x.stride(), x.dtype) for x in (*given, *results)}) == 1:
+            return None  # but some of them copy what does not lie as the rest does
         num_bytes = sum(tensor.nbytes for tensor in (*given, *results))
         if not given or not _WORTH <= num_bytes <= _MOST_BYTES or not all(map(self._can_be_made, given)):
             return None
