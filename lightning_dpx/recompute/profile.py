@@ -821,7 +821,7 @@ def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and tensor.size(dim) > 1:
             whole = whole.narrow(dim, 0, 1)
     # Where windows overlap, each place is written several times with the same number.
-    copied = torch.empty_strided(whole.size(), whole.stride(), dtype=tensor.dtype, device=tensor.device)
+    copied = tensor.new_empty_strided(whole.size(), whole.stride())  # of a fake a fake one
     return copied.copy_(whole).expand(tensor.size())
 
 

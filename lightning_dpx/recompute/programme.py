@@ -13,8 +13,15 @@ What is added at an event t holds for every choice, too, so the bound of the sol
     time       A fleeting value is computed for every use: once for each request, and once for each value that is
                computed from it: y >= f[s] + d[v] - 1. What is on the way to it is computed as often.
 
-Where that does not explain what is missing, the missing bytes are added as they are; from then on the programme only
-searches, and proves no more.
+Where that does not explain what is missing, because values are computed on the way or operators take memory inside
+while they are repeated, the part of the choice that is computed by t is forbidden as it is: all that can be reached from
+it through what is dropped, with what is kept around that. No decision beyond changes when its values come and go, so
+
+    part       there(t) - sum of freed(t) (d' - d) over the other units - M k <= budget
+
+holds for every choice d', with k the number of decisions of that part in which it differs, and M large enough. So few
+units are solved to the end. Where there are more, the missing bytes are also added as they are; from then on the
+programme only searches, and proves no more.
 
 Related: Checkmate (Jain et al., 2020), with a variable for every pair of a value and a moment. Here they come only
 where the budget binds; sharing and forgetting are those of :mod:`lightning_dpx.recompute.values`.
@@ -35,6 +42,7 @@ _ROUNDS, _MOST_LEARNED = 12, 8000  # of the solver; terms, with more it takes fa
 _LEAST_WORK, _MOST_WORK = 6e5, 2e6  # of the solver, about one second and about three
 _LARGE = 2**24  # bytes: a step with such a peak takes long enough to be planned for three seconds
 _TOLERANCE = 1e-6  # of the solver
+_FEW, _ROUNDS_OF_FEW = 12, 300  # units that are solved to the end
 
 
 class Programme:
@@ -104,7 +112,7 @@ class Programme:
         if not self._relax():
             return found
         known = self._solver.terms
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS if len(self._model.units) > _FEW else _ROUNDS_OF_FEW):
             if self._solver.work >= self._work or self._solver.terms - known > _MOST_LEARNED:
                 break
             answer = self._run(integer=True)
@@ -158,11 +166,53 @@ class Programme:
                 news = True
         if news:
             return
+        for event in crossed:
+            self._forbid(event, curve[event], choice, dropped)
+        if len(self._model.units) <= _FEW:
+            return
         self._proves = False
         for event in crossed:
             row, terms = self._rows[event]
             unexplained = (curve[event] - self._model.curve[event]) / self._size - float(activity[row])
             self._solver.row(terms, self._room(event) - unexplained)
+
+    def _forbid(self, event: int, there: float, choice: Choice, dropped: frozenset[int]) -> None:
+        """Forbids the part of ``choice`` that explains what is ``there``; see the note."""
+        units, freed = self._model.units, self._model.freed(event) / self._size
+        part = self._part_of(event, dropped)
+        terms, room, most = dict[int, float](), (self._budget - there) / self._size, (there - self._budget) / self._size
+        for at, unit in enumerate(units):
+            if at not in part:
+                is_dropped = unit in choice.dropped
+                terms[self._dropped[at]] = -float(freed[at])
+                room -= float(freed[at]) * is_dropped
+                most += max(0.0, float(freed[at] if is_dropped else -freed[at]))
+        for at in part:
+            decided = [(self._dropped[at], units[at] in choice.dropped)]
+            values = self._problem.units[units[at]].values
+            decided += [(self._fleeting[value], units[at] in choice.fleeting) for value in values]
+            for column, is_so in decided:  # each that differs counts one
+                terms[column] = most if is_so else -most
+                room += most * is_so
+        self._solver.row(terms, room)
+
+    def _part_of(self, event: int, dropped: frozenset[int]) -> set[int]:
+        """The columns of what is computed by ``event``, of what is dropped beside it, and of what is kept around."""
+        stack = list(self._model.computed_by(event, dropped))
+        seen, part = set(stack), set[int]()
+        while stack:
+            value = stack.pop()
+            at = self._model.column.get(value)
+            if at is not None:
+                part.add(at)
+            if at is not None and value not in dropped:
+                continue
+            beside = {*self._values[value].inputs, *self._users.get(value, ())}
+            if at is not None:
+                beside |= set(self._problem.units[self._model.units[at]].values)
+            stack += beside - seen
+            seen |= beside
+        return part
 
     def _room(self, event: int) -> float:
         return float(self._budget - self._model.curve[event]) / self._size

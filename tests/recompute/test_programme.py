@@ -1,5 +1,8 @@
 """The integer programme: its bound is below every choice, and its solution near it."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
 import lightning_dpx as dpx
@@ -34,6 +37,34 @@ def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
                 found += any(r.peak <= budget and r.seconds <= least * 1.01 + 1e-9 for r in results)
     assert tight >= 0.6 * possible > 0
     assert found >= 0.6 * possible
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_with_what_passes_while_values_are_made_the_solution_is_that_of_all_choices(block: int) -> None:
+    """Also where nothing but what operators take inside of a repetition decides, and where nothing fits."""
+    pytest.importorskip("highspy")
+    possible = impossible = 0
+    for seed in range(12 * block, 12 * block + 12):
+        profile, generator = random_profile(seed, 5), random.Random(seed)
+        values = (replace(value, beside=generator.choice((0, 0, 4096, 12_000))) for value in profile.values)
+        problem = Problem(replace(profile, values=tuple(values)))
+        if len(problem.droppable) > MOST_UNITS:
+            continue
+        for budget, least in budgets_and_least(problem, seed):
+            programme = Programme(problem, budget)
+            within = [r.seconds for r in map(problem.forecast, programme.solve()) if r.peak <= budget]
+            assert programme.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
+            if least == float("inf"):
+                impossible += 1
+                assert programme.least == least, "it is proved that nothing fits"
+            else:
+                possible += 1
+                assert min(within) <= 1.003 * least + 1e-9, f"seed {seed}, budget {budget}"
+                chosen = problem.forecast(PLANNERS["milp"]().choose(problem, budget))
+                assert chosen.peak <= budget
+                assert chosen.seconds <= 1.003 * least + 1e-9
+    assert possible > 0
+    assert impossible > 0
 
 
 @pytest.mark.parametrize(("length", "share"), [(10, 0.7), (10, 0.5), (20, 0.5), (40, 0.5), (60, 0.3)])
