@@ -14,8 +14,8 @@ What is added at an event t holds for every choice, too, so the bound of the sol
                computed from it: y >= f[s] + d[v] - 1. What is on the way to it is computed as often.
 
 Where that does not explain what is missing, because values are computed on the way or operators take memory inside
-while they are repeated, the part of the choice that is computed by t is forbidden as it is: all that can be reached from
-it through what is dropped, with what is kept around that. No decision beyond changes when its values come and go, so
+while they are repeated, the part of the choice that is computed by t is forbidden as it is: all that can be reached
+from it through what is dropped, with what is kept around that. No decision beyond changes when its values come and go:
 
     part       there(t) - sum of freed(t) (d' - d) over the other units - M k <= budget
 
@@ -64,6 +64,8 @@ class Programme:
         self._model, self._size = Relaxation(problem), max(1, problem.profile.peak)
         self._budget, self._proves = budget, True
         self._work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._size / _LARGE))
+        if len(self._model.units) <= _FEW:
+            self._work = _MOST_WORK  # which few units never take
         self.least = least_seconds(self._model, budget)
         self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
         self._users: dict[int, list[int]] = defaultdict(list)
