@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_dpx.errors import ConfigurationError
 
@@ -220,9 +219,7 @@ class RandomStates:
     """The generators of the host and of ``devices``, as they are now."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        # As bytes: for a call that is made again they stay until then, and are none of the step's tensors.
-        with _disable_current_modes():
-            self._host: bytes = torch.get_rng_state().numpy().tobytes()
+        self._host = torch.get_rng_state()
         others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
         self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
 
@@ -233,17 +230,16 @@ class RandomStates:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomStates):
             return NotImplemented
-        return self._host == other._host and all(map(torch.equal, self._all(), other._all()))
+        return all(map(torch.equal, self._all(), other._all()))
 
     __hash__ = None  # type: ignore[assignment]
 
     def _all(self) -> list[torch.Tensor]:
-        return [state for _, state in self._states]
+        return [self._host, *(state for _, state in self._states)]
 
     def restore(self) -> None:
         """They continue as if nothing had been drawn since."""
-        with _disable_current_modes():
-            torch.set_rng_state(torch.frombuffer(bytearray(self._host), dtype=torch.uint8))
+        torch.set_rng_state(self._host)
         for device, state in self._states:
             torch.get_device_module(device).set_rng_state(state, device)
 
