@@ -27,6 +27,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -114,27 +115,51 @@ class ObjectState:
                 self._add_class(kind)
         self._walk()
         self._seen.clear()
+        self._attributes = _SameAttributes([e.value for e in self._entries if e.read is _attributes])
+        self._last = [entry.read(entry.value) for entry in self._entries]
+        self._others = [(at, entry) for at, entry in enumerate(self._entries) if entry.read is not _attributes]
 
     def tensors(self) -> list[torch.Tensor]:
         """Those among what the attributes hold."""
         return [entry.value for entry in self._entries if isinstance(entry.value, torch.Tensor)]
 
     def marks(self) -> list[Any]:
-        """What each object holds now."""
-        return [entry.read(entry.value) for entry in self._entries]
+        """What each object holds now; of modules the same tuples again, as long as nothing was set there."""
+        if not self._attributes.are_same():
+            self._attributes.note()
+            self._last = [entry.read(entry.value) for entry in self._entries]
+            return self._last
+        found = self._last
+        for at, entry in self._others:
+            now = entry.read(entry.value)
+            if not _is_same(found[at], now):
+                if found is self._last:
+                    found = list(found)
+                found[at] = now
+        self._last = found
+        return found
 
     def difference(self, before: list[Any], after: list[Any]) -> str:
         """The path of an object that holds something else; empty if none does. Random generators move on as ever."""
+        if before is after:
+            return ""
         for entry, old, new in zip(self._entries, before, after, strict=True):
             if old is not new and entry.write is not put_back and not _is_same(old, new):
                 return _name_of(entry, old, new)
         return ""
 
-    def put_back(self, marks: list[Any]) -> str:
-        """Makes every object hold again what it held; the path of one for which that cannot be done, or nothing."""
-        left = ""
-        for entry, old in zip(self._entries, marks, strict=True):
-            if not _is_same(old, entry.read(entry.value)):
+    def put_back(self, marks: list[Any], now: list[Any] | None = None) -> str:
+        """Makes every object hold again what it held; the path of one for which that cannot be done, or nothing.
+
+        Args:
+            marks: What they held.
+            now: What they hold, where that is known already.
+        """
+        left, now = "", self.marks() if now is None else now
+        if now is marks:
+            return left
+        for entry, old, new in zip(self._entries, marks, now, strict=True):
+            if old is not new and not _is_same(old, new):
                 if entry.write is None:
                     left = left or entry.path
                 else:
@@ -270,6 +295,29 @@ class ObjectState:
         self._num_items += len(values)
         if not _ATOMS.issuperset(set(map(type, values))):
             self._waiting += [(path, one) for one in values]
+
+
+class _SameAttributes:
+    """Whether all attributes of some modules are the same objects still, seen at once: it is asked at every call."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self.note()
+
+    def note(self) -> None:
+        """As they are now."""
+        self._kinds, self._dicts = list(map(type, self._modules)), list(map(vars, self._modules))
+        self._values = self._held()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def are_same(self) -> bool:
+        """Since they were noted."""
+        values = self._held()
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return False
+        return list(map(type, self._modules)) == self._kinds
 
 
 def _belongs_to_the_run(value: Any) -> bool:

@@ -26,6 +26,7 @@ from lightning_dpx.recompute.plan_cache import PlanCache, found_or_planned, key_
 from lightning_dpx.recompute.planner import Planner, Problem
 from lightning_dpx.recompute.profile import Profile, Run, profile_step
 from lightning_dpx.recompute.rematerialisation import Rematerialisation
+from lightning_dpx.recompute.replays import Replays
 from lightning_dpx.recompute.routine import Practised
 from lightning_dpx.recompute.search import SearchPlanner
 from lightning_dpx.recompute.ways_to_park import as_planned
@@ -235,8 +236,12 @@ class AppliedPlan:
         self._local = threading.local()
         self._handles: list[Any] = []
         self._values: Rematerialisation | None = None
+        self._replays: Replays | None = None
+        if plan.replayed:
+            self._replays = Replays(module, plan.replayed)
         if plan.dropped or watches:
             self._values = _values_of(module, plan, watches=watches)
+        if self._values is not None or self._replays is not None:
             root = _RootHooks(self)
             self._handles = [
                 module.register_forward_pre_hook(root, prepend=True),
@@ -246,12 +251,16 @@ class AppliedPlan:
     @contextmanager
     def active(self) -> Iterator[None]:
         """What runs in here follows the plan; within itself it does nothing more."""
-        if self._values is None or getattr(self._local, "active", False) or not torch.is_grad_enabled():
+        nothing = self._values is None and self._replays is None
+        if nothing or getattr(self._local, "active", False) or not torch.is_grad_enabled():
             yield
             return
         self._local.active = True
         try:
-            with self._values.active():
+            with (
+                nullcontext() if self._values is None else self._values.active(),
+                nullcontext() if self._replays is None else self._replays.active(),
+            ):
                 yield
         finally:
             self._local.active = False
@@ -272,7 +281,8 @@ class AppliedPlan:
     def not_found(self) -> dict[str, str]:
         """Values that the plan drops but that had to be kept, and why."""
         refused = {} if self._values is None else self._values.refused
-        return {name: why for name, why in refused.items() if name in self.plan.dropped}
+        found = {name: why for name, why in refused.items() if name in self.plan.dropped}
+        return found | ({} if self._replays is None else self._replays.refused)
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -286,6 +296,8 @@ class AppliedPlan:
         """Takes its hooks off."""
         if self._values is not None:
             self._values.remove()
+        if self._replays is not None:
+            self._replays.remove()
         for handle in self._handles:
             handle.remove()
 

@@ -18,12 +18,12 @@ they were when the call began, and are put back. The profile makes every call on
 compares all numbers.
 """
 
-import random
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -36,8 +36,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dpx.devices import RandomStates, random_states_kept
+from lightning_dpx.devices import RandomStates
 from lightning_dpx.python_objects.object_state import ObjectState
+from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
 from lightning_dpx.recompute.operands import Operands
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.transforms import is_transformed
@@ -46,6 +47,7 @@ _TAG = "lightning_dpx.calls"
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_LEAVES = (torch.Tensor, bool, int, float, type(None))
 _NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
 _SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
 _HOST = torch.device("cpu")
@@ -160,15 +162,10 @@ class Call:
     ) -> None:
         self.module, self.name, self.saved = module, name, saved
         self.outcome: Callable[[], Any] | None = None
-        leaves, self._spec = tree_flatten((args, kwargs))
-        parts = list(module.modules())
+        leaves, self._spec = _flattened(args, kwargs)
         self._states = States() if states is None else states
-        self._state: ObjectState | None = None
-        self._held: list[Any] = []
-        self._obstacle = _obstacle(parts, leaves)
-        if not self._obstacle:  # else what attributes hold would be held for nothing, and walked
-            self._state, self._held = self._states.of(module)
-            self._obstacle = self._state.obstacle
+        self._anatomy, self._held = self._states.of(module)
+        self._obstacle = _obstacle(leaves) or self._anatomy.obstacle
         if self._obstacle:
             leaves = []
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
@@ -176,17 +173,17 @@ class Call:
         self._given = [own.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = list(own.values())
         self.num_bytes = sum(tensor.nbytes for tensor in given.values())
-        self._home = next((tensor.device for tensor in (*module.parameters(), *given.values())), _HOST)
+        self._home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
-        with _disable_current_modes():  # which would count it as a part of the step
-            self._before: RandomStates | None = RandomStates([self._home])
+        self._before: RandomStates | None = self.random_states()
         self._after: RandomStates | None = None
-        self._others_before: _OtherGenerators | None = _OtherGenerators()
-        self._others_draw = self._is_over = False
-        self._training = [part.training for part in parts]
-        self._parameters = [parameter._version for parameter in module.parameters()]
-        with _disable_current_modes(), torch.no_grad():
-            self._buffers = [] if self._obstacle else _buffers_of(parts)
+        self._others_before: ProcessGenerators | None = self._states.generators.now()
+        self._others_draw, self._is_over = False, False
+        self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
+        self._buffers: list[_Buffer] = []
+        if not self._obstacle and any(part._buffers for part in self._anatomy.parts):
+            with _unseen(), torch.no_grad():
+                self._buffers = _buffers_of(self._anatomy.parts)
 
     def settle(self) -> None:
         """Forward is over: nothing more will be picked, and a call must not hold the graph that leads to it."""
@@ -195,14 +192,14 @@ class Call:
 
     def left(self, output: Any) -> None:
         """It is over, with this result."""
-        with _disable_current_modes():
-            after = RandomStates([self._home])
+        after = self.random_states()
+        with _unseen():
             self._after = None if after == self._before else after
         if self._after is None:
             self._before = None  # 5 KiB that would stay until backward
-        self._others_draw, self._is_over = _OtherGenerators() != self._others_before, True
+        self._others_draw, self._is_over = self._states.generators.now() != self._others_before, True
         if not self._others_draw:
-            self._others_before = None  # 25 KiB, of each of thousands of calls
+            self._others_before = None
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
@@ -215,12 +212,14 @@ class Call:
 
     def _changed(self) -> str:
         """Something that is not as it was when the call began; empty if all is."""
-        if [parameter._version for parameter in self.module.parameters()] != self._parameters:
+        if not self._anatomy.is_same():
+            return f"what {type(self.module).__name__} consists of"
+        if self._anatomy.versions() != self._parameters:
             return f"a parameter of {type(self.module).__name__}"
         for buffer in self._buffers:
             if not buffer.is_there() or (buffer.is_changed() and not _is_norm(buffer.part)):
                 return f"{type(buffer.part).__name__}.{buffer.key}"
-        return "" if self._state is None else self._state.difference(self._held, self._state.marks())
+        return self._anatomy.state.difference(self._held, self._anatomy.state.marks())
 
     def _was_given(self, tensor: torch.Tensor) -> bool:
         return any(argument.source == (tensor.grad_fn, tensor.output_nr) for argument in self.arguments)
@@ -230,61 +229,74 @@ class Call:
         """Why it cannot be made again, as far as is known; empty if it can."""
         return self._obstacle or ("" if self.arguments else "it takes no tensor")
 
+    def random_states(self) -> RandomStates:
+        """Of the generators that it may draw from, as they are now."""
+        with _unseen():
+            return RandomStates(() if self._home.type == "cpu" else [self._home])
+
+    def will_end_at(self, state: RandomStates | None) -> None:
+        """When it is made again, it is only followed so far."""
+        if self._after is not None:
+            self._after = state
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has drawn random numbers."""
+        return self._after is not None or self._others_draw
+
     @contextmanager
     def surroundings(self) -> Iterator[None]:
         """As it was when the call began; what the call changes is put back afterwards."""
-        parts = list(self.module.modules())
-        if [part.training for part in parts] != self._training:
+        if not self._anatomy.is_same():
+            raise RuntimeError(f"A part of {self.name!r} was replaced between forward and backward.")
+        if self._anatomy.training() != self._training:
             raise RuntimeError(f"train() or eval() was called on {self.name!r} between forward and backward.")
-        if [parameter._version for parameter in self.module.parameters()] != self._parameters:
+        if self._anatomy.versions() != self._parameters:
             raise RuntimeError(f"A parameter of {self.name!r} was changed in place between forward and backward.")
         if not self._is_over:
             raise RuntimeError(
                 f"{self.name!r} runs a backward of its own, and cannot be called again before it is over."
             )
         was = repeating()
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
+        with ExitStack() as stack, torch.enable_grad():
             for kind, enabled, dtype in self._autocast:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            stack.enter_context(self._buffers_of_then(parts))
-            stack.enter_context(self._attributes_of_then())
-            if self._others_before is not None:
-                stack.callback(_OtherGenerators().restore)
+            if any(part._buffers for part in self._anatomy.parts):
+                stack.enter_context(self._buffers_of_then())
+            if self._others_draw:
+                stack.callback(ProcessGenerators().restore)
+                assert self._others_before is not None, "they have drawn"
                 self._others_before.restore()
             if self._after is not None:
                 stack.enter_context(_GENERATORS)
-                stack.enter_context(random_states_kept([self._home]))
+                stack.callback(self.random_states().restore)
                 assert self._before is not None, "it has drawn"
                 self._before.restore()
+            now = self._put_attributes_back()
             _REPEATING.on = True
             try:
                 yield
             finally:
                 _REPEATING.on = was
-            with _disable_current_modes():
-                same = self._after is None or RandomStates([self._home]) == self._after
-            if not same:
+                self._anatomy.state.put_back(now)
+            if self._after is not None and self.random_states() != self._after:
                 raise RuntimeError(
                     f"{self.name!r} drew other random numbers when it was called again: another thread draws from the "
                     "same generator. Use execution='inline'."
                 )
 
-    @contextmanager
-    def _attributes_of_then(self) -> Iterator[None]:
-        """Whoever calls the module may have set others since, or written to what they hold."""
-        assert self._state is not None, "there is no obstacle"
-        now = self._state.marks()
-        try:
-            if left := self._state.put_back(self._held):
-                raise RuntimeError(f"{left} of {self.name!r} was changed between forward and backward.")
-            yield
-        finally:
-            self._state.put_back(now)
+    def _put_attributes_back(self) -> list[Any]:
+        """Whoever calls the module may have set others since, or written to what they hold; what they held now."""
+        state = self._anatomy.state
+        now = state.marks()
+        if left := state.put_back(self._held, now):
+            state.put_back(now)
+            raise RuntimeError(f"{left} of {self.name!r} was changed between forward and backward.")
+        return now
 
     @contextmanager
-    def _buffers_of_then(self, parts: Collection[nn.Module]) -> Iterator[None]:
+    def _buffers_of_then(self) -> Iterator[None]:
         """Other tensors with the same numbers stand in for the buffers, which backward may need as they are."""
         for buffer in self._buffers:
             if buffer.copy is None and not _is_norm(buffer.part) and (not buffer.is_there() or buffer.is_changed()):
@@ -292,7 +304,7 @@ class Call:
                     f"Buffer {buffer.key!r} of a {type(buffer.part).__name__} in {self.name!r} was changed between "
                     "forward and backward."
                 )
-        own = [(part, dict(part._buffers)) for part in parts if part._buffers]
+        own = [(part, dict(part._buffers)) for part in self._anatomy.parts if part._buffers]
         try:
             for part, buffers in own:
                 part._buffers.update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
@@ -312,6 +324,9 @@ class Call:
             for argument, tensor in zip(self.arguments, tensors, strict=True)
         }
         given = [anew[leaf] if isinstance(leaf, Argument) else leaf for leaf in self._given]
+        if isinstance(self._spec, tuple):
+            count, names = self._spec
+            return given[:count], dict(zip(names, given[count:], strict=True))
         args, kwargs = tree_unflatten(given, self._spec)
         return args, kwargs
 
@@ -404,8 +419,8 @@ def _described(key: Key) -> str:
     return f"its {key.kind} tensor {key.number}"
 
 
-def _obstacle(parts: Collection[nn.Module], leaves: Collection[Any]) -> str:
-    """Why nobody can make such a call again; empty if somebody can."""
+def _obstacle(leaves: Collection[Any]) -> str:
+    """Why nobody can make a call again that takes this; empty if somebody can."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in _TENSORS or leaf.layout is not torch.strided or leaf.is_inference():
@@ -414,16 +429,34 @@ def _obstacle(parts: Collection[nn.Module], leaves: Collection[Any]) -> str:
                 return "it runs inside a transform of torch.func"
         elif not isinstance(leaf, (*_PLAIN, Enum)):
             return f"it takes a {type(leaf).__name__}, which may change"
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "there are hooks on all modules"
+    modes = [mode for mode in _function_modes() if not isinstance(mode, Operands)]  # type: ignore[no-untyped-call]
+    return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
+
+
+def _obstacle_in(parts: Collection[nn.Module]) -> str:
+    """Why nobody can make calls of these modules again; empty if somebody can."""
     for part in parts:
         if isinstance(part, nn.SyncBatchNorm):
             return "a SyncBatchNorm in it meets the other replicas"
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
-    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
-        return "there are hooks on all modules"
-    modes = [mode for mode in _function_modes() if not isinstance(mode, Operands)]  # type: ignore[no-untyped-call]
-    return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
+    return ""
+
+
+def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """The arguments one by one, and how they were put together: most calls take no lists."""
+    leaves = [*args, *kwargs.values()]
+    if all(isinstance(leaf, _LEAVES) for leaf in leaves):
+        return leaves, (len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """What runs in here is no part of the step for those who watch its operators."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
@@ -474,49 +507,79 @@ def _is_norm(part: nn.Module) -> bool:
     return type(part).forward in _NORMS and "forward" not in vars(part)
 
 
+class Anatomy:
+    """What a module consists of, found once and again where something in it was replaced.
+
+    Attributes:
+        parts: The module and those in it.
+        parameters: Of all of them.
+        state: What the objects behind their attributes hold.
+        obstacle: Why no call of it can be made again, whatever it is given; empty if one can.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = list(module.modules())
+        self.parameters = list(module.parameters())
+        self.state = ObjectState(self.parts)
+        self.obstacle = _obstacle_in(self.parts) or self.state.obstacle
+        self._inside = _Watched([held for part in self.parts for held in (part._modules, part._parameters)])
+        self._hooks = _Watched(
+            [hooks for part in self.parts for hooks in (part._forward_pre_hooks, part._forward_hooks)]
+        )
+
+    def is_same(self) -> bool:
+        """Whether it consists of the same still."""
+        return self._inside.is_same()
+
+    def has_same_hooks(self) -> bool:
+        """Whether no hooks came since, or went."""
+        return self._hooks.is_same()
+
+    def versions(self) -> list[int]:
+        """Of the parameters."""
+        return [parameter._version for parameter in self.parameters]
+
+    def training(self) -> list[bool]:
+        """Of the parts."""
+        return [part.training for part in self.parts]
+
+
+class _Watched:
+    """What some dicts hold."""
+
+    def __init__(self, dicts: list[dict[Any, Any]]) -> None:
+        self._dicts = dicts
+        self._found = self._held()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def is_same(self) -> bool:
+        held = self._held()
+        return len(held) == len(self._found) and all(map(is_, held, self._found))
+
+
 class States:
-    """What the objects behind the attributes of modules hold, found once and again where something was set since."""
+    """What modules consist of, and what the objects behind their attributes hold, of those that calls were noted of."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[nn.Module, ObjectState, list[Any]]] = {}
+        self._known: dict[int, tuple[nn.Module, Anatomy, list[Any]]] = {}
+        self.generators = GeneratorWatch()
 
-    def of(self, module: nn.Module) -> tuple[ObjectState, list[Any]]:
+    def of(self, module: nn.Module) -> tuple[Anatomy, list[Any]]:
         """What was found for ``module``, and what that holds now."""
         known = self._known.get(id(module))
-        if known is not None:
-            _, state, before = known
-            now = state.marks()
-            if not state.difference(before, now):
-                return state, now
-        state = ObjectState(list(module.modules()))
-        now = state.marks()
-        if not state.obstacle:
-            self._known[id(module)] = module, state, now
-        return state, now
+        if known is not None and known[1].is_same() and known[1].has_same_hooks():
+            _, anatomy, before = known
+            now = anatomy.state.marks()
+            if not anatomy.state.difference(before, now):
+                return anatomy, now
+        anatomy = Anatomy(module)
+        now = anatomy.state.marks()
+        if not anatomy.state.obstacle:
+            self._known[id(module)] = module, anatomy, now
+        return anatomy, now
 
     def forget(self, module: nn.Module) -> None:
         """Holds nothing of ``module`` any longer."""
         self._known.pop(id(module), None)
-
-
-class _OtherGenerators:
-    """The generators of ``random`` and of NumPy, as they are now."""
-
-    def __init__(self) -> None:
-        self._python, numpy = random.getstate(), sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OtherGenerators) and self._all() == other._all()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def restore(self) -> None:
-        """They continue as if nothing had been drawn since."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-    def _all(self) -> list[Any]:
-        numpy = () if self._numpy is None else self._numpy
-        return [self._python, *(entry.tobytes() if hasattr(entry, "tobytes") else entry for entry in numpy)]

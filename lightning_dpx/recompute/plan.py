@@ -13,16 +13,16 @@ from torch import nn
 from lightning_dpx.errors import PlanError
 from lightning_dpx.recompute.plan_file import format_file, read, write_whole
 
-Action = Literal["keep", "recompute", "recompute each time", "compress", "park"]
+Action = Literal["keep", "recompute", "recompute each time", "compress", "park", "replay"]
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """About one value that backward needs.
+    """About one value that backward needs, or about all that is saved within a module call.
 
     Attributes:
-        name: The module call that first saves it (``"blocks.0.norm"``, ``"cell#2"`` for the second call), a colon,
+        name: Of a call (``"blocks.0"``), where it is about that; else the module call that first saves it (``"blocks.0.norm"``, ``"cell#2"`` for the second call), a colon,
             and its number there.
         operator: The autograd node that produced it; empty for what does not come from the graph.
         num_bytes: Its size.
@@ -30,7 +30,7 @@ class Decision:
             others; where it is parked, what of its copies nothing hides.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
             of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
-            the host's memory.
+            the host's memory; ``"replay"``, for a call: it is made again as a whole.
         calls: The module calls that are made again to compute it, where no operator can be repeated for it.
     """
 
@@ -44,7 +44,8 @@ class Decision:
     @property
     def module(self) -> str:
         """The path of the module."""
-        return self.name.rpartition(":")[0].partition("#")[0]
+        call, colon, _ = self.name.rpartition(":")
+        return (call if colon else self.name).partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ class CheckpointPlan:
     def dropped(self) -> frozenset[str]:
         """The values that are not kept as they are."""
         return self.names("recompute", "recompute each time", "compress", "park")
+
+    @property
+    def replayed(self) -> frozenset[str]:
+        """The module calls that are made again for everything that is saved within them."""
+        return self.names("replay")
 
     @property
     def calls(self) -> frozenset[str]:

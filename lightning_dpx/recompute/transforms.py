@@ -67,6 +67,12 @@ class _StepAside:
         count: int = getattr(self._local, "count", 0)
         return count
 
+    @property
+    def now(self) -> tuple[_Hook, _Hook] | None:
+        """The hooks that are on in this thread, as far as :meth:`are` was told."""
+        hooks: tuple[_Hook, _Hook] | None = getattr(self._local, "hooks", None)
+        return hooks
+
     def are(self, hooks: tuple[_Hook, _Hook] | None) -> None:
         """The hooks that are on from now on in this thread; ``None`` if none are."""
         self._local.hooks = hooks

@@ -1,0 +1,324 @@
+"""Calls of modules that are replayed as a whole: nothing that autograd saves within one is kept, and one more call of
+the module gives all of it back in backward, as ``torch.utils.checkpoint`` does it by hand.
+
+    forward    enter: notes the call, holds its arguments    pack: a number for each tensor    leave: lets go of them
+    backward   the first tensor that is asked for: the call once more, up to the last one that was saved; then each
+               tensor goes with its first use
+
+No name is given to what is saved within, nothing is looked for in the graph, and no recipe is needed. The tensors
+themselves stay until the call is over: then it is known whether anybody could tell the call from a second one (see
+:mod:`lightning_dpx.recompute.calls`), and if so they are kept.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.devices import RandomStates
+from lightning_dpx.recompute.call_names import compiled_parts
+from lightning_dpx.recompute.calls import Call, Passive, States, repeating
+from lightning_dpx.recompute.transforms import STEP_ASIDE
+from lightning_dpx.recompute.values import refuse
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_LOCK = threading.RLock()  # one call at a time is made again: backward has a thread per device
+
+
+class _EnoughError(BaseException):
+    """All that is needed of a call has been made again; no handler of the user's code should take it for an error."""
+
+
+class Replay:
+    """A call whose saved tensors are made again by calling its module once more.
+
+    Args:
+        call: Which.
+        given: The tensors that it takes, in the order of its arguments.
+        expected: How many tensors it will save, if it draws random numbers, as far as is known.
+
+    Attributes:
+        call: Likewise.
+        saved: What autograd has saved within it, in order; ``None`` once that is dropped.
+    """
+
+    __slots__ = (
+        "_again", "_changed", "_expected", "_given", "_outputs", "_random", "_sizes", "_versions", "call", "saved",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int = 0) -> None:
+        self.call, self._expected = call, expected
+        self._random: RandomStates | None = None  # when the last tensor was saved
+        self.saved: list[torch.Tensor] | None = []
+        self._versions: list[int] = []
+        self._given = [(tensor, tensor._version) for tensor in given]
+        self._changed: Collection[int] = ()
+        self._outputs: list[tuple[torch.Tensor, int]] = []
+        self._sizes: list[int] = []
+        self._again: list[torch.Tensor | None] | None = None
+
+    @property
+    def count(self) -> int:
+        """Tensors that it has saved."""
+        return len(self._versions)
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """Called by autograd when it saves a tensor within the call."""
+        saved = self.saved
+        assert saved is not None, "the call is under way"
+        saved.append(tensor)
+        self._versions.append(tensor._version)
+        count = len(saved)
+        if count == self._expected:
+            self._random = self.call.random_states()
+        return count - 1
+
+    def left(self, output: Any) -> str:
+        """The call is over: drops what was saved, or keeps it and says why."""
+        saved = self.saved
+        assert saved is not None, "it was under way"
+        self.call.left(None)
+        why = self.call.obstacle
+        if not why and any(tensor._version != version for tensor, version in self._given):
+            why = "it changes what it is given"
+        self._given = [(tensor.detach(), version) for tensor, version in self._given]
+        if why:
+            self.saved = [tensor.detach() for tensor in saved]
+            return why
+        if len(saved) == self._expected:
+            self.call.will_end_at(self._random)
+        now = [tensor._version for tensor in saved]
+        if now != self._versions:
+            self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
+        self._sizes = [tensor.numel() for tensor in saved]
+        self._outputs = _counters(output)
+        self.saved = None
+        return ""
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """Called by autograd when backward needs one of them."""
+        again = self._again
+        if again is not None:
+            tensor = again[number]
+            if tensor is not None:
+                again[number] = None
+                return tensor
+        with _LOCK:
+            if self.saved is not None:
+                return self._kept(number)
+            if self._changed and number in self._changed:
+                self._refuse(number)
+            self._again = again = self.replay()
+            tensor, again[number] = again[number], None
+        assert tensor is not None, "it has just been made"
+        return tensor
+
+    def _kept(self, number: int) -> torch.Tensor:
+        assert self.saved is not None, "the caller has looked"
+        tensor = self.saved[number]
+        if tensor._version != self._versions[number]:
+            refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")
+        return tensor
+
+    def _refuse(self, number: int) -> None:
+        raise RuntimeError(
+            "One of the variables needed for gradient computation has been modified by an inplace operation: tensor "
+            f"{number} of those that {self.call.name!r} saves, of {self._sizes[number]} elements."
+        )
+
+    def replay(self) -> list[torch.Tensor | None]:
+        """What autograd saves when the call is made again.
+
+        Raises:
+            RuntimeError: somebody has written to what the call was given or has saved, or it does something else now.
+        """
+        call, count, found = self.call, len(self._sizes), list[torch.Tensor | None]()
+        for tensor, version in self._given:
+            if tensor._version != version:
+                refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
+        stops = (not call.draws or count == self._expected) and not self._written()
+
+        def catch(tensor: torch.Tensor) -> None:
+            found.append(tensor.detach())
+            if stops and len(found) == count:
+                raise _EnoughError
+
+        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(catch, _unasked):
+            args, kwargs = call.given_again([tensor for tensor, _ in self._given])
+            try:
+                output = call.module.forward(*args, **kwargs)
+            except _EnoughError:
+                output = None
+        self._check(found)
+        if output is not None and self._written():
+            self._refuse_written(found, output)
+        return found
+
+    def _check(self, found: Sequence[torch.Tensor | None]) -> None:
+        sizes = [tensor.numel() for tensor in found if tensor is not None]
+        if sizes != self._sizes:
+            raise RuntimeError(
+                f"{self.call.name!r} saved {len(sizes)} tensors of {sum(sizes)} elements when it was called again, "
+                f"instead of {len(self._sizes)} of {sum(self._sizes)}: it does not do the same when it is called twice."
+            )
+
+    def _written(self) -> bool:
+        """Whether somebody has written to what the call returned."""
+        return any(counter._version != version for counter, version in self._outputs)
+
+    def _refuse_written(self, found: Sequence[torch.Tensor | None], output: Any) -> None:
+        """Refuses it, as autograd does, if the call itself has saved that."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        for leaf, (counter, version) in zip(outputs, self._outputs, strict=True):
+            if counter._version == version:
+                continue
+            storage = leaf.untyped_storage()._cdata
+            if any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in found):
+                refuse(counter, version, f"a tensor that {self.call.name!r} saves and returns", leaf.shape)
+
+
+def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
+    """Of the tensors in ``output``: what counts writes to them, without their memory; and the count."""
+    found = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            counter = leaf.detach()
+            if type(leaf) is torch.Tensor:
+                counter.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+            found.append((counter, leaf._version))
+    return found
+
+
+def _unasked(_packed: Any) -> torch.Tensor:
+    raise RuntimeError("no backward runs through a call that was made again")
+
+
+class _Step:
+    """A step under way: how often each module was called, and the call that is replayed as a whole, if one runs."""
+
+    __slots__ = ("calls", "inside", "outer", "replay")
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self.inside = 0  # calls of modules with hooks that are under way in such a call
+        self.replay: Replay | None = None
+        self.outer: Any = None
+
+
+class Replays:
+    """The calls of a module that are replayed as a whole.
+
+    Args:
+        module: The root.
+        names: Of the calls, such as ``"blocks.0"`` and ``"cell#2"``.
+
+    Attributes:
+        refused: Those that were kept after all, and why.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self.refused: dict[str, str] = {}
+        self._names, self._states, self._local = frozenset(names), States(), threading.local()
+        self._handles: list[Any] = []
+        self._drawn: dict[str, int] = {}  # tensors that calls have saved which draw random numbers
+        parts = dict(module.named_modules())
+        if compiled_parts(module):
+            self.refused = dict.fromkeys(names, "parts of the model are compiled")
+            return
+        for path in dict.fromkeys(name.partition("#")[0] for name in names):
+            hooks = _Hooks(self, path)
+            part = parts[path]
+            self._handles.append(part.register_forward_pre_hook(hooks, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(hooks.leave, prepend=True, always_call=True))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forward passes in here drop what is saved within these calls; their backward may come later."""
+        self._local.step = _Step()
+        try:
+            with STEP_ASIDE.standing_in():
+                yield
+        finally:
+            step, self._local.step = self._local.step, None
+            if step.replay is not None:  # a call has ended without telling
+                self._leave(step, None)
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module with hooks is called."""
+        step: _Step | None = getattr(self._local, "step", None)
+        if step is None or repeating():
+            return
+        number = step.calls[path] = step.calls.get(path, 0) + 1
+        if step.replay is not None:
+            step.inside += 1
+            return
+        name = path if number == 1 else f"{path}#{number}"
+        is_on = torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        if name not in self._names or not is_on:
+            step.inside -= 1  # so that its end is not taken for that of another
+            return
+        with torch._C.DisableTorchFunction():
+            call = Call(module, name, args, kwargs, 0, self._states)
+            if call.obstacle:
+                self.refused[name] = call.obstacle
+                step.inside -= 1
+                return
+            given = [argument.tensor() for argument in call.arguments]
+        tensors = [tensor for tensor in given if tensor is not None]
+        step.replay = replay = Replay(call, tensors, self._drawn.get(name, 0))
+        hooks = replay.pack, replay.unpack
+        step.outer = STEP_ASIDE.now
+        _push(*hooks)
+        STEP_ASIDE.are(hooks)
+
+    def left(self, output: Any) -> None:
+        """It is over."""
+        step: _Step | None = getattr(self._local, "step", None)
+        if step is None or repeating():
+            return
+        if step.replay is None:
+            step.inside += 1
+        elif step.inside:
+            step.inside -= 1
+        else:
+            self._leave(step, output)
+
+    def _leave(self, step: _Step, output: Any) -> None:
+        replay, step.replay = step.replay, None
+        assert replay is not None, "the caller has looked"
+        _pop()
+        STEP_ASIDE.are(step.outer)
+        with torch._C.DisableTorchFunction():
+            why = replay.left(output)
+        if why:
+            self.refused[replay.call.name] = why
+        elif replay.call.draws:
+            self._drawn[replay.call.name] = replay.count
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hooks(Passive):
+    """Those of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
+
+    def __init__(self, replays: Replays | None, path: str) -> None:
+        self._replays, self._path = replays, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hooks, (None, self._path)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._replays is not None:
+            self._replays.enter(self._path, module, args, kwargs)
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._replays is not None:
+            self._replays.left(output)
