@@ -237,6 +237,15 @@ class RandomStates:
     def _all(self) -> list[torch.Tensor]:
         return [self._host, *(state for _, state in self._states)]
 
+    @property
+    def nbytes(self) -> int:
+        """What the states take."""
+        return sum(state.nbytes for state in self._all())
+
+    def digest(self) -> int:
+        """Tells states apart, and takes no memory."""
+        return hash(tuple(state.numpy().tobytes() for state in self._all()))
+
     def restore(self) -> None:
         """They continue as if nothing had been drawn since."""
         torch.set_rng_state(self._host)

@@ -65,13 +65,13 @@ def _memory() -> tuple[Any, ...] | None:
         return None
     numpy = sys.modules.get("numpy")
     if numpy is None:
-        return _bytes_of(python), python.gauss_next
+        return _bytes_of(python), getattr(python, "gauss_next", None)
     generator = numpy.random.mtrand._rand._bit_generator
     if type(generator).__name__ != "MT19937":
         return None
     return (
         _bytes_of(python),
-        python.gauss_next,
+        getattr(python, "gauss_next", None),
         id(generator),
         ctypes.string_at(_address_of(generator), _MERSENNE_BYTES),
     )

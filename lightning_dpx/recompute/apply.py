@@ -20,7 +20,7 @@ from lightning_dpx.recompute.absent import first_rows, profile_absent, target_of
 from lightning_dpx.recompute.auto import make_planner
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.fake import place_for
-from lightning_dpx.recompute.forecast import Forecast, forecast, timeline
+from lightning_dpx.recompute.forecast import Forecast, forecast, timeline, with_replaying
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.recompute.planner import Planner, Problem
@@ -195,7 +195,7 @@ def estimate_cost(
 def forecast_plan(profile: Profile, plan: CheckpointPlan) -> Forecast:
     """The step of ``profile`` with a plan that may have been made for another one."""
     planned = as_planned(profile, plan)
-    return forecast(planned, *_choice_of(planned, plan))
+    return with_replaying(planned, forecast(planned, *_choice_of(planned, plan)))
 
 
 def timeline_of(profile: Profile, plan: CheckpointPlan | None = None) -> list[int]:

@@ -17,6 +17,7 @@ from lightning_dpx.recompute.planner import PLANNERS, Choice, Planner, Problem, 
 from lightning_dpx.recompute.profile import Profile, SavedValue
 from lightning_dpx.recompute.programme import programmed
 from lightning_dpx.recompute.repair import fill
+from lightning_dpx.recompute.replay_search import Mixed, with_replays
 from lightning_dpx.recompute.search import SearchPlanner
 from lightning_dpx.recompute.solver import require_solver
 from lightning_dpx.recompute.ways_to_park import OVERLAP, least_seconds_with_parking, ways_to_park
@@ -24,7 +25,9 @@ from lightning_dpx.recompute.ways_to_park import OVERLAP, least_seconds_with_par
 
 @register_planner("auto")
 class AutoPlanner(Planner):
-    """What ``"search"`` and ``"optimal"`` find, whichever is better."""
+    """What ``"search"`` and ``"optimal"`` find, whichever is better; alone, or beside module calls that are replayed."""
+
+    replays = True
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """The fastest within the budget; without one, the smallest."""
@@ -70,9 +73,17 @@ def plan_profile(
     chosen, enough = make_planner(planner), budget is not None and profile.peak <= budget
     problems = [Problem(way) for way in ([profile] if enough else ways_to_park(profile))]
     problem, choice = (problems[0], Choice()) if enough else _chosen(problems, budget, chosen)
+    replayed_calls, original = frozenset[str](), problem
+    if chosen.replays and not enough:
+        replayed_calls, problem, choice = with_replays(
+            problem.profile, Mixed(replayed_calls, problem, choice), budget, chosen.choose
+        )
     result = problem.forecast(choice)
     if budget is not None and result.peak > budget:
         least, smallest_choice = _chosen(problems, None, AutoPlanner())
+        _, least, smallest_choice = with_replays(
+            least.profile, Mixed(frozenset(), least, smallest_choice), None, AutoPlanner().choose
+        )
         smallest = least.forecast(smallest_choice).peak
         raise BudgetError(
             f"A budget of {_mib(budget)} for activations cannot be met"
@@ -88,8 +99,13 @@ def plan_profile(
         result = problem.forecast(choice)
     shares = _shares_of_calls(profile)
     decisions = [
+        Decision(call.name, f"a call of {call.kind}", call.small + sum(size for size, _ in call.again), call.seconds, "replay")
+        for call in profile.calls
+        if call.name in replayed_calls
+    ]
+    decisions += [
         Decision(
-            value.name,
+            planned.name,
             value.operator,
             value.num_bytes,
             (planned if index in dropped else value).seconds + (shares.get(index, 0.0) if not planned.parked else 0.0),
@@ -99,7 +115,7 @@ def plan_profile(
         for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
     ]
-    bound = None if budget is None else lower_bound(profile, budget, problem.proved.get(budget, 0.0))
+    bound = None if budget is None else lower_bound(profile, budget, original.proved.get(budget, 0.0))
     return CheckpointPlan(
         model=type(module).__name__,
         fingerprint=fingerprint_of(module),
@@ -108,7 +124,7 @@ def plan_profile(
         unplanned_peak=profile.peak,
         peak=result.peak,
         saved_bytes=result.kept,
-        recompute_share=result.seconds / profile.step_seconds,
+        recompute_share=(result.seconds + problem.profile.replaying) / profile.step_seconds,
         least_share=None if bound is None else bound / profile.step_seconds,
         decisions=tuple(decisions),
         overlap=problem.profile.overlap if any(decision.action == "park" for decision in decisions) else 0,

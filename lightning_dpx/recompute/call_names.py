@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,16 @@ class _Running:
         self.watch: Callable[[str, int], None] | None = None
 
 
+class Listener(Protocol):
+    """Is told of the calls that are noted."""
+
+    def begins(self, call: Call) -> None:
+        """One begins."""
+
+    def ends(self, call: Call) -> None:
+        """It is over."""
+
+
 class CallNames:
     """Which module call is running: hooks that stay on the modules and cost two list operations a call.
 
@@ -46,9 +56,11 @@ class CallNames:
         again: Likewise.
         compiled: The parts that no hooks are in, as of :func:`compiled_parts`.
         parts: The modules with hooks, by path.
+        listener: Is told of the calls that are noted.
     """
 
     def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
+        self.listener: Listener | None = None
         self._local, self.again, self._states = threading.local(), again, States()
         self._running: list[_Running] = []
         self._handles: list[Any] = []
@@ -128,6 +140,8 @@ class CallNames:
         with torch._C.DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
             call = Call(module, name, args, kwargs, self.saved, self._states)
         self._local.running.noted.append(weakref.ref(call))
+        if self.listener is not None:
+            self.listener.begins(call)
         return call
 
     def call_that_makes(self, storage: int) -> Call | None:
@@ -199,3 +213,5 @@ class _Enter(Passive):
         if stack is not None and len(stack) > 1 and (call := stack.pop()[2]) is not None:
             with torch._C.DisableTorchFunction():
                 call.left(output)
+                if self._names is not None and self._names.listener is not None:
+                    self._names.listener.ends(call)

@@ -176,7 +176,8 @@ class Call:
         self._home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
         self._before: RandomStates | None = self.random_states()
-        self._after: RandomStates | None = None
+        self._started, self._after = self._before.digest(), 0
+        self._draws = False
         self._others_before: ProcessGenerators | None = self._states.generators.now()
         self._others_draw, self._is_over = False, False
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
@@ -192,10 +193,9 @@ class Call:
 
     def left(self, output: Any) -> None:
         """It is over, with this result."""
-        after = self.random_states()
-        with _unseen():
-            self._after = None if after == self._before else after
-        if self._after is None:
+        self._after = self.random_states().digest()
+        self._draws = self._after != self._started
+        if not self._draws:
             self._before = None  # 5 KiB that would stay until backward
         self._others_draw, self._is_over = self._states.generators.now() != self._others_before, True
         if not self._others_draw:
@@ -234,15 +234,19 @@ class Call:
         with _unseen():
             return RandomStates(() if self._home.type == "cpu" else [self._home])
 
-    def will_end_at(self, state: RandomStates | None) -> None:
-        """When it is made again, it is only followed so far."""
-        if self._after is not None:
-            self._after = state
+    def will_end_at(self, digest: int) -> None:
+        """When it is made again, it is only followed until the generators are there."""
+        self._after = digest
+
+    @property
+    def state_bytes(self) -> int:
+        """What the generators' states take that stay until it is made again."""
+        return 0 if self._before is None else self._before.nbytes
 
     @property
     def draws(self) -> bool:
         """Whether it has drawn random numbers."""
-        return self._after is not None or self._others_draw
+        return self._draws or self._others_draw
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -268,7 +272,7 @@ class Call:
                 stack.callback(ProcessGenerators().restore)
                 assert self._others_before is not None, "they have drawn"
                 self._others_before.restore()
-            if self._after is not None:
+            if self._draws:
                 stack.enter_context(_GENERATORS)
                 stack.callback(self.random_states().restore)
                 assert self._before is not None, "it has drawn"
@@ -280,7 +284,7 @@ class Call:
             finally:
                 _REPEATING.on = was
                 self._anatomy.state.put_back(now)
-            if self._after is not None and self.random_states() != self._after:
+            if self._draws and self.random_states().digest() != self._after:
                 raise RuntimeError(
                     f"{self.name!r} drew other random numbers when it was called again: another thread draws from the "
                     "same generator. Use execution='inline'."

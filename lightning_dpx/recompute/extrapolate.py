@@ -1,7 +1,9 @@
 """The profile of a batch that is too large to be tried, from two small ones."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_dpx.recompute.noted_calls import SavedCall
 from lightning_dpx.recompute.profile import Profile, SavedValue
 
 
@@ -20,6 +22,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         and list(map(_described, few.values)) == list(map(_described, more.values))
         and len(few.storages) == len(more.storages)
         and few.requests == more.requests
+        and list(map(_described_call, few.calls)) == list(map(_described_call, more.calls))
     )
     if not same:
         return scaled(more, target / rows[1])
@@ -45,7 +48,28 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         step_seconds=max(line(few.step_seconds, more.step_seconds), more.step_seconds),  # measured times jitter
         scale=target / rows[1],
         forward_seconds=max(line(few.forward_seconds, more.forward_seconds), more.forward_seconds),
+        calls=tuple(_between(a, b, line) for a, b in zip(few.calls, more.calls, strict=True)),
     )
+
+
+def _between(few: SavedCall, more: SavedCall, line: Callable[[float, float], float]) -> SavedCall:
+    def sizes(low: Sequence[tuple[int, int]], high: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple((round(line(a[0], b[0])), b[1]) for a, b in zip(low, high, strict=True))
+
+    return replace(
+        more,
+        seconds=line(few.seconds, more.seconds),
+        most=round(line(few.most, more.most)),
+        again=sizes(few.again, more.again),
+        small=round(line(few.small, more.small)),
+        given_beside=sizes(few.given_beside, more.given_beside),
+    )
+
+
+def _described_call(call: SavedCall) -> tuple[object, ...]:
+    """What a call is, whatever its size."""
+    gone = [event for _, event in (*call.again, *call.given_beside)]
+    return call.name, call.parent, call.begin, call.end, call.given, len(call.again), *gone
 
 
 def _described(value: SavedValue) -> tuple[object, ...]:
@@ -77,4 +101,16 @@ def scaled(profile: Profile, factor: float) -> Profile:
         step_seconds=profile.step_seconds * factor,
         scale=profile.scale * factor,
         forward_seconds=profile.forward_seconds * factor,
+        calls=tuple(_scaled(call, factor) for call in profile.calls),
+    )
+
+
+def _scaled(call: SavedCall, factor: float) -> SavedCall:
+    return replace(
+        call,
+        seconds=call.seconds * factor,
+        most=round(call.most * factor),
+        again=tuple((round(size * factor), event) for size, event in call.again),
+        small=round(call.small * factor),
+        given_beside=tuple((round(size * factor), event) for size, event in call.given_beside),
     )

@@ -34,8 +34,10 @@ from lightning_dpx.recompute.bookkeeping import Bookkeeping, measured_bookkeepin
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter, Trial
 from lightning_dpx.recompute.probe import Probe, Probed, as_probed
+from lightning_dpx.recompute.noted_calls import ReplayTrial
 from lightning_dpx.recompute.rates import OperatorSeconds, rates_of
 from lightning_dpx.recompute.recipes import NotRecomputable
+from lightning_dpx.recompute.replays import Replay
 from lightning_dpx.recompute.scratch import inside_bytes
 from lightning_dpx.recompute.values import Value, repeat
 
@@ -118,6 +120,13 @@ class RatedMeter(Meter):
         with trace, self._costs:
             tensor = repeat(value)
         return Trial(tensor, self._costs.seconds, max(trace.curve, default=0))
+
+    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
+        """Makes a call again; its time is that of its operators there."""
+        self._costs.seconds, trace = 0.0, self._watch()
+        with trace, self._costs:
+            found = replay.replay()
+        return ReplayTrial(found, self._costs.seconds, trace)
 
     def bookkeeping(self) -> Bookkeeping:
         """On the host as here; devices work while Python does."""

@@ -13,7 +13,7 @@ same host at that time. Where no copy may be on its way beside the computation, 
 
 import heapq
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_dpx.look_ahead import LookAhead
@@ -41,6 +41,11 @@ class Forecast:
 def forecast(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> Forecast:
     """The step of ``profile`` if the values with these indices are dropped, some of them after every use."""
     return _Replay(profile, frozenset(dropped), frozenset(fleeting)).run()
+
+
+def with_replaying(profile: Profile, result: Forecast) -> Forecast:
+    """``result`` with the time of the calls that are replayed as a whole, which no planner decides about."""
+    return replace(result, seconds=result.seconds + profile.replaying) if profile.replaying else result
 
 
 def timeline(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> list[int]:

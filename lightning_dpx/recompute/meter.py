@@ -14,7 +14,9 @@ from lightning_dpx.recompute.account import account_of, hidden_on
 from lightning_dpx.recompute.bookkeeping import Bookkeeping, clock_of, measured_bookkeeping, step_seconds
 from lightning_dpx.recompute.call_course import CallCourse, course_of
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.recompute.noted_calls import ReplayTrial
 from lightning_dpx.recompute.parking import copy_seconds
+from lightning_dpx.recompute.replays import Replay
 from lightning_dpx.recompute.values import Value, compress, repeat, run_recipe
 
 
@@ -99,6 +101,17 @@ class Meter:
         finally:
             taken = self._account.stop(token)
         return Trial(tensor, min(best, seconds), taken.most)
+
+    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
+        """Makes a call again, as backward will; with a trace of its memory, or timed."""
+        clock = clock_of(self.device)
+        synchronize(self.device)
+        trace = self._watch() if watched else None
+        start = clock()
+        with nullcontext() if trace is None else trace:
+            found = replay.replay()
+        synchronize(self.device)
+        return ReplayTrial(found, clock() - start, trace)
 
     def _repeated(self, value: Value) -> tuple[torch.Tensor, float]:
         clock = clock_of(self.device)

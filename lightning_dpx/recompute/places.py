@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.recompute.auto import plan_profile
-from lightning_dpx.recompute.forecast import Forecast, forecast
+from lightning_dpx.recompute.forecast import Forecast, forecast, with_replaying
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Planner
 from lightning_dpx.recompute.profile import Profile
@@ -35,6 +35,8 @@ def plan_places(
     Raises:
         BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells which one.
     """
+    if len(profiles) > 1:  # a call may have parts on both
+        profiles = [replace(profile, calls=(), holds=()) for profile in profiles]
     rooms, peaks = list(budgets), [profile.peak for profile in profiles]
     for _ in range(_ATTEMPTS):
         plans = []
@@ -84,7 +86,8 @@ def forecast_named(profile: Profile, plan: CheckpointPlan) -> Forecast:
     profile = as_planned(profile, plan)
     each_time = plan.names("recompute each time")
     dropped = [index for index, value in enumerate(profile.values) if value.name in plan.dropped]
-    return forecast(profile, dropped, [index for index in dropped if profile.values[index].name in each_time])
+    fleeting = [index for index in dropped if profile.values[index].name in each_time]
+    return with_replaying(profile, forecast(profile, dropped, fleeting))
 
 
 def _together(profiles: Sequence[Profile], plans: Sequence[CheckpointPlan]) -> CheckpointPlan:

@@ -149,9 +149,15 @@ class Problem:
 
 
 class Planner(ABC):
-    """Chooses what to drop."""
+    """Chooses what to drop.
+
+    Attributes:
+        name: By which it is known.
+        replays: Whether it is asked about steps in which module calls are replayed as a whole, too.
+    """
 
     name: str
+    replays = False
 
     @abstractmethod
     def choose(self, problem: Problem, budget: int | None) -> Choice:

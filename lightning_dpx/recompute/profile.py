@@ -36,8 +36,9 @@ from lightning_dpx.recompute.calls import Again, Argument, pick
 from lightning_dpx.recompute.garbage import COLLECTOR
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter
+from lightning_dpx.recompute.noted_calls import Hold, NotedCalls, SavedCall
 from lightning_dpx.recompute.recipes import NotRecomputable
-from lightning_dpx.recompute.rematerialisation import Rematerialisation
+from lightning_dpx.recompute.rematerialisation import Rematerialisation, identity_of
 from lightning_dpx.recompute.values import Unnamed, Value, View, forget_recipe, used
 
 Run = Callable[[], torch.Tensor | None]
@@ -109,11 +110,13 @@ class Request:
         event: When.
         value: Which.
         released: The event at which it has no more use for it.
+        hold: The number of what autograd holds for it among the profile's; -1 where nobody knows.
     """
 
     event: int
     value: int
     released: int
+    hold: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,9 @@ class Profile:
         saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
             that the requests tell how long a value is waited for.
         operators: Event and name of every operator, in order; empty where nobody noted them.
+        calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
+        holds: What autograd holds, in order; empty if nothing can be replayed.
+        replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
     """
 
     values: tuple[SavedValue, ...]
@@ -150,6 +156,9 @@ class Profile:
     basis: str = ""
     saves: tuple[tuple[int, int], ...] = ()
     operators: tuple[tuple[int, str], ...] = ()
+    calls: tuple[SavedCall, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    replaying: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -228,8 +237,24 @@ class _Profiler(Rematerialisation):
         self._watched: list[Any] = []
         self._holders: dict[str, int] = {}  # how often autograd holds a value
         self.dead: list[_Dead] = []  # what forward itself lets go
+        self.calls = NotedCalls(names, trace, self._saved_as)
+
+    def _saved_as(self, tensor: torch.Tensor) -> Value | None:
+        """The value that is that tensor, if autograd has saved it."""
+        known = self._values.get(identity_of(tensor))
+        return None if known is None else known()
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        packed = self._packed(tensor)
+        if self._keep:
+            if isinstance(packed, _Traced):
+                value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
+                self.calls.packed(tensor, packed.entry, packed.index, value.name)
+            else:
+                self.calls.packed(tensor, packed, -1, "")
+        return packed
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             return Unnamed(tensor.detach(), tensor._version)  # a fake one has no type, a frozen one needs no name
         packed = super().pack(tensor)
@@ -347,6 +372,8 @@ class _Profiler(Rematerialisation):
         try:
             with torch.utils._python_dispatch._disable_current_modes(), self._meter.trying():
                 tried = _measure(self, dict(self._found), self._tried, self._meter)
+                if self.is_over and not self.asks:
+                    self.calls.try_all(self._meter)
         finally:
             self._found.clear()  # also where memory runs out: then all that is held goes
         for index, reference in self._untried:
@@ -365,10 +392,19 @@ class _Profiler(Rematerialisation):
             if index in self.numbers:
                 ends = self.ends if times[index] == 1 else {}
                 released = ends.get(index, self.uses.get(event, self.ends.get(index, end)))
-                requests.append(Request(event, self.numbers[index], released))
+                requests.append(Request(event, self.numbers[index], released, index))
         if max(times.values(), default=0) < 2:
             return requests, []
         return requests, [(event, self.numbers[i]) for i, event in enumerate(self._held) if i in self.numbers]
+
+    def calls_of(self, end: int) -> tuple[tuple[SavedCall, ...], tuple[Hold, ...]]:
+        """What can be replayed as a whole in a step of ``end`` events, and what autograd holds."""
+        asked = [-1] * len(self._held)
+        for event, index in reversed(self.asks):
+            asked[index] = event
+        ends = [self.ends.get(index, end) for index in range(len(self._held))]
+        calls = self.calls.calls(ends, self.storages, end)
+        return calls, self.calls.holds(asked, ends) if calls else ()
 
     def park_nothing(self) -> None:
         """A copy to the host's memory is awaited when the forward is over, and here a backward may come before that."""
@@ -455,6 +491,7 @@ def _profiled(
             _stand_in_for_gradients(module, accumulates)
             profile = _full_step(module, names, run, meter, backward, context, lifetimes, operators)
     finally:
+        names.listener = None
         names.remove()
     return profile if times is None else replace(profile, step_seconds=times[0], forward_seconds=times[1])
 
@@ -553,6 +590,7 @@ def _full_step(
 ) -> Profile:
     trace = meter.trace()
     profiler = _Profiler(names, trace, meter, keep=True)
+    names.listener = profiler.calls
     gradients = _Gradients(module, trace)
     with trace, gradients:
         with context(), profiler.active():
@@ -580,6 +618,7 @@ def _full_step(
         last_forward = trace.operators[unused - 1] if unused else None
         storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
     requests, saves = profiler.requests(end)
+    calls, holds = ((), ()) if asks_itself or saves else profiler.calls_of(end)
     return Profile(
         values=tuple(profiler.values),
         storages=tuple(storages),
@@ -592,6 +631,8 @@ def _full_step(
         basis=meter.basis,
         saves=tuple(saves),
         operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
+        calls=calls,
+        holds=holds,
     )
 
 

@@ -181,7 +181,7 @@ class Rematerialisation:
 
         Otherwise it would get a name of its own, and all values after it the names of others.
         """
-        identity = _identity_of(tensor)
+        identity = identity_of(tensor)
         storage = weakref.ref(tensor.untyped_storage(), lambda _: self._again.pop(identity, None))
         self._again[identity] = weakref.ref(value), storage
 
@@ -397,7 +397,8 @@ class Rematerialisation:
 _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 
 
-def _identity_of(base: torch.Tensor) -> Identity:
+def identity_of(base: torch.Tensor) -> Identity:
+    """By which ``base`` is known again."""
     storage, offset = base.untyped_storage()._cdata, int(base.storage_offset())
     return Identity(storage, base._version, base.dtype, base.size(), base.stride(), offset)
 

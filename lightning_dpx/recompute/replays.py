@@ -11,7 +11,7 @@ themselves stay until the call is over: then it is known whether anybody could t
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,8 @@ class Replay:
     Args:
         call: Which.
         given: The tensors that it takes, in the order of its arguments.
-        expected: How many tensors it will save, if it draws random numbers, as far as is known.
+        expected: How many tensors it will save, if it draws random numbers; -1 if it draws none, and ``None`` where
+            nobody knows.
 
     Attributes:
         call: Likewise.
@@ -48,12 +49,13 @@ class Replay:
     """
 
     __slots__ = (
-        "_again", "_changed", "_expected", "_given", "_outputs", "_random", "_sizes", "_versions", "call", "saved",
+        "_again", "_changed", "_expected", "_given", "_outputs", "_random", "_sizes", "_stops", "_versions", "call", "saved",
     )  # fmt: skip
 
-    def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int = 0) -> None:
+    def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1) -> None:
         self.call, self._expected = call, expected
-        self._random: RandomStates | None = None  # when the last tensor was saved
+        self._stops = False
+        self._random: int | None = None  # when the last tensor was saved
         self.saved: list[torch.Tensor] | None = []
         self._versions: list[int] = []
         self._given = [(tensor, tensor._version) for tensor in given]
@@ -64,7 +66,7 @@ class Replay:
 
     @property
     def count(self) -> int:
-        """Tensors that it has saved."""
+        """The tensors that it has saved."""
         return len(self._versions)
 
     def pack(self, tensor: torch.Tensor) -> int:
@@ -74,8 +76,8 @@ class Replay:
         saved.append(tensor)
         self._versions.append(tensor._version)
         count = len(saved)
-        if count == self._expected:
-            self._random = self.call.random_states()
+        if self._expected is None or count == self._expected:
+            self._random = self.call.random_states().digest()
         return count - 1
 
     def left(self, output: Any) -> str:
@@ -90,8 +92,7 @@ class Replay:
         if why:
             self.saved = [tensor.detach() for tensor in saved]
             return why
-        if len(saved) == self._expected:
-            self.call.will_end_at(self._random)
+        self._end_at(self._random if self._expected in (None, len(saved)) else None)
         now = [tensor._version for tensor in saved]
         if now != self._versions:
             self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
@@ -99,6 +100,22 @@ class Replay:
         self._outputs = _counters(output)
         self.saved = None
         return ""
+
+    def _end_at(self, random: int | None) -> None:
+        """When it is made again it ends with the last tensor that was saved, where the state at that time is known."""
+        self._stops = not self.call.draws or random is not None
+        if random is not None:
+            self.call.will_end_at(random)
+
+    @classmethod
+    def noted(
+        cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None
+    ) -> "Replay":
+        """A call that has been watched by others, with the elements of what it saved."""
+        replay = cls(call, given)
+        replay.saved, replay._sizes = None, list(sizes)
+        replay._end_at(random)
+        return replay
 
     def unpack(self, number: int) -> torch.Tensor:
         """Called by autograd when backward needs one of them."""
@@ -141,7 +158,7 @@ class Replay:
         for tensor, version in self._given:
             if tensor._version != version:
                 refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
-        stops = (not call.draws or count == self._expected) and not self._written()
+        stops = self._stops and not self._written()
 
         def catch(tensor: torch.Tensor) -> None:
             found.append(tensor.detach())
@@ -270,7 +287,7 @@ class Replays:
                 return
             given = [argument.tensor() for argument in call.arguments]
         tensors = [tensor for tensor in given if tensor is not None]
-        step.replay = replay = Replay(call, tensors, self._drawn.get(name, 0))
+        step.replay = replay = Replay(call, tensors, self._drawn.get(name))
         hooks = replay.pack, replay.unpack
         step.outer = STEP_ASIDE.now
         _push(*hooks)
@@ -297,8 +314,8 @@ class Replays:
             why = replay.left(output)
         if why:
             self.refused[replay.call.name] = why
-        elif replay.call.draws:
-            self._drawn[replay.call.name] = replay.count
+        else:
+            self._drawn[replay.call.name] = replay.count if replay.call.draws else -1
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""

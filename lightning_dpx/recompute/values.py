@@ -46,7 +46,7 @@ class Identity(NamedTuple):
 class Unnamed:
     """A tensor that backward needs and no plan decides about: a parameter, a view of one, or a small one."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int) -> None:
         self.tensor, self.version = tensor, version

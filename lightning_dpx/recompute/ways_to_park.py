@@ -22,6 +22,7 @@ from lightning_dpx.recompute.forecast import HIDDEN_SHARE
 from lightning_dpx.recompute.plan import CheckpointPlan
 from lightning_dpx.recompute.planner import Problem
 from lightning_dpx.recompute.profile import Profile
+from lightning_dpx.recompute.replayed_steps import replayed
 
 OVERLAP = 2  # parked values on their way at once, in each direction
 _HIDES = 0.5  # of the computation is taken for copies: they come in bursts, and other devices use the same host
@@ -41,7 +42,8 @@ def ways_to_park(profile: Profile) -> Iterator[Profile]:
 
 
 def as_planned(profile: Profile, plan: CheckpointPlan) -> Profile:
-    """The step with those values marked that ``plan`` parks, as many at once as it says."""
+    """The step with the calls replayed that ``plan`` replays, and those values marked that it parks."""
+    profile = replayed(profile, plan.replayed)
     names = plan.names("park")
     if not names:
         return profile
