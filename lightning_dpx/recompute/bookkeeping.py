@@ -11,16 +11,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.recompute.call_names import CallNames
+from lightning_dpx.recompute.rematerialisation import Rematerialisation
+from lightning_dpx.recompute.replays import Replays
 from lightning_dpx.recompute.routine import Practised
+from lightning_dpx.recompute.values import Value
 
-_WIDTH, _GROUPS, _ROUNDS, _WARM = 1024, 12, 7, 3
+_ROWS, _WIDTH, _BLOCKS, _ROUNDS, _WARM = 32, 64, 8, 7, 3
+_RECIPES, _TENSORS = 5, 10  # of a block: values that are made again, and tensors that autograd saves
 _STEPS, _ENOUGH = 2, 0.5  # seconds
 
 
@@ -29,35 +35,93 @@ class Bookkeeping:
     """Seconds of processor time.
 
     Attributes:
-        value: For a value that is dropped, beside the operators that make it again.
+        value: For a value that is made again, beside its operator.
+        call: For a call that is replayed as a whole, beside the replay itself.
+        tensor: Likewise, for each tensor that is saved within it.
     """
 
     value: float = 0.0
+    call: float = 0.0
+    tensor: float = 0.0
+
+    def of_call(self, tensors: int) -> float:
+        """For a call that saves so many tensors: each is given out twice, to autograd and back."""
+        return self.call + 2 * tensors * self.tensor
 
 
-class _Wave(nn.Module):
+class _Block(nn.Module):
+    """Some of everything that models are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x)
+        added: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return added
 
 
 @cache
 def measured_bookkeeping() -> Bookkeeping:
-    """On the host, with plans whose values lie partly side by side and partly apart."""
+    """On the host, of a small network all of whose values are dropped, and all of whose blocks are replayed."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        parts = [_Wave() for _ in range(6 * _GROUPS)]
-        module = nn.Sequential(*parts)
-        x = torch.ones(_WIDTH + 1, device="cpu", requires_grad=True)
-        # The first two of six: each saves its input, which the one before has made.
-        dropped = [f"{6 * group + place}:1" for group in range(_GROUPS) for place in (1, 2)]
+        module = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+        x = torch.ones(_ROWS, _WIDTH, device="cpu", requires_grad=True)
         plain = _seconds(lambda: module(x).sum().backward())
-        values = Practised(CallNames(module), {"SinBackward0"}, dropped)
+        forward = _seconds(lambda: module(x))
+        with torch.no_grad():
+            again = _seconds(lambda: module(x))
+        values = _everything_dropped(module, x)
         try:
             planned = _seconds(partial(_planned_step, values, module, x))
         finally:
             values.remove()
-        with torch.no_grad():
-            again = _seconds(lambda: [torch.sin(x) for _ in dropped])
-    return Bookkeeping(value=max(0.0, planned - plain - again) / len(dropped))
+        blocks = [str(number) for number in range(_BLOCKS)]
+        each = _replayed_forward(module, x, blocks) - forward
+        whole = nn.Sequential(module)
+        once = _replayed_forward(whole, x, ["0"]) - forward
+    tensor = max(0.0, once) / (_BLOCKS * _TENSORS)
+    return Bookkeeping(
+        value=max(0.0, planned - plain - again) / (_BLOCKS * _RECIPES),
+        call=max(0.0, each / _BLOCKS - _TENSORS * tensor),
+        tensor=tensor,
+    )
+
+
+def _everything_dropped(module: nn.Module, x: Tensor) -> Practised:
+    """Hooks that drop all that comes from the graph."""
+    names = CallNames(module)
+    seen = _Seen(names)
+    with seen.active():
+        module(x)
+    return Practised(names, set(seen.operators.values()), list(seen.operators))
+
+
+class _Seen(Rematerialisation):
+    """Drops nothing, and notes the names and operators of what could be."""
+
+    def __init__(self, names: CallNames) -> None:
+        super().__init__(names)
+        self.operators: dict[str, str] = {}
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        """Keeps it."""
+        if node is not None:
+            self.operators[value.name] = value.operator
+        return False
+
+
+def _replayed_forward(module: nn.Module, x: Tensor, names: list[str]) -> float:
+    replays = Replays(module, names)
+
+    def forward() -> None:
+        with replays.active():
+            module(x)
+
+    try:
+        return _seconds(forward)
+    finally:
+        replays.remove()
 
 
 def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:

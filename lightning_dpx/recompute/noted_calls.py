@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_dpx.recompute.bookkeeping import Bookkeeping
 from lightning_dpx.recompute.call_names import CallNames
 from lightning_dpx.recompute.calls import Call
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
@@ -96,6 +97,9 @@ class TriesReplays(Protocol):
 
     def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
         """Makes a call again."""
+
+    def bookkeeping(self) -> Bookkeeping:
+        """What a planned step spends beside its operators."""
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right."""
@@ -222,8 +226,9 @@ class NotedCalls:
                 if self._is_faithful(self._noted[number], meter, alike[0] if alike else None):
                     alike.append(self._noted[number])
                     self._tried.append(number)
+            typical = statistics.median_low([noted.seconds for noted in alike]) if alike else 0.0
             for noted in alike:
-                noted.seconds = statistics.median_low([one.seconds for one in alike])
+                noted.seconds = typical + meter.bookkeeping().of_call(noted.count)
         self._tried.sort()
         for noted in self._noted:
             noted.given = []

@@ -685,8 +685,10 @@ def _measure(
     for value in parked:
         seconds[value], refused[value] = 2 * copying[value], ""
     seconds, beside_operators = _typical(seconds, sizes), meter.bookkeeping().value
-    for value in found:
-        if value.make is not None or value in compact:
+    for value in new:
+        if isinstance(value.make, Again):
+            seconds[value] += meter.bookkeeping().call
+        elif value.make is not None or value in compact:
             seconds[value] += beside_operators
     numbers: dict[Value, int] = {}
     for value, span in found.items():
