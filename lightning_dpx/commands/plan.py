@@ -228,7 +228,7 @@ def format_dry_run(found: DryRun) -> str:
     """A table in MiB, and the plan of the tightest device."""
     how = f" {found.basis}" if found.basis else ""
     table, tightest = format_rows(f"a training step, in MiB, predicted{how}:", HEADS, _cells(found)), found.tightest
-    if tightest is None or tightest.plan is None or not tightest.plan.dropped:
+    if tightest is None or tightest.plan is None or tightest.plan.keeps_all:
         return table
     return f"{table}\n\nplan of {tightest.device}:\n{format_plan(tightest.plan)}"
 

@@ -12,6 +12,7 @@ _ACTIONS = {
     "recompute each time": "#8cc27f",
     "compress": KIND_COLOURS["gradients"],
     "park": KIND_COLOURS["optimizer"],
+    "replay": "#4f8f5b",
 }
 _MOST_ROWS = 48
 
@@ -31,7 +32,8 @@ def draw_plan(profile: Profile, plan: CheckpointPlan, title: str = "") -> Any:
     _draw_values(below, profile, rows)
     for axes in (above, below):
         axes.axvline(profile.forward_events, color="black", linewidth=0.8, alpha=0.5)
-    above.set_title(title or f"{plan.model}: {len(plan.dropped)} of {len(plan.decisions)} values are not kept")
+    count = sum(decision.action != "keep" for decision in plan.decisions)
+    above.set_title(title or f"{plan.model}: {count} of {len(plan.decisions)} values are not kept")
     return figure
 
 

@@ -25,7 +25,7 @@ from lightning_dpx.recompute.ways_to_park import OVERLAP, least_seconds_with_par
 
 @register_planner("auto")
 class AutoPlanner(Planner):
-    """What ``"search"`` and ``"optimal"`` find, whichever is better; alone, or beside module calls that are replayed."""
+    """What ``"search"`` and ``"optimal"`` find, whichever is better; alone, or beside calls that are replayed."""
 
     replays = True
 
@@ -99,7 +99,13 @@ def plan_profile(
         result = problem.forecast(choice)
     shares = _shares_of_calls(profile)
     decisions = [
-        Decision(call.name, f"a call of {call.kind}", call.small + sum(size for size, _ in call.again), call.seconds, "replay")
+        Decision(
+            call.name,
+            f"a call of {call.kind}",
+            call.small + sum(size for size, _ in call.again),
+            call.seconds,
+            "replay",
+        )
         for call in profile.calls
         if call.name in replayed_calls
     ]
@@ -110,7 +116,7 @@ def plan_profile(
             value.num_bytes,
             (planned if index in dropped else value).seconds + (shares.get(index, 0.0) if not planned.parked else 0.0),
             _action(planned, index in dropped, index in fleeting),
-            _calls(profile, index),
+            _calls(profile, index) or ((planned.within,) if planned.within else ()),
         )
         for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
@@ -193,7 +199,7 @@ def lower_bound(profile: Profile, budget: int, proved: float = 0.0) -> float:
 
 def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:
     if not dropped:
-        return "keep"
+        return "replay" if value.within else "keep"
     if value.parked:
         return "park"
     return "compress" if value.compact else "recompute each time" if fleeting else "recompute"

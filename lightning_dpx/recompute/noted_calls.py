@@ -162,7 +162,7 @@ class NotedCalls:
         self._open.append(len(self._noted))
         noted = _Noted(call, parent, self._trace.now, len(self._packs))
         self._noted.append(noted)
-        if call.obstacle:
+        if call.obstacle or self._names.compiled:
             return
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             for argument in call.arguments:
@@ -171,6 +171,7 @@ class NotedCalls:
                     noted.given.clear()
                     return
                 allocation = self._trace.allocation_of(tensor.untyped_storage())
+                argument.watch(tensor)
                 if allocation is not None:
                     noted.allocations.append(allocation)
                 noted.given.append(tensor.detach() if allocation is None else tensor.clone())
@@ -253,6 +254,8 @@ class NotedCalls:
         return type(noted.call.module), len(noted.call.arguments), noted.call.draws, sizes
 
     def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
+        for argument in noted.call.arguments:
+            argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
         given = [_tensor_of(one) for one in noted.given]
         if any(tensor is None for tensor in given):
             return False
@@ -262,19 +265,24 @@ class NotedCalls:
             return Replay.noted(noted.call, [one for one in given if one is not None], sizes, noted.random)
 
         if like is None:
-            self._watch(noted, meter.replayed(replay(), watched=True))
+            watched = meter.replayed(replay(), watched=True)
+            self._watch(noted, watched)
+            if not self._are_right(noted, watched.found, meter):
+                return False
         else:
             noted.most = like.most
             noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
         trial = meter.replayed(replay(), watched=False)
         noted.seconds = trial.seconds
-        for again, (number, (held, _)) in zip(trial.found, self._numbered(noted), strict=True):
+        return self._are_right(noted, trial.found, meter)
+
+    def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], meter: TriesReplays) -> bool:
+        """Whether these are what the call saved; of bytes, some may be what a library keeps and nobody writes."""
+        for again, (_, (held, _)) in zip(found, self._numbered(noted), strict=True):
             original = _tensor_of(held)
-            if original is None or again is None or number not in self._hold_of:
+            if original is None or again is None or again.dtype == torch.uint8:
                 continue
-            if again.dtype != torch.uint8 and (
-                again.shape != original.shape or again.dtype != original.dtype or not meter.is_same(again, original)
-            ):
+            if again.shape != original.shape or again.dtype != original.dtype or not meter.is_same(again, original):
                 return False
         return True
 

@@ -22,16 +22,16 @@ class Decision:
     """About one value that backward needs, or about all that is saved within a module call.
 
     Attributes:
-        name: Of a call (``"blocks.0"``), where it is about that; else the module call that first saves it (``"blocks.0.norm"``, ``"cell#2"`` for the second call), a colon,
-            and its number there.
+        name: Of a call (``"blocks.0"``), where it is about that; else the module call that first saves the value
+            (``"blocks.0.norm"``, ``"cell#2"`` for the second call), a colon, and its number there.
         operator: The autograd node that produced it; empty for what does not come from the graph.
         num_bytes: Its size.
         seconds: To compute it again from its inputs, or its share of a module call that is made again for it and
             others; where it is parked, what of its copies nothing hides.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
             of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
-            the host's memory; ``"replay"``, for a call: it is made again as a whole.
-        calls: The module calls that are made again to compute it, where no operator can be repeated for it.
+            the host's memory; ``"replay"``, for a call: it is made again as a whole; for a value: with a call.
+        calls: The module calls that are made again for a value, where no operator can be repeated for it, or none is.
     """
 
     name: str
@@ -93,7 +93,12 @@ class CheckpointPlan:
     @property
     def replayed(self) -> frozenset[str]:
         """The module calls that are made again for everything that is saved within them."""
-        return self.names("replay")
+        return frozenset(d.name for d in self.decisions if d.action == "replay" and not d.calls)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is computed again, parked or compressed."""
+        return not self.dropped and not self.replayed
 
     @property
     def calls(self) -> frozenset[str]:
@@ -320,7 +325,7 @@ def summary(plan: CheckpointPlan) -> str:
 def _rows(plan: CheckpointPlan) -> Iterator[tuple[str, int, int, float]]:
     modules: dict[str, list[Decision]] = {}
     for decision in plan.decisions:
-        if decision.action != "keep":
+        if decision.action != "keep" and not (decision.action == "replay" and decision.calls):
             modules.setdefault(decision.module or "(the step itself)", []).append(decision)
     for name, decisions in modules.items():
         yield name, len(decisions), sum(d.num_bytes for d in decisions), sum(d.seconds for d in decisions)

@@ -67,6 +67,7 @@ class SavedValue:
         picked: Whether it is a part of its only input, a call, and takes no memory of its own.
         stretches: Of a call: bytes at the most in each of its stretches, while nothing is picked; see call_course.py.
         gone: The first stretch of its call without what is picked.
+        within: The call that is replayed as a whole and saves it, if one is; see replayed_steps.py.
     """
 
     name: str
@@ -85,6 +86,7 @@ class SavedValue:
     picked: bool = False
     stretches: tuple[int, ...] = ()
     gone: int = 0
+    within: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,9 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     for mixed in near[:_MOST_KINDS]:
         for names in _parts(profile, mixed.names):
             part = _mixed(profile, names)
-            if part.problem.profile.replaying < min(one.seconds for one in found if one.rank(budget) <= plain.rank(budget)):
+            if part.problem.profile.replaying < min(
+                one.seconds for one in found if one.rank(budget) <= plain.rank(budget)
+            ):
                 found.append(part._replace(choice=choose(part.problem, budget)))
     return min(found, key=lambda mixed: mixed.rank(budget))
 

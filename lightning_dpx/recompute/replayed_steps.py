@@ -53,7 +53,7 @@ class _Replayed:
         gone = {
             number
             for number in range(len(self._profile.storages))
-            if not any(value.storage == number and not _is_within(value) for value in values)
+            if not any(value.storage == number and not value.within for value in values)
         }
         storages = [
             replace(storage, num_bytes=0) if number in gone else self._shorter(number, storage)
@@ -143,7 +143,7 @@ class _Replayed:
             if holds and min(inside) >= 0:
                 call = profile.calls[inside[0]].name
                 lost[index] = call
-                found.append(replace(value, refused=_WITHIN.format(repr(call))))
+                found.append(replace(value, within=call, refused=_WITHIN.format(repr(call))))
                 continue
             call = next((lost[source] for source in value.inputs if source in lost), "") or self._conflict(value)
             name = names.get(value.name, value.name)
@@ -178,7 +178,3 @@ class _Replayed:
                 counts[hold.module_call] = number = counts.get(hold.module_call, 0) + 1
                 found[hold.name] = f"{hold.module_call}:{number}"
         return found
-
-
-def _is_within(value: SavedValue) -> bool:
-    return value.refused.startswith(_WITHIN.partition("{")[0])

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_dpx.devices import RandomStates
 from lightning_dpx.recompute.call_names import compiled_parts
 from lightning_dpx.recompute.calls import Call, Passive, States, repeating
 from lightning_dpx.recompute.transforms import STEP_ASIDE
@@ -27,7 +26,6 @@ from lightning_dpx.recompute.values import refuse
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_LOCK = threading.RLock()  # one call at a time is made again: backward has a thread per device
 
 
 class _EnoughError(BaseException):
@@ -49,12 +47,13 @@ class Replay:
     """
 
     __slots__ = (
-        "_again", "_changed", "_expected", "_given", "_outputs", "_random", "_sizes", "_stops", "_versions", "call", "saved",
+        "_again", "_changed", "_expected", "_given", "_lock", "_outputs", "_random", "_sizes", "_stops", "_versions",
+        "call", "saved",
     )  # fmt: skip
 
     def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1) -> None:
         self.call, self._expected = call, expected
-        self._stops = False
+        self._stops, self._lock = False, threading.RLock()  # backward has a thread per device
         self._random: int | None = None  # when the last tensor was saved
         self.saved: list[torch.Tensor] | None = []
         self._versions: list[int] = []
@@ -108,9 +107,7 @@ class Replay:
             self.call.will_end_at(random)
 
     @classmethod
-    def noted(
-        cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None
-    ) -> "Replay":
+    def noted(cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None) -> "Replay":
         """A call that has been watched by others, with the elements of what it saved."""
         replay = cls(call, given)
         replay.saved, replay._sizes = None, list(sizes)
@@ -125,9 +122,11 @@ class Replay:
             if tensor is not None:
                 again[number] = None
                 return tensor
-        with _LOCK:
+        with self._lock:
             if self.saved is not None:
                 return self._kept(number)
+            if again is not None and self._again is not again:  # another thread was here first
+                return self.unpack(number)
             if self._changed and number in self._changed:
                 self._refuse(number)
             self._again = again = self.replay()
@@ -140,7 +139,7 @@ class Replay:
         tensor = self.saved[number]
         if tensor._version != self._versions[number]:
             refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")
-        return tensor
+        return tensor.detach()
 
     def _refuse(self, number: int) -> None:
         raise RuntimeError(
@@ -216,13 +215,20 @@ def _unasked(_packed: Any) -> torch.Tensor:
 
 
 class _Step:
-    """A step under way: how often each module was called, and the call that is replayed as a whole, if one runs."""
+    """A step under way.
 
-    __slots__ = ("calls", "inside", "outer", "replay")
+    Attributes:
+        calls: How often each module was called.
+        running: Of the calls of modules with hooks that are under way, whether each is replayed; innermost last.
+        replay: The one that is.
+        outer: The hooks around it.
+    """
+
+    __slots__ = ("calls", "outer", "replay", "running")
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
-        self.inside = 0  # calls of modules with hooks that are under way in such a call
+        self.running: list[bool] = []
         self.replay: Replay | None = None
         self.outer: Any = None
 
@@ -262,7 +268,7 @@ class Replays:
                 yield
         finally:
             step, self._local.step = self._local.step, None
-            if step.replay is not None:  # a call has ended without telling
+            if step is not None and step.replay is not None:  # a call has ended without telling
                 self._leave(step, None)
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -271,20 +277,18 @@ class Replays:
         if step is None or repeating():
             return
         number = step.calls[path] = step.calls.get(path, 0) + 1
-        if step.replay is not None:
-            step.inside += 1
-            return
         name = path if number == 1 else f"{path}#{number}"
         is_on = torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        if name not in self._names or not is_on:
-            step.inside -= 1  # so that its end is not taken for that of another
-            return
+        wanted = step.replay is None and is_on and name in self._names
+        step.running.append(wanted and self._begin(step, name, module, args, kwargs))
+
+    def _begin(self, step: _Step, name: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether the call can be replayed; from here on it is watched."""
         with torch._C.DisableTorchFunction():
             call = Call(module, name, args, kwargs, 0, self._states)
             if call.obstacle:
                 self.refused[name] = call.obstacle
-                step.inside -= 1
-                return
+                return False
             given = [argument.tensor() for argument in call.arguments]
         tensors = [tensor for tensor in given if tensor is not None]
         step.replay = replay = Replay(call, tensors, self._drawn.get(name))
@@ -292,22 +296,17 @@ class Replays:
         step.outer = STEP_ASIDE.now
         _push(*hooks)
         STEP_ASIDE.are(hooks)
+        return True
 
     def left(self, output: Any) -> None:
         """It is over."""
         step: _Step | None = getattr(self._local, "step", None)
-        if step is None or repeating():
-            return
-        if step.replay is None:
-            step.inside += 1
-        elif step.inside:
-            step.inside -= 1
-        else:
+        if step is not None and not repeating() and step.running and step.running.pop():
             self._leave(step, output)
 
     def _leave(self, step: _Step, output: Any) -> None:
         replay, step.replay = step.replay, None
-        assert replay is not None, "the caller has looked"
+        assert replay is not None, "it is under way"
         _pop()
         STEP_ASIDE.are(step.outer)
         with torch._C.DisableTorchFunction():

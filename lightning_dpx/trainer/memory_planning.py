@@ -448,7 +448,7 @@ def _announcement(
     head = (
         f"dpx: memory of {device}{how}: {_mib(peak)} predicted of {_mib(limit)} allowed, {_mib(static)} static{remark}"
     )
-    return f"{head}\n{format_plan(plan) if plan.dropped else 'everything fits; nothing is computed again'}"
+    return f"{head}\n{'everything fits; nothing is computed again' if plan.keeps_all else format_plan(plan)}"
 
 
 def _mib(size: float) -> str:
