@@ -244,7 +244,8 @@ class RandomStates:
 
     def digest(self) -> int:
         """Tells states apart, and takes no memory."""
-        return hash(tuple(state.numpy().tobytes() for state in self._all()))
+        with torch._C._DisableFuncTorch():  # transforms that are under way would take them for theirs
+            return hash(tuple(state.numpy().tobytes() for state in self._all()))
 
     def restore(self) -> None:
         """They continue as if nothing had been drawn since."""

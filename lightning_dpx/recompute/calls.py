@@ -18,6 +18,7 @@ they were when the call began, and are put back. The profile makes every call on
 compares all numbers.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -128,6 +129,12 @@ class Argument:
             raise NotRecomputable("an argument of the call was changed in place")
         return found
 
+    def apart(self) -> "Argument":
+        """The same one, without the graph that leads to it."""
+        twin = copy.copy(self)
+        twin.source = None
+        return twin
+
     def watch(self, tensor: torch.Tensor) -> None:
         """Keeps count of what is written to it, also through others once it is gone itself; not its memory."""
         if type(tensor) is not FakeTensor:
@@ -176,7 +183,7 @@ class Call:
         self._home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
         self._before: RandomStates | None = self.random_states()
-        self._started, self._after = self._before.digest(), 0
+        self._started, self._after = self.generators(), 0
         self._draws = False
         self._others_before: ProcessGenerators | None = self._states.generators.now()
         self._others_draw, self._is_over = False, False
@@ -191,9 +198,17 @@ class Call:
         for argument in self.arguments:
             argument.source = None
 
+    def apart(self) -> "Call":
+        """The same one, for those who keep it longer than the graph that it stands in."""
+        twin = copy.copy(self)
+        own = {id(argument): argument.apart() for argument in self.arguments}
+        twin.arguments = list(own.values())
+        twin._given = [own.get(id(leaf), leaf) for leaf in self._given]
+        return twin
+
     def left(self, output: Any) -> None:
         """It is over, with this result."""
-        self._after = self.random_states().digest()
+        self._after = self.generators()
         self._draws = self._after != self._started
         if not self._draws:
             self._before = None  # 5 KiB that would stay until backward
@@ -233,6 +248,11 @@ class Call:
         """Of the generators that it may draw from, as they are now."""
         with _unseen():
             return RandomStates(() if self._home.type == "cpu" else [self._home])
+
+    def generators(self) -> int:
+        """What tells their states apart, and takes no memory."""
+        with _unseen():
+            return RandomStates(() if self._home.type == "cpu" else [self._home]).digest()
 
     def will_end_at(self, digest: int) -> None:
         """When it is made again, it is only followed until the generators are there."""
@@ -284,7 +304,7 @@ class Call:
             finally:
                 _REPEATING.on = was
                 self._anatomy.state.put_back(now)
-            if self._draws and self.random_states().digest() != self._after:
+            if self._draws and self.generators() != self._after:
                 raise RuntimeError(
                     f"{self.name!r} drew other random numbers when it was called again: another thread draws from the "
                     "same generator. Use execution='inline'."

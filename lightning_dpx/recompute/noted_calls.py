@@ -183,6 +183,7 @@ class NotedCalls:
             self._open.clear()
             self._noted.clear()
             return
+        noted.call = call.apart()
         noted.end, noted.count = self._trace.now, len(self._packs) - noted.first
         if call.obstacle or noted.count < _FEWEST_TENSORS:
             noted.given = []
@@ -201,7 +202,7 @@ class NotedCalls:
         self._packs.append((weakref.ref(held), tensor.numel()))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
-            self._random = number, self._noted[innermost].call.random_states().digest()
+            self._random = number, self._noted[innermost].call.generators()
         if hold >= 0:
             self._hold_of[number] = hold
             stack = self._names.stack

@@ -143,7 +143,7 @@ class _Replayed:
             if holds and min(inside) >= 0:
                 call = profile.calls[inside[0]].name
                 lost[index] = call
-                found.append(replace(value, within=call, refused=_WITHIN.format(repr(call))))
+                found.append(replace(value, within=call, compact=0, refused=_WITHIN.format(repr(call))))
                 continue
             call = next((lost[source] for source in value.inputs if source in lost), "") or self._conflict(value)
             name = names.get(value.name, value.name)
