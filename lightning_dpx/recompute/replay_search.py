@@ -8,13 +8,15 @@ budget allows; and a planner decides about what is left, value by value, with so
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_dpx.recompute.bounds import Relaxation, least_seconds
 from lightning_dpx.recompute.planner import Choice, Problem
 from lightning_dpx.recompute.profile import Profile
 from lightning_dpx.recompute.replayed_steps import replayed
 
 Choose = Callable[[Problem, int | None], Choice]
 _WORTH = 0.05  # of the peak: what the calls of a kind must hold
-_MOST_KINDS = 3  # that a planner is asked about
+_MOST_KINDS = 2  # that a planner is asked about
+_GAIN = 0.97  # of the extra time: what could be saved at best is worth asking it
 _WITHIN_REACH = 1.5  # times the budget
 
 
@@ -72,10 +74,9 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     near = sorted((mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.rank(budget))
     for mixed in near[:_MOST_KINDS]:
         for names in _parts(profile, mixed.names):
-            part = _mixed(profile, names)
-            if part.problem.profile.replaying < min(
-                one.seconds for one in found if one.rank(budget) <= plain.rank(budget)
-            ):
+            part, leader = _mixed(profile, names), min(found, key=lambda mixed: mixed.rank(budget))
+            bound = part.problem.profile.replaying + least_seconds(Relaxation(part.problem), budget)
+            if leader.peak > budget or bound < _GAIN * leader.seconds:
                 found.append(part._replace(choice=choose(part.problem, budget)))
     return min(found, key=lambda mixed: mixed.rank(budget))
 
@@ -110,6 +111,6 @@ def _with_fewer(profile: Profile, mixed: Mixed, budget: int) -> Mixed:
 def _parts(profile: Profile, names: frozenset[str]) -> Iterator[frozenset[str]]:
     """All of them, but for the last, and the first half."""
     order: Sequence[str] = _in_order(profile, names)
-    for count in dict.fromkeys((len(order), len(order) - 1, len(order) - len(order) // 4, len(order) // 2)):
+    for count in dict.fromkeys((len(order) - 1, len(order) - len(order) // 4, len(order) // 2, len(order))):
         if count > 0:
             yield frozenset(order[:count])
