@@ -171,10 +171,14 @@ class Call:
         self.outcome: Callable[[], Any] | None = None
         leaves, self._spec = _flattened(args, kwargs)
         self._states = States() if states is None else states
-        self._anatomy, self._held = self._states.of(module)
-        self._obstacle = _obstacle(leaves) or self._anatomy.obstacle
+        self._obstacle, self._held = _obstacle(leaves), list[Any]()
+        if self._obstacle:  # what attributes hold would be held for nothing, and walked
+            self._anatomy, leaves = Anatomy(module, looks=False), []
+        else:
+            self._anatomy, self._held = self._states.of(module)
+            self._obstacle = self._anatomy.obstacle
         if self._obstacle:
-            leaves = []
+            leaves, self._held = [], []
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
         own = {key: Argument(tensor) for key, tensor in given.items()}
         self._given = [own.get(id(leaf), leaf) for leaf in leaves]
@@ -219,7 +223,7 @@ class Call:
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
             self._states.forget(self.module)
-            self._state, self._buffers, self._held = None, [], []
+            self._buffers, self._held, self._anatomy = [], [], Anatomy(self.module, looks=False)
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
@@ -534,6 +538,10 @@ def _is_norm(part: nn.Module) -> bool:
 class Anatomy:
     """What a module consists of, found once and again where something in it was replaced.
 
+    Args:
+        module: Which.
+        looks: Whether to look at what its attributes lead to.
+
     Attributes:
         parts: The module and those in it.
         parameters: Of all of them.
@@ -541,11 +549,12 @@ class Anatomy:
         obstacle: Why no call of it can be made again, whatever it is given; empty if one can.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, looks: bool = True) -> None:
         self.parts = list(module.modules())
         self.parameters = list(module.parameters())
-        self.state = ObjectState(self.parts)
-        self.obstacle = _obstacle_in(self.parts) or self.state.obstacle
+        self.obstacle = _obstacle_in(self.parts) if looks else ""
+        self.state = ObjectState(self.parts if looks and not self.obstacle else [])
+        self.obstacle = self.obstacle or self.state.obstacle
         self._inside = _Watched([held for part in self.parts for held in (part._modules, part._parameters)])
         self._hooks = _Watched(
             [hooks for part in self.parts for hooks in (part._forward_pre_hooks, part._forward_hooks)]
@@ -600,7 +609,7 @@ class States:
                 return anatomy, now
         anatomy = Anatomy(module)
         now = anatomy.state.marks()
-        if not anatomy.state.obstacle:
+        if not anatomy.obstacle:
             self._known[id(module)] = module, anatomy, now
         return anatomy, now
 

@@ -33,8 +33,8 @@ from lightning_dpx.recompute.as_on_accelerators import AsOnAccelerators
 from lightning_dpx.recompute.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.recompute.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.recompute.meter import Meter, Trial
-from lightning_dpx.recompute.probe import Probe, Probed, as_probed
 from lightning_dpx.recompute.noted_calls import ReplayTrial
+from lightning_dpx.recompute.probe import Probe, Probed, as_probed
 from lightning_dpx.recompute.rates import OperatorSeconds, rates_of
 from lightning_dpx.recompute.recipes import NotRecomputable
 from lightning_dpx.recompute.replays import Replay
