@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
-from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.recompute import CheckpointPlan, Planner, Profile, extrapolate
 from lightning_dpx.recompute.plan_cache import PlanCache, found_or_planned
@@ -236,6 +236,8 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         profiles[size] = settings.cache.profile(
             key, partial(_profile, replicas, share, _runner(trainer, module), accelerator, keeps_gradients(trainer))
         )
+    if not module.automatic_optimization and not any(profile.requests for profile in profiles.values()):
+        raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     forecasts = []
     for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):
