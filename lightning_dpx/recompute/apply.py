@@ -64,8 +64,9 @@ def search_plan(
             planner.
         num_trials: Steps of the grid of ``"search"``.
         device: What to plan for, such as ``"cuda"``; unless given, where the module is, with times measured there.
-            For another one times come from FLOPs and bytes moved, and nobody proves that what is computed again is the
-            same; :attr:`CheckpointPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
+            For another one, the step runs on fake tensors (for the host, each different operator is tried once beside),
+            times come from FLOPs and bytes moved, and nobody proves that what is computed again is the same;
+            :attr:`CheckpointPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
             rows (of dim 0) instead, with a warning.
         plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
             versions is found again, and in which folder: ``True`` for the user's own. Nothing looks at the step then.
