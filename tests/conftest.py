@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from lightning_dpx.simulate.build import cached_library
 from tests.pairs import keep_every_pair
 
 # Every Trainer asks all installed packages for callbacks, which reads a hundred files.
@@ -41,6 +43,7 @@ def _simulate() -> str:
 
 
 SIMULATED = _simulate()
+_COMPILED = cached_library().parent
 
 
 def sim_device(index: int) -> torch.device:
@@ -49,6 +52,8 @@ def sim_device(index: int) -> torch.device:
 
 
 _UNNOTICED = 2**15  # bytes that a test may leave behind: the traceback of an expected error, say
+_MANY_MODULES = 200
+_num_modules = 0  # when objects were last left out of collections
 _hardware = "cpu"  # what the replicas of the running test live on
 
 
@@ -76,17 +81,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What the tests of a file have imported is left out, too: transformers alone makes 200,000 objects."""
-    result = yield
-    if nextitem is None or nextitem.path != item.path:
+    """What earlier tests have imported is left out, too: transformers alone makes 200,000 objects."""
+    if len(sys.modules) > _num_modules + _MANY_MODULES:
         _leave_out_of_collections()
-    return result
+    return (yield)
 
 
 def _leave_out_of_collections() -> None:
-    """Objects that are alive now are never looked at again."""
+    """Objects that are alive now are not looked at again; what earlier ones have become garbage meanwhile goes."""
+    global _num_modules
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+    _num_modules = len(sys.modules)
 
 
 @pytest.fixture(params=["cpu", "sim"])
@@ -116,6 +123,7 @@ def _own_cache(_cache_folder: Path, request: pytest.FixtureRequest, monkeypatch:
     """Every test begins with an empty cache, as the first run of a user does."""
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(_cache_folder / name))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(_COMPILED))  # programs need not compile the simulated devices anew
 
 
 @pytest.fixture(autouse=True)

@@ -118,6 +118,8 @@ def test_after_an_error_nothing_of_a_backward_runs_on_any_device(sim: Any) -> No
     assert not end_failed_backward(places, 0.0), "it is still there"
     blocked.may_end.set()
     assert end_failed_backward(places, 60.0)
+    for helper in [thread for thread in threading.enumerate() if thread.name == "dpx-end-backward"]:
+        helper.join(60)  # of the look that did not wait
     forget_failed_backward()
     assert blocked.events == ["ended"]
     assert blocked.weight.grad is None

@@ -233,6 +233,15 @@ OUTSIDE: dict[str, Function] = {
 }  # fmt: skip
 FUNCTIONS: dict[str, Function] = {**{name: lambda _, x, f=f: f(x) for name, f in UNARY.items()}, **MORE, **OUTSIDE}
 # made by other devices, other builds of torch, or autograd itself
+# Views that are made in place, of a tensor that is no view itself.
+FUNCTIONS |= {
+    "SqueezeBackward3": lambda m, x: x.sum(1, keepdim=True).squeeze_(),
+    "SqueezeBackward4": lambda m, x: x.sum(1, keepdim=True).squeeze_(1),
+    "SqueezeBackward5": lambda m, x: x.sum(1, keepdim=True).squeeze_((1,)),
+    "UnsqueezeBackward1": lambda m, x: (x * 2).unsqueeze_(1),
+    "TransposeBackward1": lambda m, x: (x * 2).transpose_(1, 2),
+    "TBackward1": lambda m, x: (x.flatten(1) * 2).t_(),
+}
 ELSEWHERE = {
     "BackwardHookFunctionBackward", "CudnnBatchNormBackward0", "LinearBackward0", "MiopenBatchNormBackward0",
     "ReshapeAliasBackward0", "SqueezeBackward1", "SqueezeBackward2", "ClampBackward1", "MeanBackward1", "SumBackward1",
