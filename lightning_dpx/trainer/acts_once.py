@@ -27,6 +27,7 @@ class View(Protocol):
         """``owner.name = value``."""
 
 
+_MOST_ITEMS = 64  # of a container: a vocabulary holds no optimizers, and this is asked in every step
 _VIEW: ContextVar[View | None] = ContextVar("lightning_dpx_view", default=None)
 any_view = _VIEW.get  # whether to ask for the current one at all: Lightning asks for the module 40 times a step
 
@@ -74,7 +75,7 @@ def held_optimizers(module: Module) -> list[Any]:
     for value in vars(module).values():
         if isinstance(value, Optimizer):
             found.append(value)
-        elif type(value) in (list, tuple, dict) and value:
+        elif type(value) in (list, tuple, dict) and 0 < len(value) <= _MOST_ITEMS:
             items = value.values() if type(value) is dict else value
             found += [item for item in items if isinstance(item, Optimizer)]
     return found
