@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
+from lightning_dpx.trainer.acts_once import held_optimizers
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, seeded
 
 
@@ -94,3 +95,10 @@ def test_parameters_of_the_module_are_not_loose(recwarn) -> None:
     strategy = dpx.DPXStrategy(execution="inline", reducer="colocate")
     make_trainer(max_epochs=1, devices=2, strategy=strategy).fit(seeded(), make_loader(), make_loader())
     assert not [one for one in recwarn if "no parameters of the module" in str(one.message)]
+
+
+def test_large_containers_are_not_searched_for_optimizers_in_every_step() -> None:
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.few, module.vocabulary = [optimizer], [*range(200_000), optimizer]  # type: ignore[assignment]
+    assert held_optimizers(module) == [optimizer]
