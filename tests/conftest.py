@@ -107,6 +107,20 @@ def hardware(request: pytest.FixtureRequest) -> Iterator[str]:
     _hardware = "cpu"
 
 
+class StepsByHand(LightningModule):
+    """Put before a class, it optimizes by hand what that class's steps return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 def places(num_replicas: int) -> list[str]:
     """A device for every replica."""
     return [_hardware if _hardware == "cpu" else f"{_hardware}:{index}" for index in range(num_replicas)]

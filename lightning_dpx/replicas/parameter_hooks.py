@@ -24,9 +24,10 @@ class ParameterHooks:
         """The place of the first parameter that has other hooks now; ``None`` if none has."""
         if RemovableHandle.next_id == self._next and not self._hooks:  # torch numbers all hooks of the process
             return None
-        self._next = RemovableHandle.next_id
         now = self._hooks_now()
         different = [index for index in {**self._hooks, **now} if self._hooks.get(index) != now.get(index)]
+        if not different:  # else whoever asks next must be told, too
+            self._next = RemovableHandle.next_id
         return min(different, default=None)
 
     def _hooks_now(self) -> dict[int, tuple[int, ...]]:
@@ -37,13 +38,14 @@ class ParameterHooks:
             if not of_gradient and not after_it:
                 continue
             held = (*(of_gradient or {}).items(), *(after_it or {}).items())
-            own = tuple(number for number, hook in held if not _is_ours(hook))
+            own = tuple(number for number, hook in held if not is_ours(hook))
             if own:
                 found[index] = own
         return found
 
 
-def _is_ours(hook: Any) -> bool:
+def is_ours(hook: Any) -> bool:
+    """Whether this package has put ``hook`` there, and not the user's code."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)

@@ -13,7 +13,6 @@ The cost of a step grows with the number of attributes, not with what they hold.
 
 import copy
 import operator
-import types
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
+from lightning_dpx.replicas.parameter_hooks import is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo
@@ -411,7 +411,7 @@ class PythonState:
             twin = self._modules[replica.index][index]
             for key in _HOOKS:
                 held = vars(twin)[key]
-                for number in [number for number, hook in held.items() if not _is_ours(hook)]:
+                for number in [number for number, hook in held.items() if not is_ours(hook)]:
                     del held[number]
                 mine = {number: hook for (of, number), hook in hooks.items() if of == key}
                 held.update({number: self._translated(replica, hook, lazily=True) for number, hook in mine.items()})
@@ -498,15 +498,10 @@ def _is_still(seen: Any, value: object) -> bool:
     return seen is value
 
 
-def _is_ours(hook: Any) -> bool:
-    owner = type(hook.__self__) if isinstance(hook, types.MethodType) else hook
-    return (getattr(owner, "__module__", "") or "").startswith("lightning_dpx.")
-
-
 def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
     """By attribute and number; what the plan or a shift put there is not the user's."""
     state = vars(child)
     held = [(key, state[key]) for key in _HOOKS if state.get(key)]
     if not held:
         return {}
-    return {(key, number): hook for key, hooks in held for number, hook in hooks.items() if not _is_ours(hook)}
+    return {(key, number): hook for key, hooks in held for number, hook in hooks.items() if not is_ours(hook)}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
-from tests.conftest import assert_equal, make_trainer
+from tests.conftest import StepsByHand, assert_equal, make_trainer
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -125,16 +125,8 @@ class SeveralTimes(IntoATuple):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-class ByHand(IntoADict):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(StepsByHand, IntoADict):
+    pass
 
 
 class Largest(IntoADict):

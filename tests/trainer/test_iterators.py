@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
-from tests.conftest import assert_equal, make_loader, make_trainer
+from tests.conftest import StepsByHand, assert_equal, make_loader, make_trainer
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -135,16 +135,8 @@ class Looks(TakesMore):
         return sum(itertools.islice(self.extra, 2))
 
 
-class ByHand(OfAList):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(StepsByHand, OfAList):
+    pass
 
 
 class ByHandWithTheWholeBatch(ByHand):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from lightning_dpx.trainer.whole_batches import WholeBatches
-from tests.conftest import assert_equal, make_trainer
+from tests.conftest import StepsByHand, assert_equal, make_trainer
 
 WHOLE = "gets a batch whole, on the first replica"
 
@@ -165,16 +165,8 @@ def test_only_the_batch_that_cannot_be_cut_is_whole_and_gradients_add_up_over_bo
     assert_equal(ours, theirs)
 
 
-class ByHand(Several):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch, "train"))
-        optimizer.step()
+class ByHand(StepsByHand, Several):
+    pass
 
 
 @pytest.mark.usefixtures("hardware")
