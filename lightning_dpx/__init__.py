@@ -23,20 +23,7 @@ from lightning_dpx.errors import (
     UnsupportedError,
 )
 from lightning_dpx.group import ReplicaGroup
-from lightning_dpx.monitor import TensorMonitor
-from lightning_dpx.recompute import (
-    CheckpointPlan,
-    apply_plan,
-    estimate_cost,
-    register_planner,
-    remove_plan,
-    search_plan,
-)
-from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
-from lightning_dpx.replicas import Slicer, register_slicer
-from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
-from lightning_dpx.simulate import simulate
-from lightning_dpx.trainer import (
+from lightning_dpx.lightning import (
     ActivationPlanner,
     DeviceMemoryMonitor,
     DeviceThroughputMonitor,
@@ -45,6 +32,19 @@ from lightning_dpx.trainer import (
     DPXStrategy,
     SimAccelerator,
 )
+from lightning_dpx.memory import (
+    CheckpointPlan,
+    apply_plan,
+    estimate_cost,
+    register_planner,
+    remove_plan,
+    search_plan,
+)
+from lightning_dpx.monitor import TensorMonitor
+from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
+from lightning_dpx.replicas import Slicer, register_slicer
+from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
+from lightning_dpx.simulate import simulate
 
 __version__ = "0.1.0"
 

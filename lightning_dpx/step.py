@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import GatherError
-from lightning_dpx.recompute import MemoryTrace
+from lightning_dpx.memory import MemoryTrace
 from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
 from lightning_dpx.replicas import (
     MergeRules,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx import progress
-from lightning_dpx.recompute import search_plan
+from lightning_dpx.memory import search_plan
 
 
 class Terminal(io.StringIO):

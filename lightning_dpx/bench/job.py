@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from lightning_dpx.bench.models import MODELS, BenchModule, ready_loader
+from lightning_dpx.lightning import DeviceMemoryMonitor, DeviceThroughputMonitor, DPXStrategy
 from lightning_dpx.replicas import Execution
-from lightning_dpx.trainer import DeviceMemoryMonitor, DeviceThroughputMonitor, DPXStrategy
 
 
 @dataclass(frozen=True, slots=True)

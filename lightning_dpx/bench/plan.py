@@ -24,8 +24,8 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan_peers import PEERS, compiled_models, require_compiler
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainly
 from lightning_dpx.errors import PlanError
+from lightning_dpx.memory import CheckpointPlan, apply_plan, plan_profile, profile_step
 from lightning_dpx.pictures import new_figure, save_figure
-from lightning_dpx.recompute import CheckpointPlan, apply_plan, plan_profile, profile_step
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
 

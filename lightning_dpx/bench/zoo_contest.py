@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.zoo import ZOO, Animal
 from lightning_dpx.errors import PlanError
-from lightning_dpx.recompute import CheckpointPlan, apply_plan, search_plan
+from lightning_dpx.memory import CheckpointPlan, apply_plan, search_plan
 
 SHARE = 0.5  # of the unplanned peak, where a library has no way of its own
 _WARM = 3  # steps: a plan learns in its first ones where hooks are needed, and libraries fill caches

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_dpx.memory import CheckpointPlan, Profile, timeline_of
 from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, MIB, PLANNED, UNPLANNED, new_figure, plain_axes
-from lightning_dpx.recompute import CheckpointPlan, Profile, timeline_of
 
 _ACTIONS = {
     "keep": KIND_COLOURS["parameters"],

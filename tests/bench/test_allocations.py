@@ -5,7 +5,7 @@ from torch import nn
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan_peers import PEERS
 from lightning_dpx.bench.staged import STAGED_MODELS, Staged, run_plainly
-from lightning_dpx.recompute import MemoryTrace
+from lightning_dpx.memory import MemoryTrace
 
 
 def traced(model: Staged, rows: torch.Tensor) -> int:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan_peers import compiled_models, require_compiler
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.recompute import MemoryTrace
+from lightning_dpx.memory import MemoryTrace
 
 CHEAP = "aot_eager_decomp_partition"  # partitions as inductor does, and compiles nothing
 

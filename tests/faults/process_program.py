@@ -13,7 +13,7 @@ from torch import nn
 
 import lightning_dpx as dpx
 from tests.conftest import Classifier, make_trainer
-from tests.trainer.process_program import own_loader
+from tests.lightning.processes.process_program import own_loader
 
 DIFFERENT: dict[str, dict[str, Any]] = {  # what rank 1 is given instead
     "gradient_packs": {"gradient_packs": 1},

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
+from lightning_dpx.lightning import SimAccelerator
 from lightning_dpx.pictures import new_figure
-from lightning_dpx.trainer import SimAccelerator
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, seeded
 
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)

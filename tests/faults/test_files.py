@@ -457,7 +457,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from lightning_dpx.trainer.files import WholeFiles
+from lightning_dpx.lightning.checkpoint_io import WholeFiles
 
 path, chance, files = Path(sys.argv[1]), random.Random(11), WholeFiles()
 files.save_checkpoint({"number": 0, "weight": torch.zeros(2**20)}, path)

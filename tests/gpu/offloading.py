@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_dpx import CheckpointPlan
-from lightning_dpx.recompute import apply_plan, forecast_plan, profile_module, remove_plan, search_plan
+from lightning_dpx.memory import apply_plan, forecast_plan, profile_module, remove_plan, search_plan
 from tests.gpu.models import Subject
 from tests.gpu.place import Place
 

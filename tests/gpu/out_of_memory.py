@@ -9,7 +9,7 @@ import torch
 import lightning_dpx as dpx
 from tests.conftest import make_trainer
 from tests.gpu.place import Place
-from tests.trainer.test_memory_planning import Tower, loader
+from tests.lightning.memory.test_planning import Tower, loader
 
 _ROWS = {"cuda": 2**17, "sim": 2**11}
 

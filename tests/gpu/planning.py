@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from lightning_dpx import PlanError
-from lightning_dpx.recompute import apply_plan, bytes_of_budget, plan_profile, profile_module, remove_plan
-from lightning_dpx.recompute.auto import make_planner
+from lightning_dpx.memory import apply_plan, bytes_of_budget, plan_profile, profile_module, remove_plan
+from lightning_dpx.memory.plan.make_plan import make_planner
 from tests.gpu.models import Subject, subjects
 from tests.gpu.place import Place
 

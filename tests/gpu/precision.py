@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dpx as dpx
 from tests.conftest import make_trainer
 from tests.gpu.place import Place
-from tests.trainer.test_precision import InfinityInOneSlice
+from tests.lightning.test_precision import InfinityInOneSlice
 
 _TOLERANCE = 5e-3  # float16, as far as two orders of additions are apart
 _SCALE = 1024.0

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_dpx import PlanError, ReplicaGroup
 from lightning_dpx.bench.models import TransformerBlock
 from lightning_dpx.bench.plan_peers import PEERS
-from lightning_dpx.recompute import apply_plan, plan_profile, profile_module, remove_plan
-from lightning_dpx.recompute.auto import make_planner
+from lightning_dpx.memory import apply_plan, plan_profile, profile_module, remove_plan
+from lightning_dpx.memory.plan.make_plan import make_planner
 from tests.gpu.models import Subject, large_gpt
 from tests.gpu.place import Place
 

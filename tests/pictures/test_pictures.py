@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dpx.memory import CheckpointPlan, Profile, plan_profile, profile_module, timeline_of
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
-from lightning_dpx.recompute import CheckpointPlan, Profile, plan_profile, profile_module, timeline_of
 
 MIB = 2**20
 DEVICES = [

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from lightning_dpx.memory.plan_cache import key_of_step
 from lightning_dpx.python_objects.digest import Digest
-from lightning_dpx.recompute.plan_cache import key_of_step
 
 FACTOR = 2.0
 

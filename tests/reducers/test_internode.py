@@ -8,8 +8,8 @@ import torch
 
 import lightning_dpx as dpx
 from lightning_dpx.reducers import ProcessReducer
+from tests.lightning.processes.test_processes import finish, start
 from tests.reducers.process_program import ROWS, sparse_cases
-from tests.trainer.test_processes import finish, start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 

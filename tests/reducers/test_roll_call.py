@@ -16,7 +16,7 @@ from torch import distributed
 
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.reducers import between_processes, declare_failed, roll_call, start_roll_call
-from tests.trainer.test_processes import free_port
+from tests.lightning.processes.test_processes import free_port
 
 pytestmark = [
     pytest.mark.processes,

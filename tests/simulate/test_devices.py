@@ -16,7 +16,7 @@ from lightning_dpx.devices import parse_bytes
 from lightning_dpx.simulate import Transfer, clear_traffic, traffic
 from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded, simulate_room
-from tests.trainer.test_strategy import Dropped, TunableData
+from tests.lightning.test_strategy import Dropped, TunableData
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 

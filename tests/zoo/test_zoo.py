@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dpx import DPXStrategy, PlanError
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.zoo import ZOO, Animal
-from lightning_dpx.recompute import Profile, apply_plan, plan_profile, profile_module, remove_plan, search_plan
+from lightning_dpx.memory import Profile, apply_plan, plan_profile, profile_module, remove_plan, search_plan
 from tests.conftest import assert_equal, make_trainer
 
 Result = TypeVar("Result")

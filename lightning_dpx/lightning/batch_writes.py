@@ -1,0 +1,312 @@
+"""What a step writes into its batch is what hooks find there afterwards, as on one device.
+
+On one device the step and ``on_train_batch_end(outputs, batch, batch_idx)`` have one batch. Here a step has a slice of
+it, on its own device and in containers of its own. So where a hook of the user's gets the batch, it gets one whose
+tensors and containers may be exchanged without anything happening to what the loader gave; and after the step, what was
+written into the slices is put together and put in there. An optimizer that calls its closure again finds it, too.
+"""
+
+import threading
+from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim import LBFGS
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.gradient_hooks import has_hooks
+from lightning_dpx.replicas import MergeRules, Share, children_of, rebuild, weights_of
+
+_HOOKS = {
+    "train": "on_train_batch_end",
+    "sanity_check": "on_validation_batch_end",
+    "validate": "on_validation_batch_end",
+    "test": "on_test_batch_end",
+    "predict": "on_predict_batch_end",
+}
+Path = tuple[Any, ...]  # keys, indices and names of attributes
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A part of a batch as a step got it; held, so that its id stays its own."""
+
+    value: Any
+    leaves: list[Any]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, value: Any) -> "_Mark":
+        leaves = tree_leaves(value)
+        return cls(value, leaves, list(map(_version, leaves)))
+
+    def is_current(self, value: Any) -> bool:
+        """Whether nothing was written since."""
+        leaves = tree_leaves(value)
+        if value is not self.value or len(leaves) != len(self.leaves):
+            return False
+        same = all(one is other for one, other in zip(leaves, self.leaves, strict=True))
+        return same and list(map(_version, leaves)) == self.versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The batch that a replica's step got.
+
+    Attributes:
+        share: The replica and its rows.
+        batch: What its step got.
+        marks: Of its parts, by path.
+        is_flat: Whether it is a list or tuple of plain tensors, as most batches are.
+        is_as_loaded: Whether that is what the loader gave, moved; or something that hooks of the user made of it.
+    """
+
+    share: Share
+    batch: Any
+    marks: dict[Path, _Mark]
+    is_flat: bool
+    is_as_loaded: bool
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether one look tells that the step wrote nothing."""
+        if not (self.is_flat and self.is_as_loaded and len(self.batch) == len(self.marks)):
+            return False
+        pairs = zip(self.batch, self.marks.values(), strict=True)
+        return all(value is mark.value and _version(value) == mark.versions[0] for value, mark in pairs)
+
+
+class BatchWrites:
+    """The batch of one step, as hooks see it.
+
+    Attributes:
+        values: What the last step wrote, put together; by a name for messages.
+    """
+
+    def __init__(self) -> None:
+        self._shown: Any = _MISSING
+        self._given: list[_Given] = []
+        self._lock = threading.Lock()
+        self.values: dict[str, Any] = {}
+        self._looked_at: dict[Any, bool] = {}  # by stage and number of callbacks
+
+    def is_for(self, module: LightningModule) -> bool:
+        """Whether somebody looks at the batch that comes, after its step; if not, the last one is forgotten."""
+        trainer: Any = module.trainer
+        kind = trainer.state.stage, len(trainer.callbacks)
+        if kind not in self._looked_at:
+            self._looked_at[kind] = _is_looked_at(module)
+        if not self._looked_at[kind]:
+            self._shown, self._given = _MISSING, []
+        return self._looked_at[kind]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks at the batch after its step."""
+        return self._shown is not _MISSING
+
+    def show(self, batch: Any) -> Any:
+        """The batch that hooks get: equal to ``batch``, and exchangeable in all its parts."""
+        self._given = []
+        self._shown = _exchangeable(batch)
+        return self._shown
+
+    def note(self, share: Share, batch: Any, *, is_as_loaded: bool) -> None:
+        """A replica's step begins; for the arguments see :class:`_Given`."""
+        if self._shown is _MISSING:
+            return
+        is_flat = type(batch) in (list, tuple) and all(type(part) is torch.Tensor for part in batch)
+        if is_flat:
+            marks: dict[Path, _Mark] = {(at,): _Mark(part, [part], [_version(part)]) for at, part in enumerate(batch)}
+        else:
+            marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
+        with self._lock:
+            self._given.append(_Given(share, batch, marks, is_flat, is_as_loaded))
+
+    def finish(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
+        """After the step: hooks find what was written; or else what cannot be put together, and why not.
+
+        Args:
+            rules: How values are put together, as far as it is known.
+            device: Where.
+            dim: The batch dim.
+        """
+        given, self._given = sorted(self._given, key=lambda one: one.share.replica.index), []
+        self.values = {}
+        if all(one.is_untouched for one in given):
+            return None
+        now = [dict(_parts(one.batch, self._shown, ())) for one in given]
+        paths = dict.fromkeys(path for one, parts in zip(given, now, strict=True) for path in _written(one, parts))
+        for path in paths:
+            name = ".".join(["batch", *map(str, path)])
+            parts = [own.get(path, _MISSING) for own in now]
+            if len({part is _MISSING for part in parts}) > 1:
+                return f"{name} is there on some slices only."
+            try:
+                whole = self._together(name, path, parts, given, rules, device, dim)
+            except GatherError as error:
+                return f"{name}: {error}"
+            self._put(path, whole)
+        rows = sum(one.share.num_rows for one in given)
+        for path in paths:
+            start = self._of_all_rows(path, rows)
+            for place, value in _all_leaves(_at(self._shown, start), start):
+                self.values[".".join(["batch", *map(str, place)])] = value
+        return None
+
+    def _of_all_rows(self, path: Path, rows: int) -> Path:
+        """The list of one item per row that ``path`` leads through, if there is one; slices have a part of it."""
+        for depth in range(len(path)):
+            node = _at(self._shown, path[:depth])
+            if isinstance(node, list | tuple) and len(node) == rows:
+                return path[:depth]
+        return path
+
+    def _together(
+        self,
+        name: str,
+        path: Path,
+        parts: Sequence[Any],
+        given: Sequence[_Given],
+        rules: MergeRules,
+        device: torch.device,
+        dim: int,
+    ) -> Any:
+        if len(parts) == 1 or parts[0] is _MISSING:
+            return parts[0]
+        shown = _at(self._shown, path)
+        if isinstance(shown, list | tuple) and len(shown) == sum(map(len, parts)):  # one item per row
+            items = [item for part in parts for item in part]
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), type(shown)(items))
+        weights = weights_of([one.share for one in given])
+        if shown is _MISSING or not isinstance(shown, torch.Tensor):
+            known = rules.merge_logged(name, parts, weights, device) if rules.decides(name) else _MISSING
+            if known is not _MISSING:
+                return known
+        return MergeRules().merge_outputs([[part] for part in parts], weights, device, dim)[0]
+
+    def _put(self, path: Path, value: Any) -> None:
+        node = _at(self._shown, path[:-1])
+        if not path or (isinstance(node, tuple) and value is not _MISSING):
+            _exchange(_at(self._shown, path), value)
+        elif value is _MISSING:
+            _remove(node, path[-1])
+        elif isinstance(node, MutableMapping):
+            node[path[-1]] = value
+        elif isinstance(node, MutableSequence):
+            node[path[-1] : path[-1] + 1] = [value]
+        else:
+            object.__setattr__(node, path[-1], value)
+
+
+def unlike_one_batch(problem: str) -> tuple[str, str]:
+    """The reason for whole batches, and what to do about it, where slices write what cannot be put together."""
+    return (
+        f"It writes its batch, which hooks look at afterwards, and what slices write cannot be put together: {problem}",
+        "For all devices to take part, write into a batch only what has a row for each of its own.",
+    )
+
+
+def _is_looked_at(module: LightningModule) -> bool:
+    """Whether a hook of the user's gets the batch after the step, or the step may run on it again."""
+    trainer: Any = module.trainer
+    hook = _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")
+    runs_again = trainer.training and any(map(_calls_again, trainer.optimizers))
+    return runs_again or has_hooks(module, trainer.callbacks, [hook])
+
+
+def _calls_again(optimizer: Any) -> bool:
+    """Whether an optimizer may call its closure several times for a batch."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    return isinstance(plain, LBFGS) or not type(plain).step.__module__.startswith("torch.optim.")
+
+
+def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
+    for path, value in now.items():
+        mark = given.marks.get(path)
+        if mark is None or not given.is_as_loaded or not mark.is_current(value):
+            yield path
+    yield from (path for path in given.marks if path not in now)
+
+
+def _version(value: Any) -> int:
+    is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if is_counted else 0
+
+
+def _exchangeable(batch: Any) -> Any:
+    """Containers anew, and tensors that share memory with those of the loader and can get other memory."""
+    if type(batch) is torch.Tensor and batch.layout == torch.strided and not batch.requires_grad:
+        return batch.detach()
+    if type(batch) in (list, tuple):
+        return type(batch)(map(_exchangeable, batch))
+    children = None if isinstance(batch, torch.Tensor) else _children(batch)
+    if children is None:
+        return batch
+    return rebuild(batch, [_exchangeable(child) for _, child in children])
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    """As ``children_of``, with the keys themselves."""
+    if isinstance(node, MutableMapping):
+        return list(node.items())
+    children = children_of(node)
+    if children is not None and isinstance(node, Sequence) and not hasattr(node, "_fields"):
+        return [(int(name), child) for name, child in children]
+    return children
+
+
+def _parts(node: Any, shown: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The parts of a slice that are put together one by one; ``shown`` is the same place of the whole batch."""
+    children = None if isinstance(node, torch.Tensor) or shown is _MISSING else _children(node)
+    is_sequence = isinstance(node, Sequence) and not hasattr(node, "_fields")
+    if children is None or (is_sequence and (type(node) is not type(shown) or len(node) != len(shown))):
+        yield path, node  # with a row for each item, or made by the step
+        return
+    for key, child in children:
+        yield from _parts(child, _child(shown, key), (*path, key))
+
+
+def _all_leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if node is _MISSING:
+        return
+    children = None if isinstance(node, torch.Tensor) else _children(node)
+    if children is None:
+        yield path, node
+        return
+    for key, child in children:
+        yield from _all_leaves(child, (*path, key))
+
+
+def _at(root: Any, path: Path) -> Any:
+    for key in path:
+        root = _child(root, key)
+    return root
+
+
+def _child(node: Any, key: Any) -> Any:
+    if isinstance(node, MutableMapping):
+        return node.get(key, _MISSING)
+    if isinstance(node, Sequence) and isinstance(key, int):
+        return node[key] if key < len(node) else _MISSING
+    return getattr(node, key, _MISSING)
+
+
+def _remove(node: Any, key: Any) -> None:
+    if isinstance(node, MutableMapping):
+        node.pop(key, None)
+    elif isinstance(node, MutableSequence):
+        del node[key:]
+    elif not isinstance(node, tuple):
+        vars(node).pop(key, None)
+
+
+@torch.no_grad()
+def _exchange(tensor: Any, value: Any) -> None:
+    """A tensor in a tuple, or that is the batch, gets another one's memory."""
+    if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor):
+        tensor.data = value.detach()

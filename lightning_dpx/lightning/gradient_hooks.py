@@ -1,0 +1,94 @@
+"""What the user's hooks find in gradients, and what becomes of what they write, in automatic optimization.
+
+Where no hook may look, gradients wait on the replicas while they accumulate, or live only where their parameters have
+their owners. Where one may, they are summed after every backward, and the user's module has copies of them. Hooks of
+Lightning's own callbacks are known not to look.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_dpx.lightning.root_gradients import RootGradients
+from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.step import TrainingStep
+
+# Between the first backward of an accumulation window and the step that ends it.
+WITHIN_WINDOW = frozenset(
+    {"backward", "on_before_backward", "on_after_backward", "on_train_batch_end", "on_train_batch_start"}
+)
+# Between a backward and the next one.
+ROUND_STEP = WITHIN_WINDOW | {
+    "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "on_before_zero_grad",
+    "optimizer_zero_grad",
+}  # fmt: skip
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_dpx.")
+
+
+def has_hooks(module: LightningModule, callbacks: Sequence[Callback], names: Collection[str]) -> bool:
+    """Whether the module, or a callback of the user's, overrides one of these hooks."""
+    if any(is_overridden(name, module, parent=LightningModule) for name in names if hasattr(LightningModule, name)):
+        return True
+    own = [callback for callback in callbacks if not type(callback).__module__.startswith(_LIGHTNING)]
+    of_callbacks = [name for name in names if hasattr(Callback, name)]
+    return any(is_overridden(name, callback, parent=Callback) for callback in own for name in of_callbacks)
+
+
+class GradientHooks:
+    """The hooks of one fit; there are none before :meth:`begin` and after :meth:`end`."""
+
+    def __init__(self) -> None:
+        self.within_window = False
+        self._root_gradients: RootGradients | None = None
+        self._replicas: ReplicaSet | None = None
+
+    def begin(self, module: LightningModule, replicas: ReplicaSet, step: TrainingStep) -> None:
+        """Once the replicas are made: asks which hooks there are."""
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
+        self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_processes
+        if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
+            self._replicas = replicas
+            self._root_gradients = RootGradients(replicas, step)
+            replicas.state.watches_writes = True
+
+    def end(self) -> None:
+        """Forgets the replicas."""
+        self.within_window, self._root_gradients, self._replicas = False, None, None
+
+    def before_backward(self) -> None:
+        """Copies that hooks have seen are none of the replicas' gradients."""
+        if self._root_gradients is not None:
+            self._root_gradients.hide()
+
+    def after_backward(self) -> None:
+        """Hooks may look from here on."""
+        if self._root_gradients is not None:
+            self._root_gradients.show()
+
+    def round_step(self, wrapped: Any) -> AbstractContextManager[None]:
+        """While the precision plugin ``wrapped`` steps an optimizer."""
+        if self._root_gradients is None or self._replicas is None:
+            return nullcontext()
+        return self._root_gradients.hooks_shown(wrapped, self._replicas.state.follow_hooks)
+
+    def closure(
+        self, optimizer: Any, closure: Callable[[], Any], replicas: ReplicaSet, step: TrainingStep
+    ) -> Callable[[], Any]:
+        """The closure of an optimizer: parameters that it moved reach the replicas, their gradients reach it."""
+        # Torch's own optimizers call their closure before they move anything; what others do leaves no trace.
+        is_first = type(optimizer).step.__module__.startswith("torch.optim.")
+
+        def run() -> Any:
+            nonlocal is_first
+            if not is_first:
+                replicas.state.optimizer_stepped()
+            is_first = False
+            result = closure()
+            step.reduce()  # those of earlier batches, if the last one of a window had no loss
+            return result
+
+        return run

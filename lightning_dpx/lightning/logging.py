@@ -1,0 +1,78 @@
+"""``self.log`` inside a step of several replicas: collected per replica, logged once."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torchmetrics import Metric
+
+from lightning_dpx.lightning.instance_methods import InstanceMethods
+from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.replicas import MergeRules, Share, Weights, weights_of
+
+
+@dataclass(slots=True)
+class StepLog:
+    """What one replica logged in one step, in order of its calls."""
+
+    share: Share
+    entries: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+
+    def record(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
+        """Takes the place of ``LightningModule.log`` for the duration of a step."""
+        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
+            value = value.detach()
+        call = next(call for call in itertools.count() if (name, call) not in self.entries)
+        self.entries[name, call] = value, {"prog_bar": prog_bar, "logger": logger, **options}
+
+    def recording(self, module: LightningModule) -> InstanceMethods:
+        """Within the returned block ``module.log`` (and so ``log_dict``) writes here."""
+        return InstanceMethods(module, {"log": self.record})
+
+
+def path_of(key: tuple[str, int]) -> str:
+    """The name of a logged value; one that is logged again in the same step is told apart."""
+    name, call = key
+    return name if call == 0 else f"{name} (call {call + 1})"
+
+
+def replay(
+    logs: Sequence[StepLog],
+    module: LightningModule,
+    device: torch.device,
+    metrics: ReplicaMetrics,
+    rules: MergeRules,
+) -> None:
+    """Logs every entry once, merged over the replicas that logged it; a metric object as the user's own.
+
+    Values are merged by ``rules``. Where those know nothing, means are weighted by each replica's ``batch_size`` (its
+    rows unless given), sums, minima and maxima merge by their own operation. Lightning sees the batch size of the whole
+    batch.
+    """
+    keys = dict.fromkeys(key for log in logs for key in log.entries)
+    for key in keys:
+        present = [(log.share, *log.entries[key]) for log in logs if key in log.entries]
+        options = dict(present[0][2])
+        counts = weights_of([share for share, _, _ in present])
+        given = [options.get("batch_size") for _, _, options in present]
+        rows = [one or count for one, count in zip(given, counts.rows, strict=True)]
+        if any(given):  # else Lightning counts the rows of the whole batch, as it always does
+            options["batch_size"] = rules.merge_batch_sizes(path_of(key), rows)
+        if isinstance(present[0][1], Metric):
+            module.log(key[0], present[0][1], **options)  # the replicas share it
+            continue
+        if all(metrics.is_whole(value) for _, value, _ in present):
+            module.log(key[0], present[0][1].to(device), **options)
+            continue
+        reduce_fx = options.get("reduce_fx", "mean")
+        operation = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+        weights = Weights(rows=rows, of_loss=counts.of_loss)
+        value = rules.merge_logged(path_of(key), [value for _, value, _ in present], weights, device, operation)
+        module.log(key[0], _on(value, device), **options)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value

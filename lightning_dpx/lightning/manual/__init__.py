@@ -1,0 +1,1 @@
+"""Manual optimization on replicas: what touches an optimizer happens once."""

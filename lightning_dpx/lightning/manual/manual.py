@@ -1,0 +1,357 @@
+"""Manual optimization on replicas: backward is each replica's own, whatever touches an optimizer happens once.
+
+User code drives backward and optimizers, on every replica. Each replica's backward is a meeting after which all hold
+the gradients of the whole batch (see :mod:`lightning_dpx.lightning.manual.shared_gradients`), so what the code does
+with gradients it does as on one device. ``optimizer.step()``, ``scheduler.step()`` and any other method of theirs are
+meetings, too: when the last replica has arrived, the real method runs once, and the new parameters go back to the
+replicas. The objects themselves know who is asking (see :mod:`lightning_dpx.lightning.manual.acts_once`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_dpx.errors import WholeBatchError
+from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, viewed
+from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
+from lightning_dpx.lightning.manual.closures import ClosureRounds, Command
+from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers_checked
+from lightning_dpx.lightning.manual.shared_gradients import SharedGradients
+from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
+from lightning_dpx.lightning.precision import DPXPrecision
+from lightning_dpx.replicas import Replica, ReplicaSet, Share, current_rank, weighted_mean, weights_of
+from lightning_dpx.shifting import unshifted
+from lightning_dpx.step import TrainingStep
+
+
+class ManualOptimization:
+    """What the replicas of a manual step do together, from the first step of a fit to its end.
+
+    Args:
+        strategy: Knows the optimizers and the schedulers.
+        replicas: The replicas.
+        step: Sums gradients.
+        precision: Scales losses and steps optimizers.
+    """
+
+    def __init__(self, strategy: Any, replicas: ReplicaSet, step: TrainingStep, precision: DPXPrecision) -> None:
+        self.strategy = strategy
+        self.replicas = replicas
+        self.step = step
+        self.precision = precision
+        self.gradients = SharedGradients(replicas, step)
+        self.exchanged = Exchanged()
+        self.active: list[Replica] = []
+        self.views: list[ReplicaView] = []
+        # Of the first step that replicas share: what it needs to be taken again; False once it is over.
+        self._snapshot: StepSnapshot | Literal[False] | None = None
+        self._rows = 0.0
+        self._rounds: ClosureRounds | None = None
+        self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
+        self._names = [name for name, _ in replicas.root.module.named_parameters()]
+
+    @property
+    def root(self) -> LightningModule:
+        """The user's own module."""
+        module: LightningModule = self.replicas.root.module  # type: ignore[assignment]
+        return module
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several replicas, or one that owns not all parameters, are in a step."""
+        return bool(self.views)
+
+    @property
+    def _works_on_root(self) -> bool:
+        """Whether one replica does the whole step on the user's own module, which owns all parameters."""
+        return self.active == [self.replicas.root] and not self.step.has_other_owners and not self.step.has_processes
+
+    @property
+    def sums_nothing(self) -> bool:
+        """Whether one replica has all rows of the batch, so that its gradients are those of the batch."""
+        return len(self.active) == 1 and not self.step.has_processes
+
+    def _taken_snapshot(self) -> StepSnapshot:
+        loop = self.root.trainer.fit_loop.epoch_loop.manual_optimization
+        return StepSnapshot(self.root, [*self._shared_objects(), loop.optim_step_progress], self.replicas.devices)
+
+    @contextmanager
+    def running(self, shares: Sequence[Share]) -> Iterator[None]:
+        """A manual step of these shares, from before its forward to after its end."""
+        weights = self.step.weights(shares)
+        self.active = [share.replica for share in shares]
+        self._rows = sum(weights_of(shares).of_loss)
+        self.strategy.optimize_owners()
+        self.gradients.begin(self.active)
+        if self._works_on_root:
+            yield
+            self.gradients.end(self.active)
+            return
+        if self._snapshot is None:
+            self._snapshot = self._taken_snapshot()
+        self.exchanged.add(self._shared_objects())
+        self.views = [
+            ReplicaView(self, share, weight, is_first=index == 0)
+            for index, (share, weight) in enumerate(zip(shares, weights, strict=True))
+        ]
+        try:
+            with backwards_intercepted(), optimizers_checked():
+                yield
+            self._refuse_shared_writes()
+            self._commit()
+            self._give_values()
+            self.gradients.end(self.active)
+            if len(self.active) < len(self.replicas.replicas):
+                self.replicas.state.mark_changed()  # those without rows did not write what the step wrote by hand
+            self._snapshot = False
+        finally:
+            self._abandon_rounds()
+            self.exchanged.restore()
+            self.views = []
+            self._loss = None
+
+    def _refuse_shared_writes(self) -> None:
+        """What a step writes by hand into a parameter that several replicas share was written several times."""
+        if len(self.active) > 1 and (name := self.replicas.state.written_by_step()):
+            raise WholeBatchError(
+                f"It writes parameter {name}, which the replicas on {self.replicas.root.device} share, once for each.",
+                "Write it in a hook between the steps (on_train_batch_end) for all replicas to take part.",
+            )
+
+    def undo_first_step(self) -> bool:
+        """Puts everything back as it was before the first step, if that is the one which has just failed."""
+        snapshot, self._snapshot = self._snapshot, False
+        if not snapshot:
+            return False
+        snapshot.restore()
+        self.replicas.state.mark_changed()
+        self.gradients = SharedGradients(self.replicas, self.step)
+        return True
+
+    @contextmanager
+    def on(self, share: Share) -> Iterator[None]:
+        """The calling code is the step of one of the shares, for a while."""
+        view = next((view for view in self.views if view.replica is share.replica), None)
+        with viewed(view):
+            yield
+
+    # ---- called by the views, in the replicas' own threads ----
+
+    def meet(self, what: str, value: Any, act: Callable[[list[Any]], Any], *, optional: bool = False) -> Any:
+        """``act`` of all replicas' values, run once, outside of any replica."""
+        rank = current_rank()
+        assert rank is not None, "only called inside a step"
+        return rank.meet(what, value, act, optional=optional)
+
+    def call_once(self, what: str, arguments: Any, act: Callable[[Any], Any]) -> Any:
+        """``act`` of the arguments of all, run once on the owners; the replicas follow what it wrote."""
+        return self.meet(what, arguments, lambda given: self._act(act, given))
+
+    def step_once(self, what: str, closure: Callable[[], Any] | None, take_step: Callable[..., Any]) -> Any:
+        """``take_step`` of a closure that is every replica's own ``closure``, which it may call any number of times."""
+        command: Command = self.meet(what, closure is not None, lambda given: self._begin(take_step, given))
+        try:
+            while command.runs_closure:
+                loss = None
+                if closure is not None:
+                    with torch.set_grad_enabled(command.grad_enabled):
+                        loss = closure()
+                command = self.meet(f"the closure of {what}", loss, self._answer)
+        except BaseException:
+            self._abandon_rounds()
+            raise
+        return command.result
+
+    def add_gradients(self, columns: Sequence[Any]) -> None:
+        """Every replica gets the sum of what all backwards gave."""
+        with unshifted():
+            self.gradients.add(self.active, columns, self._rows)
+
+    def total_gradients(self, columns: Sequence[Any]) -> list[Any]:
+        """The sums of what the active replicas have, without a trace in any gradient."""
+        with unshifted():
+            return self.gradients.totals(self.active, columns, self._rows)
+
+    def before_backward(self, losses: Sequence[Any]) -> Tensor | None:
+        """Calls the hooks with the loss of the whole batch; the factor by which they scaled it, if they did."""
+        present = [index for index, loss in enumerate(losses) if loss is not None]
+        merged = self._merged([losses[index] for index in present], [self.views[index].weight for index in present])
+        leaf = merged.detach().clone().requires_grad_()
+        self.strategy.pre_backward(leaf)
+        scaled = self.precision.pre_backward(leaf, self.root)
+        self._loss = scaled
+        if scaled is leaf:
+            return None
+        factor: Tensor = torch.autograd.grad(scaled, leaf, retain_graph=True)[0]
+        return factor
+
+    def after_backward(self, _: Sequence[Any]) -> None:
+        """Calls the hooks; the replicas follow what they did to gradients."""
+        marks = self.gradients.marks()
+        of_root = self.gradients.marks_of_root()
+        loss = self.precision.post_backward(self._loss, self.root)
+        self.strategy.post_backward(loss)
+        self._loss = None
+        self.gradients.follow(self.active, marks)
+        self.gradients.follow_root(self.active, of_root)
+
+    def has_backward_hooks(self) -> bool:
+        """Whether anything happens round a backward, beside the backward itself."""
+        names = "on_before_backward", "on_after_backward"
+        trainer: Any = self.root.trainer
+        wrapped = self.precision.wrapped
+        scales = type(wrapped).pre_backward not in (Precision.pre_backward, MixedPrecision.pre_backward)
+        around = type(wrapped).post_backward is not Precision.post_backward
+        own = type(self.strategy).pre_backward is not Strategy.pre_backward
+        own = own or type(self.strategy).post_backward is not Strategy.post_backward
+        return (
+            scales
+            or around
+            or own
+            or self.precision.scaler is not None
+            or any(is_overridden(name, self.root) for name in names)
+            or any(is_overridden(name, callback, parent=Callback) for callback in trainer.callbacks for name in names)
+        )
+
+    # ---- run once, while all replicas wait ----
+
+    def _act(self, act: Callable[[Any], Any], given: Sequence[Any]) -> Any:
+        merged = self._merged_arguments(given)
+        self._prepare()
+        with unshifted():
+            result = act(merged)
+        self._settle(None)
+        return result
+
+    def _begin(self, take_step: Callable[..., Any], has_closure: Sequence[bool]) -> Command:
+        self._prepare()
+        marks = self.gradients.marks()
+        if any(has_closure):
+            assert self._rounds is None, "an optimizer steps inside of another one's closure outside of a replica"
+            self._rounds = ClosureRounds(take_step, self.replicas.root.device)
+            with unshifted():
+                command = self._rounds.begin()
+        else:
+            with unshifted():
+                command = Command(runs_closure=False, result=take_step(None))
+        self._settle(marks)
+        return self._continued(command)
+
+    def _answer(self, losses: Sequence[Any]) -> Command:
+        assert self._rounds is not None, "a closure runs only when it was asked for"
+        self._prepare()
+        marks = self.gradients.marks()
+        with unshifted():
+            command = self._rounds.answer(self._merged_loss(losses))
+        self._settle(marks)
+        return self._continued(command)
+
+    def _continued(self, command: Command) -> Command:
+        if not command.runs_closure:
+            self._rounds = None
+        return command
+
+    def _abandon_rounds(self) -> None:
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            rounds.abandon()
+
+    def _prepare(self) -> None:
+        """Before something happens to the owners: they get what the step wrote."""
+        self._refuse_shared_writes()
+        self.gradients.check_edits(self.active, self._names)
+        self._commit()
+        self._give_values()
+        self.gradients.to_owners(self.active)
+
+    @torch.no_grad()
+    def _give_values(self) -> None:
+        """Owners without rows get the parameters of those with rows, which the step may have written by hand."""
+        present = {id(parameter) for replica in self.active for parameter in replica.parameters}
+        for owner, source in zip(self.step.owner_parameters, self.active[0].parameters, strict=True):
+            if id(owner) not in present and owner.data_ptr() != source.data_ptr():
+                owner.copy_(source)
+
+    def _commit(self) -> None:
+        """What the first replica wrote into the groups of optimizers counts."""
+        if self.views:
+            self.views[0].commit()
+
+    def _settle(self, marks: Sequence[Any] | None) -> None:
+        """After something happened to the owners: the replicas get it.
+
+        Args:
+            marks: Of the owners' gradients before; ``None`` where their versions do not tell. (A gradient scaler's
+                operator writes them without a trace, as of torch 2.13.)
+        """
+        state = self.replicas.state
+        with unshifted():
+            state.optimizer_stepped()
+            state.synchronize_parameters()
+            if marks is None or self.precision.scaler is not None:
+                self.gradients.follow_all(self.active)
+            else:
+                self.gradients.follow(self.active, marks)
+        for view in self.views:
+            view.refresh()
+
+    def _merged_loss(self, losses: Sequence[Any]) -> Any:
+        pairs = [(loss, view.weight) for loss, view in zip(losses, self.views, strict=True) if loss is not None]
+        if not pairs:
+            return None
+        values = [loss for loss, _ in pairs]
+        if not all(_is_number(value) for value in values):
+            return values[0]
+        return self._merged(values, [weight for _, weight in pairs])
+
+    def _merged(self, values: Sequence[Any], weights: Sequence[float]) -> Any:
+        """Losses of slices as one: their mean by weight, their sum where weights are those of a sum."""
+        device = self.replicas.root.device
+        tensors = [value.detach() for value in values if isinstance(value, Tensor)]
+        if len(tensors) < len(values):
+            total = sum(value * weight for value, weight in zip(values, weights, strict=True))
+            return total if self.step.adds_losses else total / sum(weights)
+        merged = weighted_mean(tensors, weights, device)
+        return merged * len(weights) if self.step.adds_losses and len(weights) > 1 else merged
+
+    def _merged_arguments(self, given: Sequence[Any]) -> Any:
+        """The first replica's, but numbers that differ (losses) are merged as losses are."""
+        flat = [torch.utils._pytree.tree_flatten(one) for one in given]
+        if len({len(leaves) for leaves, _ in flat}) > 1:
+            return given[0]
+        weights = [view.weight for view in self.views]
+        merged = []
+        for column in zip(*(leaves for leaves, _ in flat), strict=True):
+            same = all(one is column[0] for one in column)
+            is_loss = not same and all(_is_number(one) for one in column)
+            if is_loss and len({_as_float(one) for one in column}) > 1:
+                merged.append(self._merged(column, weights))
+            else:
+                merged.append(column[0])
+        return torch.utils._pytree.tree_unflatten(merged, flat[0][1])
+
+    def _shared_objects(self) -> list[Any]:
+        """Optimizers, schedulers and the scaler of this fit, and the optimizers that the module holds beside them."""
+        strategy = self.strategy
+        found = [*strategy.optimizers, *strategy._lightning_optimizers]
+        found += [config.scheduler for config in strategy.lr_scheduler_configs]
+        if self.precision.scaler is not None:
+            found.append(self.precision.scaler)
+        return [*found, *held_optimizers(self.root)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return type(value) is float
+
+
+def _as_float(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

@@ -1,0 +1,1 @@
+"""Memory plans for a Trainer: budgets, profiles of its steps, plans on its replicas."""

@@ -1,0 +1,199 @@
+"""The memory planner for any other strategy: a callback."""
+
+import os
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dpx.activations import arguments_of_step
+from lightning_dpx.devices import parse_bytes
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.lightning.logging import StepLog
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.other_steps import OtherSteps
+from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
+from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
+from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest, hide_optimizers
+from lightning_dpx.lightning.strategy import DPXStrategy
+from lightning_dpx.memory import (
+    CheckpointPlan,
+    Planner,
+    Profile,
+    applied_plan,
+    apply_plan,
+    bytes_of_budget,
+    complete_plan,
+    format_plan,
+    make_planner,
+    planned,
+    profile_step,
+    remove_plan,
+)
+from lightning_dpx.progress import shown
+from lightning_dpx.replicas import Replica, Share, stand_in
+
+
+class ActivationPlanner(Callback):
+    """Fits the activations of every training step into a budget, under any strategy that runs one module per process.
+
+    The first batch is profiled on a stand-in of the module, before its step, and so is every batch that is larger in
+    some dim than any before: one plan then keeps all of these shapes within the budget. A step that saves what none of
+    them has saved, because it skips layers or chooses among them, is announced, and the coming ones are profiled until
+    one of them has shown it. Of several processes all plan when one must, each for its own batches. ``strategy="dpx"``
+    plans by itself: give it ``memory_budget``.
+
+    Args:
+        budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
+            ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
+        planner: Who decides: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, or a Planner.
+        plan: Instead of a budget, a plan to follow, or the path of a saved one.
+        plan_cache: Where plans are kept for the next run, which then plans nothing; as in DPXStrategy.
+
+    Attributes:
+        plan: What is followed; ``None`` before the first batch.
+        profile: The step that leaves least room, of those that it was made for; ``None`` if it was given.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+        PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
+        UnsupportedError: the strategy shards the module.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str | None = None,
+        planner: str | Planner = "auto",
+        plan: CheckpointPlan | str | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
+    ) -> None:
+        if budget is not None and plan is not None:
+            raise ConfigurationError("Give budget, to make a plan, or plan, to follow one; not both.")
+        self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
+        bytes_of_budget(self._budget, 1)  # checks it
+        self._planner, self._cache = make_planner(planner), PlanningCache(plan_cache, "plan_cache")
+        self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
+        self.profile: Profile | None = None
+        self._given = self.plan is not None
+        self._shapes, self._profiles, self._other_steps = KnownShapes(), list[Profile](), OtherSteps()
+        self._step = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses the strategy that plans by itself, and those that no stand-in can be made for."""
+        if isinstance(trainer.strategy, DPXStrategy):
+            raise ConfigurationError(
+                'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
+            )
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
+            raise UnsupportedError(
+                f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its "
+                "own activation checkpointing."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts a plan that was given on the module."""
+        if self._given and self.plan is not None:
+            apply_plan(pl_module, self.plan)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plans if need be, and begins to follow."""
+        if not self._given and trainer.strategy.reduce_boolean_decision(self._is_open(pl_module, batch), all=False):
+            with shown("planning memory", enabled=shows_progress(trainer)):
+                self._make_plan(trainer, pl_module, batch, batch_idx)
+        self._step.enter_context(planned(pl_module))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The step is over."""
+        self._step.close()
+
+    def on_exception(self, *_: Any) -> None:
+        """So is one that failed."""
+        self._step.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the module as it was."""
+        if applied_plan(pl_module) is not None:
+            remove_plan(pl_module)
+        self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+        self._cache.start()
+
+    def _is_open(self, module: LightningModule, batch: Any) -> bool:
+        """Whether nothing is planned for a batch of that shape, or for steps such as an earlier one was."""
+        if (applied := applied_plan(module)) is not None:
+            self._other_steps.look_back(applied)
+        if self._other_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
+            self._cache.leave()
+            self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+        return not self._shapes.hold(batch) or self._other_steps.expected
+
+    def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        applied = applied_plan(module)
+        if applied is not None:
+            remove_plan(module)
+        try:
+            if self._shapes.hold(batch) and self._other_steps.expected:  # it looks like the known ones and is not
+                profile = self._profiled(trainer, module, batch, batch_idx)
+            else:
+                profile = self._found_or_profiled(trainer, module, batch, batch_idx)
+            seen = SeenStep((profile,), (1,))
+            if not self._shapes.hold(batch) or self._other_steps.found_in([seen]):
+                plan = self._planned(module, profile, None if applied is None else applied.plan)
+                self._other_steps.plan_for([seen])
+                self._shapes.add(batch)
+                rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
+        finally:
+            if self.plan is not None:
+                apply_plan(module, self.plan, watches=True)
+
+    def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
+        device, keys = trainer.strategy.root_device, [""]
+        if self._cache.is_on:
+            keys = [key_of_run_step(trainer, module, batch, device, keeps_gradients(trainer))]
+        ((profile,),) = self._cache.profiles(
+            keys,
+            lambda: [[self._profiled(trainer, module, batch, batch_idx)]],
+            agreement(trainer, together=True),
+        )
+        self._other_steps.plan_for([SeenStep((profile,), (1,))])
+        return profile
+
+    def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
+        replica = Replica(0, trainer.strategy.root_device, module)
+        twin: Any = stand_in(replica, [trainer, *trainer.loggers])
+        twin._trainer = trainer
+
+        if not twin.automatic_optimization:
+            hide_optimizers(twin)
+        guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [replica.device])
+
+        def step() -> torch.Tensor | None:
+            visit = nullcontext() if module.automatic_optimization else guest.visit(twin)
+            with visit, StepLog(Share(replica, 0, batch)).recording(twin):
+                arguments = arguments_of_step(twin.training_step, batch, batch_idx)
+                return end_of_step(twin, twin.training_step(*arguments))
+
+        return profile_step(
+            twin,
+            step,
+            replica.device,
+            context=trainer.precision_plugin.train_step_context,
+            accumulates=keeps_gradients(trainer),
+        )
+
+    def _planned(self, module: LightningModule, latest: Profile, now: CheckpointPlan | None) -> CheckpointPlan:
+        profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)
+        largest = max(profiles, key=lambda profile: profile.peak)
+        budget = bytes_of_budget(self._budget, largest.peak)
+        if budget is None:  # as few as possible where most are needed
+            least, self.profile = self._cache.plan_profile(module, largest, self._planner), largest
+            plan = complete_plan(module, least, profiles, self._planner)
+        else:
+            steps, rooms = [[profile] for profile in profiles], [[budget] for _ in profiles]
+            shared = self._cache.plan_shapes(module, steps, rooms, self._planner, now)
+            plan, self.profile = shared.plans[0], profiles[shared.worst[0]]
+        self.plan, self._profiles = plan, profiles
+        return plan

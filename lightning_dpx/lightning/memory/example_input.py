@@ -1,0 +1,61 @@
+"""What a module's ``example_input_array`` tells at setup: whether one row of it fits at all.
+
+It feeds ``forward`` and not ``training_step``, and its rows are not those of a batch. So no plan is made from it; but a
+budget that has no room for one row of it has none for a batch, and the fit need not wait for one to say so.
+"""
+
+import gc
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dpx.activations import example_run
+from lightning_dpx.errors import PlanError, ReplicationError, SliceError
+from lightning_dpx.lightning.memory.profiling import places_of
+from lightning_dpx.memory import Profile, profile_step, sum_of
+from lightning_dpx.python_objects.preserve import preserve_rng_state
+from lightning_dpx.replicas import Replica, ReplicaSet, batch_size, slice_batch
+
+
+def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> list[Profile]:
+    """``forward`` and backward of a stand-in for ``replica`` on one row, seen from each device that it runs on.
+
+    In evaluation mode, as batch normalisation refuses to train on one row: a step keeps this much and more.
+
+    Args:
+        replicas: The replicas.
+        replica: One of them.
+        precision: The precision plugin, in whose context forward runs.
+
+    Returns:
+        Nothing where there is no example, or where no single row of it can be tried.
+    """
+    module: Any = replicas.root.module
+    if getattr(module, "example_input_array", None) is None:
+        return []
+    try:
+        with preserve_rng_state(replicas.devices, [module]):
+            row = _first_row(module._on_before_batch_transfer(module.example_input_array), replicas)
+            return [_profile(replicas, replica, row, precision, place) for place in places_of(replica)]
+    except (PlanError, ReplicationError, SliceError, torch.OutOfMemoryError) as error:
+        rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
+        return []
+    finally:
+        gc.collect()  # a stand-in and its gradients refer to each other in circles
+
+
+def _first_row(example: Any, replicas: ReplicaSet) -> Any:
+    if not isinstance(replicas.batch_dim, int):
+        raise SliceError("batch_dim names the inputs of a batch, not those of forward.")
+    num_rows = batch_size(example, replicas.batch_dim)
+    return example if num_rows == 1 else slice_batch(example, [1, num_rows - 1], replicas.batch_dim)[0]
+
+
+def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, place: torch.device) -> Profile:
+    twin: Any = replicas.stand_in(replica)
+    twin._trainer = replicas.root.module._trainer  # LightningModule drops it from its copies
+    twin.example_input_array = twin._apply_batch_transfer_handler(row, device=replica.device)
+    run = example_run(twin, replica.device)
+    assert run is not None, "it was just given one"
+    return profile_step(twin, lambda: sum_of(run()), place, context=precision.forward_context)

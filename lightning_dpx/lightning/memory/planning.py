@@ -1,0 +1,455 @@
+"""``memory_budget`` and ``plan`` of the strategy: profiles a step of one replica, and puts plans on all of them."""
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
+from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
+from lightning_dpx.lightning.memory.other_steps import OtherSteps
+from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
+from lightning_dpx.lightning.memory.profiling import Step, places_of
+from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_place, demand, profiled_steps
+from lightning_dpx.lightning.memory.static import StaticMemory
+from lightning_dpx.memory import (
+    CheckpointPlan,
+    Planner,
+    Profile,
+    applied_plan,
+    apply_plan,
+    format_plan,
+    make_planner,
+    plan_places,
+    plan_shapes,
+    remove_plan,
+    summary,
+)
+from lightning_dpx.progress import shown
+from lightning_dpx.replicas import Replica, ReplicaSet, Share
+
+StaticOf = Callable[[Sequence[Share]], StaticMemory]  # what a step of these shares needs beside activations
+_TOLERANCE = 0.05  # of a predicted peak
+_UNNOTICED = 2**18  # bytes: small things that come while activations go
+_TIGHTER = 0.8  # of the activations of a plan that did not fit
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """About the replicas on one device.
+
+    Attributes:
+        places: The devices that a step of theirs runs on.
+        seen: Their steps, one of each shape.
+        plans: One for each place; they decide alike.
+        worst: For each place, which of the steps leaves least room there.
+    """
+
+    places: tuple[torch.device, ...]
+    seen: tuple[SeenStep, ...]
+    plans: tuple[CheckpointPlan, ...]
+    worst: tuple[int, ...]
+
+
+class MemoryPlanning:
+    """The plans of a run.
+
+    Args:
+        budget: What :func:`parse_budget` allows, for everything on a device.
+        planner: Who decides.
+        plan: What is decided already.
+        plan_cache: Where plans of earlier runs are; see :class:`PlanCache`.
+
+    Attributes:
+        plans: By device, what is followed.
+        profiles: By device, the step that leaves least room there, of those that the plan was made for.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
+        PlanError: ``plan`` is a file that holds none.
+    """
+
+    def __init__(
+        self,
+        budget: Any,
+        planner: str | Planner = "auto",
+        plan: CheckpointPlan | str | None = None,
+        plan_cache: bool | str | os.PathLike[str] = True,
+    ) -> None:
+        self.budgets, self.planner = Budgets(parse_budget(budget)), make_planner(planner)
+        self._cache = PlanningCache(plan_cache, "plan_cache")
+        self.asked = budget is not None
+        if budget is not None and plan is not None:
+            raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
+        self._given = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
+        if self._given is not None and not isinstance(self._given, CheckpointPlan):
+            raise ConfigurationError(f"plan={plan!r} is not allowed; give a CheckpointPlan or the path of a saved one.")
+        self.plans: dict[torch.device, CheckpointPlan] = {}
+        self.profiles: dict[torch.device, Profile] = {}
+        self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
+        self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
+        self._shapes = KnownShapes()
+        self._provisional = False  # made before the first batch, since when others may have taken memory
+        self._passing: dict[torch.device, int] = {}  # beside activations, in a backward: gradients, and others
+        self._before: dict[torch.device, int] = {}
+        self._steps = 0
+        self._other_steps = OtherSteps()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be planned or followed."""
+        return self.budgets.given is not None or self._given is not None
+
+    def follow_given(self, modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        """Puts the plan that was given on every replica."""
+        if self._given is not None:
+            for module, device in zip(modules, devices, strict=True):
+                apply_plan(module, self._given)
+                self.plans[device] = self._given
+            rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
+
+    def refuse_hopeless(
+        self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
+    ) -> None:
+        """Before any batch is there: whether there is room for activations at all.
+
+        Args:
+            replicas: The replicas.
+            static: What a step needs beside activations.
+            example: What at least a step of a replica takes on each of its devices; nothing if that is not known.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        gc.collect()  # what is there in circles only is no reason
+        firsts = {replica.device: Share(replica, 0, None) for replica in reversed(replicas.replicas)}
+        held, places_of_all = static(list(firsts.values())), by_place(list(firsts.values()))
+        limits = {place: self.budgets.limit(place, replicas.devices) for place in places_of_all}
+        rooms = {place: self._room(place, held, limit) for place, limit in limits.items()}
+        for home, share in firsts.items():
+            places, profiles = places_of(share.replica), example(share.replica)
+            if not profiles:
+                return  # what one of them cannot try, none can
+            try:
+                plan_places(replicas.root.module, profiles, [rooms[place] for place in places], self.planner)
+            except BudgetError as error:
+                place = places[error.place]
+                self._explain(error, place, limits[place] - rooms[place], limits[place], 1)
+                error.add_note("That is for one row of example_input_array, in forward and backward alone.")
+                raise
+            rank_zero_info(
+                f"dpx: without a plan, one row of example_input_array takes {_mib(profiles[0].peak)} of the "
+                f"{_mib(rooms[home])} on {home} that memory_budget leaves for activations; the first batch is planned."
+            )
+
+    def is_open(self, replicas: ReplicaSet, batch: Any) -> bool:
+        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any known one in some dim.
+
+        Or an earlier step was not one of those that were planned for, and so may this one be.
+        """
+        if self.budgets.given is None:
+            return False
+        for replica in replicas.replicas:
+            if (applied := applied_plan(replica.module)) is not None:
+                self._other_steps.look_back(applied)
+        return not self._shapes.hold(batch) or self._other_steps.expected
+
+    def decide(
+        self,
+        replicas: ReplicaSet,
+        batch: Any,
+        shares: Sequence[Share],
+        run: Step,
+        static: StaticOf,
+        *,
+        source: str = "",
+    ) -> None:
+        """Plans for the devices of ``shares`` and puts the plans on their replicas.
+
+        Batches of several shapes share one plan, that of the worst. A plan for each would recompute less where a batch
+        is small, but would be exchanged, hooks and all, at every change of shape.
+
+        Args:
+            replicas: The replicas.
+            batch: The whole of a batch; nothing new is planned if it is within a known one.
+            shares: Its parts.
+            run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+            static: What a step needs beside activations.
+            source: Where ``batch`` comes from, if it is not one that is trained on.
+
+        Raises:
+            PlanError: a budget cannot be met; the plans of before hold.
+        """
+        self._take_off(replicas)
+        trainer = getattr(replicas.root.module, "_trainer", None)
+        try:
+            with shown("planning memory", enabled=shows_progress(trainer)):
+                self._decide(replicas, batch, shares, run, static, source)
+        finally:
+            self._put_on(replicas)
+
+    def _decide(
+        self,
+        replicas: ReplicaSet,
+        batch: Any,
+        shares: Sequence[Share],
+        run: Step,
+        static: StaticOf,
+        source: str,
+    ) -> None:
+        held = static(shares)
+        anew = self._other_steps.expected
+        if anew and self._cache.is_used:
+            self._leave_cache()
+        seen = profiled_steps(
+            replicas, shares, run, self._cache, accumulates=held.accumulates, together=self.asked, anew=anew
+        )
+        if not self._shapes.hold(batch) or self._steps_differ(seen):
+            self._plan(replicas, shares, held, seen, source)
+            self._shapes.add(batch)
+            self._provisional = bool(source)
+
+    def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
+        """Whether these profiles show what steps have saved that no earlier one showed."""
+        found = self._other_steps.found_in(seen.values())
+        if found:
+            self._cache.forget()
+        return found
+
+    def _leave_cache(self) -> None:
+        """What was found there is not what the steps of this run are."""
+        self._cache.leave()
+        self._shapes, self._other_steps = KnownShapes(), OtherSteps()
+        self._decided.clear()
+
+    def confirm(self, replicas: ReplicaSet, shares: Sequence[Share], static: StaticOf) -> None:
+        """At the first batch, if plans were made before it: whether the devices still have the room.
+
+        Raises:
+            PlanError: they have not, and no plan takes as little as there is.
+        """
+        if not self._provisional:
+            return
+        self._provisional = False
+        held = static(shares)
+        for place in by_place(shares):
+            needed = held.beside_activations(place) + self.forecast(place)[0]
+            if place in self.plans and needed > self.budgets.limit(place, replicas.devices):
+                self._take_off(replicas)
+                try:
+                    self._plan(replicas, shares, held, {}, "")
+                finally:
+                    self._put_on(replicas)
+                return
+
+    def _plan(
+        self,
+        replicas: ReplicaSet,
+        shares: Sequence[Share],
+        static: StaticMemory,
+        seen: Mapping[torch.device, SeenStep],
+        source: str,
+    ) -> None:
+        shares_of, decided, said = by_place(shares), dict(self._decided), dict[torch.device, str]()
+        limits, helds = dict(self._limits), dict[torch.device, int]()
+        for home in shares_of:
+            known = self._decided[home].seen if home in self._decided else ()
+            steps = [*known, seen[home]] if home in seen else list(known)
+            if home not in replicas.devices or not steps:
+                continue  # parts are shifted there; it is planned with the replicas that they belong to
+            places = places_of(shares_of[home][0].replica)
+            allowed = [self.budgets.limit(place, replicas.devices) for place in places]
+            free = [self._room(place, static, limit) for place, limit in zip(places, allowed, strict=True)]
+            held = [limit - room for limit, room in zip(allowed, free, strict=True)]
+            steps = most_demanding(steps, partial(demand, free=free))
+            rooms = [[room // sharing for room, sharing in zip(free, step.sharing, strict=True)] for step in steps]
+            now = self._decided[home].plans[0] if home in self._decided else None
+            try:
+                profiles = [step.profiles for step in steps]
+                shared = self._cache.plan_shapes(replicas.root.module, profiles, rooms, self.planner, now)
+            except BudgetError as error:
+                if error.smallest is not None:
+                    index = error.place
+                    self._explain(error, places[index], held[index], allowed[index], steps[-1].sharing[index])
+                raise
+            decided[home] = _Decided(tuple(places), tuple(steps), shared.plans, shared.worst)
+            for index, place in enumerate(places):
+                step = steps[shared.worst[index]]
+                limits[place], helds[place] = (allowed[index], step.sharing[index]), held[index]
+                self._passing[place] = static.coming_gradients(place) + static.passing(place)
+                said[place] = _origin(step.profiles[index], source, len(steps))
+        self._decided, self._limits = decided, limits
+        self._other_steps.plan_for(step for one in decided.values() for step in one.seen)
+        self._list_plans()
+        for place, remark in said.items():
+            limit, sharing = self._limits[place]
+            rank_zero_info(_announcement(place, self.plans[place], helds[place], limit, sharing, remark))
+
+    def _list_plans(self) -> None:
+        self.plans, self.profiles = {}, {}
+        for decided in self._decided.values():
+            for index, (place, plan) in enumerate(zip(decided.places, decided.plans, strict=True)):
+                if place in self.plans and (self.plans[place].peak or 0) >= (plan.peak or 0):
+                    continue  # several replicas are shifted there
+                self.plans[place] = plan
+                self.profiles[place] = decided.seen[decided.worst[index]].profiles[index]
+
+    def _explain(self, error: BudgetError, place: torch.device, held: int, limit: int, sharing: int) -> None:
+        least = _mib(held + sharing * (error.smallest or 0))
+        error.add_note(
+            f"On {place}, {self.budgets.told(place)} allows {_mib(limit)} in all, of which parameters, gradients, "
+            f"their reduction and optimizer state take {_mib(held)}; it must allow at least {least}."
+        )
+
+    def _room(self, device: torch.device, static: StaticMemory, limit: int) -> int:
+        """Bytes for activations on ``device``, of all the replicas that share it."""
+        held = static.beside_activations(device)
+        most = max(held, static.after_backward(device))
+        if most >= limit:
+            moving = _mib(static.moving.get(device, 0))
+            raise BudgetError(
+                f"{self.budgets.told(device)} allows {_mib(limit)} on {device}, and parameters, gradients and "
+                f"optimizer state alone take {_mib(most)}, with {moving} that the reduction of gradients needs beside "
+                "them. Allow more, or use more gradient_packs, reducer='colocate' or shifts."
+            )
+        return limit - held
+
+    def _put_on(self, replicas: ReplicaSet) -> None:
+        for replica in replicas.replicas if self.plans else ():  # also those without a share today
+            known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
+            apply_plan(replica.module, known_plan, watches=True)
+        self._steps = 0
+
+    def tighten(self, replicas: ReplicaSet, batch: Any, shares: Sequence[Share], run: Step, static: StaticOf) -> str:
+        """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
+
+        Raises:
+            BudgetError: nothing takes less.
+        """
+        if not self._decided:
+            if self.budgets.given is None:
+                self.budgets = Budgets("auto")
+            self.decide(replicas, batch, shares, run, static)
+        else:
+            tighter = {home: self._tighter(replicas.root.module, one) for home, one in self._decided.items()}
+            self._take_off(replicas)
+            self._decided = tighter
+            self._list_plans()
+            self._put_on(replicas)
+        return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
+
+    def _tighter(self, module: nn.Module, decided: _Decided) -> _Decided:
+        steps = [step.profiles for step in decided.seen]
+        now = [plan.peak or plan.unplanned_peak for plan in decided.plans]
+        rooms = [int(peak * _TIGHTER) for peak in now]
+        try:
+            shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
+        except BudgetError as error:
+            if len(rooms) == 1:
+                raise
+            rooms[error.place] = now[error.place]  # nobody knows which of the devices ran out; the other one gives more
+            shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
+        return replace(decided, plans=shared.plans, worst=shared.worst)
+
+    def advice(self) -> str:
+        """What would help where memory ran out."""
+        if not self.plans:
+            return (
+                "DPXStrategy(memory_budget='auto') computes again what does not fit; on_oom='replan' does so once it "
+                "is needed. Otherwise use a smaller batch."
+            )
+        said = []
+        for device, plan in self.plans.items():
+            budget = f" for a budget of {_mib(self._limits[device][0])}" if device in self._limits else ""
+            said.append(f"The plan of {device}{budget} predicted {_mib(plan.peak or 0)} of activations.")
+            decided = next((one for one in self._decided.values() if device in one.places), None)
+            if decided is None:
+                continue
+            try:
+                less = self._tighter(nn.Module(), decided).plans[decided.places.index(device)]
+            except BudgetError:
+                said.append("No plan takes much less: use a smaller batch.")
+                continue
+            said.append(
+                f"One of {_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
+                "memory_budget, or on_oom='replan'."
+            )
+        return " ".join(said)
+
+    def forecast(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
+        plan = self.plans.get(device)
+        if plan is None:
+            return 0, 0
+        limit, sharing = self._limits.get(device, (0, 1))
+        return (plan.peak or 0) * sharing, limit
+
+    def _take_off(self, replicas: ReplicaSet) -> None:
+        for replica in replicas.replicas:
+            if applied_plan(replica.module) is not None:
+                remove_plan(replica.module)
+
+    def remove(self, replicas: ReplicaSet) -> None:
+        """Takes all plans off."""
+        self._take_off(replicas)
+        self.forget()
+
+    def forget(self) -> None:
+        """The run is over; the next one plans anew."""
+        self._shapes, self._before, self._steps, self._provisional = KnownShapes(), {}, 0, False
+        self._other_steps = OtherSteps()
+        self._cache.start()
+        self.plans.clear()
+        self.profiles.clear()
+        self._decided.clear()
+
+    def begin_step(self) -> None:
+        """Before the second planned step: by then the optimizer has its state."""
+        self._steps += 1
+        if self._steps == 2:
+            self._before = {device: allocated_and_peak(device)[0] for device in self.plans if not is_host(device)}
+            for device in self._before:
+                reset_peak_memory(device)
+
+    def end_backward(self) -> None:
+        """Compares what the step took with what was predicted."""
+        for device, before in self._before.items():
+            present, peak = allocated_and_peak(device)
+            predicted, taken = self.forecast(device)[0], peak - before
+            # What is planned for apart may have been there at the peak, where another device was ahead of this one.
+            unnoticed = max(present - before, _UNNOTICED + self._passing.get(device, 0))
+            if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:
+                rank_zero_warn(
+                    f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "
+                    "operators that need much memory inside, or other work on the device."
+                )
+        self._before = {}
+
+
+def _origin(profile: Profile, source: str, num_shapes: int) -> str:
+    guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
+    shapes = f"; the worst of {num_shapes} shapes of batches" if num_shapes > 1 else ""
+    return (f"; made from {source}, before any batch" if source else "") + shapes + guess
+
+
+def _announcement(
+    device: torch.device, plan: CheckpointPlan, static: int, limit: int, sharing: int, remark: str
+) -> str:
+    how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
+    peak = static + sharing * (plan.peak or 0)
+    head = (
+        f"dpx: memory of {device}{how}: {_mib(peak)} predicted of {_mib(limit)} allowed, {_mib(static)} static{remark}"
+    )
+    return f"{head}\n{'everything fits; nothing is computed again' if plan.keeps_all else format_plan(plan)}"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,158 @@
+"""What a run asks the cache of plans: whether its steps and its plans are known from an earlier run.
+
+Several processes look a step up together: one that profiled it alone would wait for the others in its collectives. What
+was found is watched as a plan from a file is. Where the steps of the run turn out to be others, it is forgotten, and
+planned anew; where they turn out to differ from each other, nothing is kept for the next run, which could not know
+which of them comes first.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_dpx.memory import CheckpointPlan, Planner, Profile, SharedPlan, plan_shapes
+from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_plans, key_of_step
+
+Agree = Callable[[bool], bool]
+
+
+class PlanningCache:
+    """The entries that a run uses.
+
+    Args:
+        where: As :class:`PlanCache` takes it.
+        argument: What turns it off, as a user writes it.
+
+    Attributes:
+        is_used: Whether something that is planned for was found, and not seen.
+    """
+
+    def __init__(self, where: bool | str | os.PathLike[str], argument: str) -> None:
+        self._cache, self._argument = PlanCache(where, rank_zero_info), argument
+        self.is_used = False
+        self._keys: list[str] = []  # of what the run has found, or kept
+
+    def profiles(
+        self, keys: Sequence[str], make: Callable[[], Sequence[Sequence[Profile]]], agree: Agree, *, anew: bool = False
+    ) -> Sequence[Sequence[Profile]]:
+        """The profiles of some steps: of an earlier run, or else from ``make``.
+
+        Args:
+            keys: Of each step; empty where nobody knows.
+            make: Profiles all steps.
+            agree: Whether all processes of the run say yes.
+            anew: Whether what an earlier run has kept is known to be wrong.
+        """
+        found = [] if anew else [one for key in keys if (one := self._cache.profiles(key)) is not None]
+        if agree(len(found) == len(keys) > 0):
+            self.is_used = True
+            self._keys += keys
+            return found
+        made = make()
+        for key, profiles in zip(keys, made, strict=True):
+            self._cache.keep_profiles(key, profiles)
+        self._keys += keys
+        return made
+
+    def plan_shapes(
+        self,
+        module: nn.Module,
+        steps: Sequence[Sequence[Profile]],
+        rooms: Sequence[Sequence[int]],
+        planner: str | Planner,
+        now: CheckpointPlan | None,
+    ) -> SharedPlan:
+        """As the function of this name.
+
+        Raises:
+            BudgetError: a budget cannot be met.
+        """
+        key = ""
+        if self._cache.is_on:
+            every = [profile for profiles in steps for profile in profiles]
+            before = () if now is None else (now.fingerprint, [(one.name, one.action) for one in now.decisions])
+            key = key_of_plans(every, planner, [len(profiles) for profiles in steps], rooms, before)
+            found = self._cache.plans(key, module)
+            if found is not None and len(found[0]) == len(found[1]) == len(steps[0]):
+                self._tell(key)
+                return SharedPlan(tuple(found[0]), tuple(found[1]))
+        shared = plan_shapes(module, steps, rooms, planner, now)
+        self._cache.keep_plans(key, shared.plans, shared.worst)
+        self._keys.append(key)
+        return shared
+
+    def plan_profile(self, module: nn.Module, profile: Profile, planner: str | Planner) -> CheckpointPlan:
+        """As the function of this name, for as few bytes as possible."""
+        plan, key = found_or_planned(self._cache, module, profile, None, planner)
+        if key:
+            self._tell(key)
+        return plan
+
+    def _tell(self, key: str) -> None:
+        self._keys.append(key)
+        rank_zero_info(
+            f"dpx: the memory plan was found in the cache, in {self._cache.path_of(key)}; "
+            f"{self._argument}=False plans anew."
+        )
+
+    def leave(self) -> None:
+        """What was found is not what the steps of this run are."""
+        rank_zero_info("dpx: the memory plan from the cache does not fit the steps of this run: it is planned anew.")
+        self.forget()
+
+    def forget(self) -> None:
+        """What the run has found or kept is not what its steps are."""
+        self._cache.forget(*self._keys)
+        self.start()
+
+    def start(self) -> None:
+        """A run begins."""
+        self._keys, self.is_used = [], False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is looked for and kept."""
+        return self._cache.is_on
+
+
+def agreement(trainer: Trainer | None, *, together: bool) -> Agree:
+    """Asks all processes of a run; where they are not ``together``, one among several finds nothing."""
+    strategy = None if trainer is None else trainer.strategy
+    if strategy is not None and together:
+        return partial(strategy.reduce_boolean_decision, all=True)
+    return bool if getattr(strategy, "num_processes", 1) == 1 else _never
+
+
+def _never(_mine: bool) -> bool:
+    return False
+
+
+def shows_progress(trainer: Trainer | None) -> bool:
+    """Whether a bar may show how far planning is: in one process, and unless ``enable_progress_bar=False``."""
+    return trainer is not None and trainer.is_global_zero and trainer.progress_bar_callback is not None
+
+
+def key_of_run_step(trainer: Trainer | None, module: nn.Module, batch: Any, place: torch.device, *others: Any) -> str:
+    """The key of a training step of ``module`` on ``batch``, as it is run now, and seen from ``place``.
+
+    Args:
+        trainer: What runs it.
+        module: What is trained.
+        batch: Its data; or a part of them.
+        place: The device whose memory is looked at.
+        others: What else the step depends on.
+    """
+    run: list[Any] = []
+    if trainer is not None:
+        data, precision = getattr(trainer, "datamodule", None), trainer.precision_plugin
+        run = [
+            type(data), type(precision).__qualname__, str(trainer.precision), trainer.accumulate_grad_batches,
+            trainer.global_rank, trainer.world_size, trainer.global_step == 0,
+        ]  # fmt: skip
+    return key_of_step(module, batch, place, *run, *others)

@@ -1,0 +1,147 @@
+"""A training step of one replica, profiled on a stand-in before it happens."""
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_dpx.errors import PlanError
+from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
+from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
+from lightning_dpx.python_objects.preserve import preserve_rng_state
+from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
+from lightning_dpx.shifting import applied_shift
+
+Step = Callable[[Any, Any, int], Any]
+
+
+def loss_to_plan_from(output: Any) -> torch.Tensor:
+    """The loss of a profiled training step.
+
+    Raises:
+        PlanError: there is none.
+    """
+    loss: torch.Tensor | None = first_loss(output)
+    if loss is None:
+        raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
+    return loss
+
+
+def keeps_gradients(trainer: Trainer) -> bool:
+    """Whether backward finds gradients, to which it adds: of earlier batches, or zeros that a hook leaves."""
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    overridden = is_overridden("optimizer_zero_grad", trainer.lightning_module)
+    return scheduled or overridden or trainer.accumulate_grad_batches > 1
+
+
+def places_of(replica: Replica) -> list[torch.device]:
+    """The devices that a step of ``replica`` runs on: its own, and that of the parts that are shifted."""
+    shift = applied_shift(replica.module)
+    return [replica.device] if shift is None else [replica.device, shift.target]
+
+
+def profile_share(
+    replicas: ReplicaSet,
+    share: Share,
+    run: Step,
+    place: torch.device | None = None,
+    *,
+    accumulates: bool = False,
+) -> Profile:
+    """A step on ``share``, run by a stand-in; extrapolated from fewer rows where all do not fit.
+
+    Args:
+        replicas: All of them.
+        share: What one of them gets.
+        run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+        place: The device whose memory is looked at; the replica's own unless given.
+        accumulates: Whether gradients are added to those of earlier batches.
+
+    Raises:
+        PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
+    """
+
+    def on_rows(batch: Any, rows: int) -> Profile:
+        twin = _twin_of(replicas, share)
+        with preserve_rng_state(replicas.devices, [replicas.root.module]):
+            return profile_step(
+                twin,
+                lambda: end_of_step(twin, run(twin, batch, rows)),
+                place or share.replica.device,
+                accumulates=accumulates,
+            )
+
+    try:
+        return on_rows(share.batch, share.num_rows)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+    finally:
+        gc.collect()  # a stand-in and its gradients refer to each other in circles
+    if share.num_rows < 4:
+        raise PlanError(
+            f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "
+            "extrapolate from there are not. Plan it without running it (dpx.search_plan with device) and give plan."
+        )
+    rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
+    try:
+        few, more = (on_rows(_first_rows(replicas, share, n), n) for n in rows)
+    except UncuttableBatch as error:
+        raise PlanError(
+            f"The step does not fit on {share.replica.device} without a plan, and fewer rows to extrapolate from "
+            f"cannot be had. {error} Or plan the step without running it (dpx.search_plan with device) and give plan."
+        ) from error
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise PlanError(
+            f"Not even {rows[1]} of {share.num_rows} rows fit on {share.replica.device} without a plan, beside what is "
+            "there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
+            "give plan."
+        ) from None
+    finally:
+        gc.collect()
+    return extrapolate(few, more, rows, share.num_rows)
+
+
+def profile_absent_share(
+    replicas: ReplicaSet, share: Share, run: Step, target: torch.device, *, accumulates: bool = False
+) -> Profile:
+    """A step on ``share`` as it would be on ``target``, run by a stand-in on the host; see :func:`profile_absent`.
+
+    Raises:
+        PlanError: the step cannot be planned for.
+    """
+    twin = _twin_of(replicas, share)
+    with preserve_rng_state(replicas.devices, [replicas.root.module]):
+        return profile_absent(
+            twin,
+            share.batch,
+            target,
+            lambda batch: lambda: end_of_step(twin, run(twin, batch, share.num_rows)),
+            here=torch.device("cpu"),
+            few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
+            accumulates=accumulates,
+        )
+
+
+def end_of_step(twin: Any, output: Any) -> torch.Tensor | None:
+    """What the profile shall run a backward of; a step by hand has run its own."""
+    return loss_to_plan_from(output) if twin.automatic_optimization else None
+
+
+def _twin_of(replicas: ReplicaSet, share: Share) -> Any:
+    twin: Any = replicas.stand_in(share.replica)
+    twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+    if not twin.automatic_optimization:
+        hide_optimizers(twin)
+    return twin
+
+
+def _first_rows(replicas: ReplicaSet, share: Share, rows: int) -> Any:
+    if rows == share.num_rows:
+        return share.batch
+    return replicas.slicer.cut(share.batch, [rows, share.num_rows - rows])[0]

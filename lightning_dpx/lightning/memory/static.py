@@ -1,0 +1,74 @@
+"""What a training step holds on every device beside its activations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
+from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.replicas import Share
+
+
+@dataclass(frozen=True, slots=True)
+class StaticMemory:
+    """Bytes by device; parameters, buffers and gradients are counted on the spot.
+
+    Attributes:
+        shares: Of the replicas that take part.
+        states: Of the optimizers, still to come.
+        moving: What the reduction of gradients takes beside them, at its peak.
+        moves_in_backward: Whether that is while activations are still there.
+        accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
+    """
+
+    shares: Sequence[Share]
+    states: Mapping[torch.device, int] = field(default_factory=dict)
+    moving: Mapping[torch.device, int] = field(default_factory=dict)
+    moves_in_backward: bool = False
+    accumulates: bool = False
+
+    def beside_activations(self, device: torch.device) -> int:
+        """Bytes on ``device`` while a step has activations there."""
+        return self._lasting(device) + self.passing(device)
+
+    def passing(self, device: torch.device) -> int:
+        """What of that comes and goes within a backward."""
+        return self.moving.get(device, 0) if self.moves_in_backward else 0
+
+    def after_backward(self, device: torch.device) -> int:
+        """Bytes on ``device`` at the peak of the reduction, with no activations."""
+        return self._lasting(device) + self.moving.get(device, 0)
+
+    def _lasting(self, device: torch.device) -> int:
+        """All the time: allocated now, or about to be."""
+        parameters = self._parameters(device)
+        if is_host(device):  # where nobody counts
+            buffers = [b for share in self.shares for b in share.replica.buffers if is_host(canonical_device(b.device))]
+            tensors: list[torch.Tensor] = [*parameters, *buffers]
+            present = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+        else:
+            present = allocated_and_peak(device)[0]
+        return present + self.coming_gradients(device) + self.states.get(device, 0)
+
+    def coming_gradients(self, device: torch.device) -> int:
+        """Bytes of the gradients that are not there yet."""
+        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
+
+    def _parameters(self, device: torch.device) -> list[nn.Parameter]:
+        return [p for share in self.shares for p in share.replica.parameters if canonical_device(p.device) == device]
+
+
+def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:
+    """Optimizer state that the owners of ``parameters`` will hold, and that nobody counts yet."""
+    copies = max((states_of(optimizer) for optimizer in optimizers), default=2)
+    there = sum(len(optimizer.state) for optimizer in optimizers) > 0
+    bytes_by_device: dict[torch.device, int] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            device = canonical_device(parameter.device)
+            share = 0 if there and not is_host(device) else copies
+            bytes_by_device[device] = bytes_by_device.get(device, 0) + share * parameter.nbytes
+    return bytes_by_device

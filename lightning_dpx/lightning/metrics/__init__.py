@@ -1,0 +1,1 @@
+"""Metric objects that all replicas share."""

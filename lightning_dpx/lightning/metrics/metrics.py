@@ -1,0 +1,373 @@
+"""Metric objects on replicas: all replicas share the user's own, and one call of all replicas is one call of it.
+
+A metric need not be additive: ``RunningMean`` counts its updates, ``BootStrapper`` draws random numbers in each,
+``MinMaxMetric`` compares values of whole batches. So the states of copies are never merged. During a step the metric's
+methods collect what every replica gives them, and the user's metric is called once with the joined arguments, in the
+order of the rows: ``update`` and ``reset``, which return nothing, after the step; ``forward`` and ``compute``, whose
+value the step may use, where the replicas meet in them. Nobody but the user ever resets a metric.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torchmetrics import Metric, MetricCollection, MetricTracker
+
+from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.metrics.arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
+from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
+from lightning_dpx.python_objects.reachable import reachable
+from lightning_dpx.replicas import ReplicaRank, Share, current_rank
+
+KINDS = (Metric, MetricCollection, MetricTracker)
+DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
+MOVES = ("to", "cuda", "cpu")  # they return the metric
+AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One replica's call of a method."""
+
+    metric: Any
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Routed:
+    """Stands before a method of a metric during a step, as an attribute of the metric."""
+
+    __slots__ = ("method", "metric", "route")
+
+    def __init__(self, metric: nn.Module, method: str, route: Callable[..., Any]) -> None:
+        self.metric, self.method, self.route = metric, method, route
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.route(_Call(self.metric, self.method, args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A metric that a step clones is the step's own."""
+        clone = memo.get(id(self.metric), self.metric)
+        return types.MethodType(getattr(type(clone), self.method), clone)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the replicas have called in the step that is under way.
+
+    Attributes:
+        shares: The slices, in the order of their ranks.
+        counts: Per replica, how often each method was called.
+        pending: Per replica, calls that wait, by metric, method and number.
+        values: What the metrics gave to the replicas; their storage is held, so that no other has its address.
+    """
+
+    shares: Sequence[Share]
+    counts: list[dict[tuple[int, str], int]]
+    pending: list[dict[tuple[int, str, int], _Call]]
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class ReplicaMetrics:
+    """The metric objects of a module, which all its replicas share.
+
+    Args:
+        module: The user's module.
+        number: Whether a number that each replica gives is a ``"mean"`` over its rows or part of a ``"sum"``.
+
+    Attributes:
+        named: The metrics by path, nested ones, too.
+        dim: The batch dim to look for first in what metrics are given.
+        separate: Why, in the last step, calls were made once per replica, as one device would not have made them.
+        example: What one device gave its metrics on the rows of the step that is under way, where that is known: how
+            arguments are joined is learned from it.
+    """
+
+    def __init__(self, module: nn.Module, number: str = "mean") -> None:
+        self._module, self._number, self.dim = module, number, 0
+        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._known: Sequence[nn.Module] = ()
+        self._rules: dict[tuple[int, str], JoinRules] = {}
+        self._step: _Step | None = None
+        self._told: set[str] = set()
+        self.named: dict[str, nn.Module] = {}
+        self.separate: list[str] = []
+        self.example: CallLog | None = None
+        self.find()
+
+    def __bool__(self) -> bool:
+        return bool(self.named)
+
+    def find(self) -> None:
+        """Looks for metrics: submodules, and those in attributes, containers, helper objects and globals."""
+        self.named = dict(reachable(self._module, KINDS))
+
+    def refresh(self, modules: Sequence[nn.Module]) -> None:
+        """Looks again if the module's submodules, a list that stays the same otherwise, are not those of before."""
+        if modules is not self._known:
+            self._known = modules
+            self.find()
+
+    def is_whole(self, value: Any) -> bool:
+        """Whether a metric gave ``value`` in this step, so that it is that of the whole batch on every replica."""
+        known = isinstance(value, Tensor) and self._step is not None
+        return known and bool(value.numel()) and value.data_ptr() in self._step.values  # type: ignore[union-attr]
+
+    @contextmanager
+    def step(self, shares: Sequence[Share], *, restore: bool = False) -> Iterator[None]:
+        """What the replicas call inside the block is called once on the user's metrics.
+
+        Args:
+            shares: The slices of the step, in the order of their ranks.
+            restore: After an error the metrics are what they were, because the step may be repeated.
+        """
+        if not self.named:
+            yield
+            return
+        before = self._snapshot() if restore else None
+        self.separate = []
+        self._step = _Step(shares, [{} for _ in shares], [{} for _ in shares])
+        try:
+            with self._routed():
+                yield
+            self._call_pending()
+        except BaseException:
+            self._step = None
+            if before is not None:
+                _put_back(before)
+            raise
+
+    def end_step(self) -> None:
+        """After what was logged has been merged."""
+        self._step = None
+
+    @contextmanager
+    def kept(self, shares: Sequence[Share]) -> Iterator[None]:
+        """A step after which nothing has changed."""
+        before = self._snapshot()
+        try:
+            with self.step(shares):
+                yield
+        finally:
+            self._step = None
+            _put_back(before)
+
+    def rules_by_path(self) -> dict[tuple[str, str], JoinRules]:
+        """How arguments are joined, by the path of the metric and the method."""
+        paths = {id(metric): path for path, metric in self.named.items()}
+        return {(paths[key], method): rules for (key, method), rules in self._rules.items() if key in paths}
+
+    def take_rules(self, rules: Mapping[tuple[str, str], JoinRules]) -> None:
+        """From now on arguments are joined as others have learned, who had the same metrics at these paths."""
+        for (path, method), learned in rules.items():
+            if (metric := self.named.get(path)) is not None:
+                self._rules[id(metric), method] = learned
+
+    # ---- routing ----
+
+    @contextmanager
+    def _routed(self) -> Iterator[None]:
+        self._install()
+        try:
+            yield
+        finally:
+            self._uninstall()
+
+    def _install(self) -> None:
+        self._held = []
+        for metric in self.named.values():
+            for method in (*DEFERRED, *MOVES, *AT_ONCE):
+                if getattr(type(metric), method, None) is not None:
+                    self._held.append((vars(metric), method, vars(metric).get(method)))
+                    vars(metric)[method] = _Routed(metric, method, self._route)
+
+    def _uninstall(self) -> None:
+        for attributes, method, own in self._held:
+            if own is None:
+                attributes.pop(method, None)
+            else:
+                attributes[method] = own
+        self._held = []
+
+    def _route(self, call: _Call) -> Any:
+        rank, step = current_rank(), self._step
+        if rank is None or step is None:
+            return self._call_own(call.metric, call.method, (call.args, call.kwargs))
+        key = id(call.metric), call.method
+        number = step.counts[rank.rank].get(key, 0)
+        step.counts[rank.rank][key] = number + 1
+        if call.method in AT_ONCE:
+            return self._call_at_once(call, number, rank, step)
+        # The step may go on to change in place what it gave away.
+        args, kwargs = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
+        step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs)
+        return call.metric if call.method in MOVES else None
+
+    def _call_own(self, metric: Any, method: str, arguments: Arguments) -> Any:
+        """The method of the user's metric, with everything as it is outside a step."""
+        args, kwargs = arguments
+        routed = bool(self._held)
+        self._uninstall()
+        try:
+            return getattr(metric, method)(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"In {method} of the metric {self._name(metric)} ({type(metric).__name__}).")
+            raise
+        finally:
+            if routed:
+                self._install()
+
+    def _call_pending(self) -> None:
+        """After the step, or before a value is computed in it: what the replicas have called and nobody waits for."""
+        step = self._step
+        assert step is not None, "only called in a step"
+        keys = dict.fromkeys(key for calls in step.pending for key in calls)
+        for key in keys:
+            calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
+            metric, method = next(iter(calls.values())).metric, key[1]
+            try:
+                arguments = self._joined(calls, key[2], step)
+            except GatherError as error:
+                self._note_separate(metric, method, str(error))
+                for rank, call in calls.items():
+                    self._call_own(metric, method, self._at_home(call, step.shares[rank]))
+            else:
+                self._call_own(metric, method, arguments)
+
+    def _call_at_once(self, call: _Call, number: int, rank: ReplicaRank, step: _Step) -> Any:
+        def act(present: list[tuple[int, _Call]]) -> SharedValue:
+            self._call_pending()
+            shared = shared_value(
+                {place: self._at_home(one, step.shares[place]) for place, one in present},
+                lambda arguments: self._join(call, number, arguments, step),
+                lambda arguments: self._call_own(call.metric, call.method, arguments),
+                differentiable=getattr(call.metric, "is_differentiable", None) is not False,
+            )
+            if shared.separate:
+                self._note_separate(call.metric, call.method, shared.separate)
+            return shared
+
+        kind = f"{call.method}() of the metric {self._name(call.metric)}"
+        whole: SharedValue = rank.meet_present(kind, (rank.rank, call), act)
+        value = whole.for_replica(rank, step.shares[rank.rank].replica.device, (call.args, call.kwargs))
+        for leaf in _pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                step.values[leaf.data_ptr()] = leaf.detach()
+        return value
+
+    # ---- arguments ----
+
+    def _joined(self, calls: dict[int, _Call], number: int, step: _Step) -> Arguments:
+        one = next(iter(calls.values()))
+        arguments = {rank: self._at_home(call, step.shares[rank]) for rank, call in calls.items()}
+        return self._join(one, number, arguments, step)
+
+    def _join(self, call: _Call, number: int, arguments: dict[int, Arguments], step: _Step) -> Arguments:
+        """Those of the ``number``-th call of a method in a step, by rank."""
+        rows = tuple(step.shares[rank].num_rows for rank in arguments)
+        if len(rows) == 1:
+            return next(iter(arguments.values()))
+        metric, method, parts = call.metric, call.method, list(arguments.values())
+        rules = self._rules.setdefault((id(metric), method), JoinRules())
+        settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
+        if self.example is not None:
+            given = self.example.calls.get((self._name(metric), method, number))
+            if given is not None:
+                learn_calls(given, parts, settings, rules)
+        joined = join_calls(parts, settings, rules)
+        for path, rule in rules.guessed.items():
+            what = "their mean over the rows" if rule == "mean" else "their sum"
+            self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {what}")
+        return joined
+
+    def _at_home(self, call: _Call, share: Share) -> Arguments:
+        """What a replica gives, on the device of the user's module where it is on the replica's."""
+        home: Any = self._module.device
+        there = share.replica.device
+        if there == home:
+            return call.args, call.kwargs
+
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.to(home) if leaf.device == there else leaf
+            is_there = isinstance(leaf, torch.device | str) and call.method in MOVES and torch.device(leaf) == there
+            return home if is_there else leaf
+
+        args, kwargs = _pytree.tree_map(move, (call.args, call.kwargs))
+        return args, kwargs
+
+    def _name(self, metric: Any) -> str:
+        return next((path for path, known in self.named.items() if known is metric), type(metric).__name__)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            rank_zero_info(f"dpx: {text}.")
+        self._told.add(text)
+
+    def _note_separate(self, metric: Any, method: str, why: str) -> None:
+        name = f"{self._name(metric)}.{method}()"
+        self.separate.append(
+            f"What the replicas gave to {name} cannot be joined, so it was called once for each: {why}"
+        )
+
+    def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [
+            (metric, {key: _pytree.tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()})
+            for metric in self.named.values()
+        ]
+
+
+@dataclass(slots=True)
+class CallLog:
+    """What the metrics of a module were given in a step: arguments by path, method and number of the call."""
+
+    calls: dict[tuple[str, str, int], Any] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
+    """Notes every call of the outermost metrics of ``module``, which go on as always."""
+    log, metrics, depth = CallLog(), reachable(module, KINDS), [0]
+    counts: dict[tuple[str, str], int] = {}
+    held = []
+
+    def route(path: str, own: Callable[..., Any], call: _Call) -> Any:
+        if depth[0] == 0:
+            number = counts.get((path, call.method), 0)
+            counts[path, call.method] = number + 1
+            arguments = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
+            log.calls[path, call.method, number] = arguments
+        depth[0] += 1
+        try:
+            return own(*call.args, **call.kwargs)
+        finally:
+            depth[0] -= 1
+
+    for path, metric in metrics:
+        for method in ("update", "forward"):
+            own = getattr(metric, method)
+            held.append((vars(metric), method, vars(metric).get(method)))
+            vars(metric)[method] = _Routed(metric, method, lambda call, path=path, own=own: route(path, own, call))
+    try:
+        yield log
+    finally:
+        for attributes, method, mine in held:
+            attributes.pop(method) if mine is None else attributes.update({method: mine})
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:
+    for metric, attributes in before:
+        kept = {key: vars(metric)[key] for key in ("_parameters", "_buffers")}  # others hold them, too
+        vars(metric).clear()
+        vars(metric).update({**attributes, **kept})

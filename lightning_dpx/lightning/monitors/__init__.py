@@ -1,0 +1,1 @@
+"""Callbacks and a profiler that report what devices hold and do."""

@@ -1,0 +1,236 @@
+"""What every device holds, by phase of a step and by kind, for loggers, files and a table at the end of fit."""
+
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+
+from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.memory.device_memory import GIB, MIB, DeviceMemory, Phase, bytes_by_device, flat, table_of
+from lightning_dpx.lightning.monitors.base import (
+    Pace,
+    check_file,
+    check_writable,
+    format_rows,
+    log_figures,
+    short_name,
+    show_rows,
+    steps_taken,
+    write_rows,
+)
+from lightning_dpx.lightning.monitors.report import MemoryPlans, draw_report, memory_plans, planned_activations
+from lightning_dpx.lightning.strategy import DPXStrategy
+
+
+class DeviceMemoryMonitor(Callback):
+    """Reports the memory of every device that training uses, with any strategy.
+
+    Loggers get ``dpx/memory/cuda1/peak_gib`` and so on. The first two steps of a fit are measured and then every
+    ``every_n_steps``; the steps between cost nothing, and their peak still counts, because allocators keep it anyway.
+
+    Args:
+        prog_bar: Show each device's peak in the progress bar, in GiB.
+        table: Print a table when fit ends.
+        save_to: Also write every report to this file: one row per step and device (``.csv``) or a list (``.json``).
+        warn_at: Warn once per device when the peak passes this share of its capacity; 1 never warns.
+        every_n_steps: How often; the trainer's ``log_every_n_steps`` unless given.
+        report: Write a page with tables and pictures to this ``.html`` file when fit ends. A TensorBoard logger gets
+            the pictures anyway, where matplotlib is installed.
+
+    Attributes:
+        devices: The devices of the last measured step.
+        last: By device, the last measured step's memory, in bytes.
+        highest: By device, the highest peak of the fit, in bytes.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        prog_bar: bool = False,
+        table: bool = True,
+        save_to: str | Path | None = None,
+        warn_at: float = 0.95,
+        every_n_steps: int | None = None,
+        report: str | Path | None = None,
+    ) -> None:
+        if report is not None and Path(report).suffix != ".html":
+            raise ConfigurationError(f"report={str(report)!r} is not allowed; name an .html file.")
+        if isinstance(warn_at, bool) or not isinstance(warn_at, int | float) or not 0 < warn_at <= 1:
+            raise ConfigurationError(f"warn_at={warn_at!r} is not allowed; give a share of the capacity in (0, 1].")
+        self._path, self._pace = check_file(save_to), Pace(every_n_steps)
+        self._prog_bar, self._table, self._warn_at = prog_bar, table, warn_at
+        self.devices: list[torch.device] = []
+        self.last: dict[torch.device, DeviceMemory] = {}
+        self.highest: dict[torch.device, int] = {}
+        self._idle: dict[torch.device, int] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._warned: set[torch.device] = set()
+        self._measuring = False
+        self._plans: MemoryPlans = {}  # when fit ends, the strategy has forgotten them
+        self._page = None if report is None else Path(report)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets the fit before; looks whether its files can be written."""
+        check_writable("save_to", self._path)
+        check_writable("report", self._page)
+        self.last, self._rows, self._warned, self._measuring = {}, [], set(), False
+        self.highest.clear()
+        self._pace.restart()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A step begins."""
+        self._measuring = self._pace.step(trainer)
+        if not self._measuring:
+            return
+        self._note_peaks()  # of the steps since the last one that was measured
+        used = [device for module in replica_modules(trainer, pl_module) for device in _devices_of(module)]
+        own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+        self.devices = distinct_devices([*own, *used])
+        self.last = {device: DeviceMemory() for device in self.devices}
+        self._idle = {device: allocated_and_peak(device)[0] for device in self.devices}
+        self._begin_phase()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Forward is done; gradient accumulation and several backwards add up."""
+        if not self._measuring:
+            return
+        for device, allocated in self._end_phase("forward").items():
+            memory = self.last[device]
+            memory.activations = max(memory.activations, allocated - self._idle[device])
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gradients are on their owners."""
+        if not self._measuring:
+            return
+        self._end_phase("backward")
+        gradients = bytes_by_device(
+            parameter.grad
+            for module in replica_modules(trainer, pl_module)
+            for parameter in module.parameters()
+            if parameter.grad is not None
+        )
+        for device, memory in self.last.items():
+            memory.gradients = gradients.get(device, 0)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The optimizer has stepped."""
+        if not self._measuring:
+            return
+        self._measuring = False
+        allocated = self._end_phase("optimizer")
+        self._weigh(trainer, pl_module)
+        for device, memory in self.last.items():
+            memory.allocated = allocated[device]
+            memory.peak = max(memory.peak_by_phase.values())
+            self._note_peak(device, memory.peak)
+        self._report(trainer, pl_module)
+
+    def _weigh(self, trainer: Trainer, module: LightningModule) -> None:
+        """What walks over all parameters."""
+        self._plans = memory_plans(trainer)
+        modules = replica_modules(trainer, module)
+        parameters = bytes_by_device(parameter for replica in modules for parameter in replica.parameters())
+        buffers = bytes_by_device(buffer for replica in modules for buffer in replica.buffers())
+        states = bytes_by_device(
+            value
+            for optimizer in trainer.optimizers
+            for state in optimizer.state.values()
+            for value in (state.values() if isinstance(state, Mapping) else ())
+            if isinstance(value, torch.Tensor)
+        )
+        for device, memory in self.last.items():
+            memory.parameters, memory.buffers = parameters.get(device, 0), buffers.get(device, 0)
+            memory.optimizer = states.get(device, 0)
+            memory.reserved, memory.total, memory.others = capacity_of(device)
+            planned, memory.budget = planned_activations(trainer, device)
+            static = memory.parameters + memory.buffers + memory.gradients + memory.optimizer
+            memory.planned = static + planned if planned else 0
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the file and prints the table."""
+        self._note_peaks()
+        if self._path is not None and trainer.is_global_zero:
+            write_rows(self._path, self._rows)
+        if not self.last or not trainer.is_global_zero:
+            return
+        if self._table:
+            show_rows(*table_of(self.last, self.highest))
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if self._page is not None or (boards and find_spec("matplotlib")):
+            draw_report(
+                steps_taken(trainer), self.last, table_of(self.last, self.highest), self._plans, boards, self._page
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """What was measured until then is what one wants to see after running out of memory."""
+        if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
+            self.on_fit_end(trainer, pl_module)
+
+    def format_table(self) -> str:
+        """One row per device: the last measured step by kind, and the highest peak of the fit, in MiB."""
+        return format_rows(*table_of(self.last, self.highest))
+
+    def _begin_phase(self) -> None:
+        for device in self.devices:
+            reset_peak_memory(device)
+
+    def _end_phase(self, phase: Phase) -> dict[torch.device, int]:
+        allocated = {}
+        for device, memory in self.last.items():
+            allocated[device], peak = allocated_and_peak(device)
+            memory.peak_by_phase[phase] = max(memory.peak_by_phase.get(phase, 0), peak)
+        self._begin_phase()
+        return allocated
+
+    def _note_peaks(self) -> None:
+        for device in self.last:
+            self._note_peak(device, allocated_and_peak(device)[1])
+
+    def _note_peak(self, device: torch.device, peak: int) -> None:
+        self.highest[device] = max(self.highest.get(device, 0), peak)
+        total = self.last[device].total
+        full = self._warn_at < 1 and total and peak > self._warn_at * total
+        if full and device not in self._warned:
+            self._warned.add(device)
+            warnings.warn(
+                f"{device} is nearly full: a step's peak was {peak / MIB:.0f} of {total / MIB:.0f} MiB. A smaller "
+                "batch, DPXStrategy(memory_budget='auto') or DPXStrategy(shifts='auto') leave more room.",
+                stacklevel=2,
+            )
+
+    def _report(self, trainer: Trainer, module: LightningModule) -> None:
+        step = steps_taken(trainer)
+        if self._path is not None:
+            for device, memory in self.last.items():
+                self._rows.append({"step": step, "device": str(device), **flat(memory)})
+        if self._prog_bar:
+            for device, memory in self.last.items():
+                name = f"{short_name(device)} GiB"
+                module.log(name, memory.peak / GIB, prog_bar=True, logger=False, on_step=True, batch_size=1)
+        figures: dict[tuple[str, ...], float] = {
+            ("memory", short_name(device), f"{kind}_gib"): size / GIB
+            for device, memory in self.last.items()
+            for kind, size in flat(memory).items()
+        }
+        log_figures(trainer, figures, step)
+
+
+def replica_modules(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
+    """The modules that hold parameters: all replicas of our strategy, the module itself under any other."""
+    replicas = trainer.strategy.replica_modules if isinstance(trainer.strategy, DPXStrategy) else []
+    return replicas or [module]
+
+
+def _devices_of(module: nn.Module) -> set[torch.device]:
+    return {canonical_device(tensor.device) for tensor in (*module.parameters(), *module.buffers())}

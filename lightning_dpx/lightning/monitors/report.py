@@ -1,0 +1,77 @@
+"""Pictures of a measured step and of the plans that it followed, for a page and for TensorBoard."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
+from lightning_dpx.lightning.memory.device_memory import KINDS, PHASES, DeviceMemory
+from lightning_dpx.lightning.monitors.base import short_name
+from lightning_dpx.lightning.strategy import DPXStrategy
+from lightning_dpx.memory import CheckpointPlan, Profile, format_plan
+from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, write_page
+
+_TEXT = (
+    "The last measured step. What is no parameter, gradient, optimizer state or buffer is drawn as activations and "
+    "temporary tensors."
+)
+
+
+MemoryPlans = dict[torch.device, tuple[CheckpointPlan, Profile | None]]
+
+
+def draw_report(
+    step: int,
+    last: Mapping[torch.device, DeviceMemory],
+    table: tuple[str, Sequence[str], Sequence[Sequence[str]]],
+    plans: MemoryPlans,
+    boards: Sequence[TensorBoardLogger],
+    page: Path | None,
+) -> None:
+    """Draws the devices in ``step`` and the plans that it followed, for ``boards`` and into ``page``.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    devices = draw_devices([_as_picture(device, memory) for device, memory in last.items()])
+    drawn = {device: draw_plan(profile, plan) for device, (plan, profile) in plans.items() if profile is not None}
+    for board in boards:
+        board.experiment.add_figure("dpx/memory", devices, step)
+        for device, figure in drawn.items():
+            board.experiment.add_figure(f"dpx/plan/{short_name(device)}", figure, step)
+    if page is None:
+        return
+    title, heads, rows = table
+    sections = [Section(title.removeprefix("dpx: ").capitalize(), _TEXT, heads, rows, [devices])]
+    for device, (plan, _) in plans.items():
+        figures = [drawn[device]] if device in drawn else []
+        sections.append(Section(f"Plan of {device}", figures=figures, printed=format_plan(plan, most_rows=1000)))
+    write_page(page, "dpx: memory of a training step", sections)
+
+
+def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, int]:
+    """Bytes of activations that a plan predicts on ``device`` at their peak, and the budget for all; 0 without."""
+    if isinstance(trainer.strategy, DPXStrategy):
+        return trainer.strategy.planned_activations(device)
+    followed = memory_plans(trainer).get(device)
+    return (0, 0) if followed is None else (followed[0].peak or 0, 0)
+
+
+def memory_plans(trainer: Trainer) -> MemoryPlans:
+    """By device, the plan that is followed under any strategy, and the step that it was made from."""
+    if isinstance(trainer.strategy, DPXStrategy):
+        return trainer.strategy.memory_plans
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ActivationPlanner) and callback.plan is not None:
+            return {canonical_device(trainer.strategy.root_device): (callback.plan, callback.profile)}
+    return {}
+
+
+def _as_picture(device: torch.device, memory: DeviceMemory) -> DeviceStep:
+    static = {kind: getattr(memory, kind) for kind in KINDS if kind != "activations"}
+    peaks: dict[str, int] = {phase: memory.peak_by_phase.get(phase, 0) for phase in PHASES}
+    return DeviceStep(str(device), static, peaks, memory.planned, memory.budget, memory.total)

@@ -1,0 +1,180 @@
+"""How many samples every replica handles, how long it works on them and how long it waits for the others."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_dpx.devices import Stopwatch, canonical_device, synchronize
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.monitors.base import (
+    Pace,
+    check_file,
+    check_writable,
+    log_figures,
+    show_rows,
+    steps_taken,
+    write_rows,
+)
+from lightning_dpx.lightning.strategy import DPXStrategy
+from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
+from lightning_dpx.replicas import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWork:
+    """One replica's part of a training step.
+
+    Attributes:
+        device: Where it lives.
+        samples: Rows of the batch that it got.
+        share_pct: What part of the batch that is, in percent.
+        forward_ms: Time in its training step, in milliseconds.
+        backward_ms: Time in its backward, in milliseconds.
+        idle_pct: The part of the whole step, from one batch to the optimizer's end, in which it did neither.
+    """
+
+    device: str
+    samples: int
+    share_pct: float
+    forward_ms: float
+    backward_ms: float
+    idle_pct: float
+
+
+class DeviceThroughputMonitor(Callback):
+    """Reports the work of every replica, with any strategy that runs one module per process or ours.
+
+    Loggers get ``dpx/throughput/replica1/idle_pct`` and so on, and ``dpx/throughput/samples_per_second`` of this
+    process. A replica that idles much more than the others has too few rows: see ``workload="auto"``. The first two
+    steps of a fit are measured and then every ``every_n_steps``; on accelerators a measured step waits for its end.
+
+    Args:
+        table: Print a table when fit ends.
+        save_to: Also write every report to this file: one row per step and replica (``.csv``) or a list (``.json``).
+        every_n_steps: How often; the trainer's ``log_every_n_steps`` unless given.
+
+    Attributes:
+        last: The replicas of the last measured step.
+        samples_per_second: Of all replicas of this process, in the last measured step.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+    """
+
+    def __init__(self, table: bool = True, save_to: str | Path | None = None, every_n_steps: int | None = None) -> None:
+        self._table, self._path, self._pace = table, check_file(save_to), Pace(every_n_steps)
+        self.last: list[ReplicaWork] = []
+        self.samples_per_second = 0.0
+        self._rows: list[dict[str, Any]] = []
+        self._times: StepTimes | None = None
+        self._watch: Stopwatch | None = None
+        self._whole: Stopwatch | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets the fit before; looks whether its files can be written."""
+        check_writable("save_to", self._path)
+        self.last, self._rows, self._times, self._watch = [], [], None, None
+        self._pace.restart()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A step begins."""
+        self._times = None
+        if not self._pace.step(trainer):
+            return
+        self._times = trainer.strategy.watch_replicas() if isinstance(trainer.strategy, DPXStrategy) else None
+        if self._times is None:
+            self._times = StepTimes([canonical_device(trainer.strategy.root_device)])
+            self._times.begin([rows_to_weigh_by(batch)])
+        for device in {canonical_device(device) for device in self._times.devices}:
+            synchronize(device)
+        self._whole = Stopwatch(self._times.devices[0])
+        self._whole.start()
+        self._begin("training_step")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Forward is done."""
+        self._end()
+        self._begin("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Backward is done."""
+        self._end()
+
+    def _begin(self, stage: str) -> None:
+        """A step that does not run in several replicas is timed from outside."""
+        if self._times is not None:
+            self._watch = self._times.watch_alone(stage)
+            self._watch.start()
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The optimizer has stepped."""
+        if self._times is None:
+            return
+        self._end()
+        times, self._times = self._times, None
+        if isinstance(trainer.strategy, DPXStrategy):
+            trainer.strategy.stop_watching()
+        forward, backward = times.seconds("training_step"), times.seconds("backward")
+        # Simulated devices keep a time of their own each: the slowest of them tells how long the step is.
+        busy = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
+        step = max(self._seconds_of_step(times.devices[0]), *busy)
+        rows = sum(times.rows)
+        self.last = [
+            ReplicaWork(
+                str(device),
+                samples,
+                100 * samples / rows,
+                1e3 * ahead,
+                1e3 * back,
+                100 * max(0.0, 1 - (ahead + back) / step),
+            )
+            for device, samples, ahead, back in zip(times.devices, times.rows, forward, backward, strict=True)
+        ]
+        self.samples_per_second = rows / step
+        self._report(trainer)
+
+    def _seconds_of_step(self, device: torch.device) -> float:
+        assert self._whole is not None, "a measured step has begun"
+        self._whole.stop()
+        synchronize(device)
+        return self._whole.seconds()
+
+    def _report(self, trainer: Trainer) -> None:
+        step = steps_taken(trainer)
+        works = [asdict(work) for work in self.last]
+        if self._path is not None:
+            self._rows += [{"step": step, "replica": index, **work} for index, work in enumerate(works)]
+        figures: dict[tuple[str, ...], float] = {("throughput", "samples_per_second"): self.samples_per_second}
+        for index, work in enumerate(works):
+            figures |= {("throughput", f"replica{index}", key): work[key] for key in work if key != "device"}
+        log_figures(trainer, figures, step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the file and prints the table."""
+        if self._path is not None and trainer.is_global_zero:
+            write_rows(self._path, self._rows)
+        if self._table and self.last:
+            heads = ["replica", "device", "samples", "share %", "forward ms", "backward ms", "idle %"]
+            rows = [
+                [
+                    *(str(index), work.device, str(work.samples), f"{work.share_pct:.1f}"),
+                    *(f"{work.forward_ms:.2f}", f"{work.backward_ms:.2f}", f"{work.idle_pct:.0f}"),
+                ]
+                for index, work in enumerate(self.last)
+            ]
+            show_rows(f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s", heads, rows)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """What was measured until then."""
+        if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
+            self.on_fit_end(trainer, pl_module)

@@ -1,0 +1,1 @@
+"""Several processes: connecting, ranks, and stopping together."""

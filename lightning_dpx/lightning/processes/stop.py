@@ -1,0 +1,113 @@
+"""SIGTERM at any of several processes: all of them stop at the same step."""
+
+import logging
+import math
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import distributed
+
+from lightning_dpx.lightning.processes.connect import gather_objects
+from lightning_dpx.reducers import between_processes
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger("lightning.pytorch.dpx")  # a child of Lightning's, so it is shown where Lightning's are
+
+EVERY = 4  # batches of an evaluation, between which nothing else is sent
+
+
+class StopTogether(_SignalConnector):
+    """Takes the place of the Trainer's own while several processes train.
+
+    Lightning's handler of SIGTERM broadcasts from rank 0 whatever the signal interrupted, and then each process stops
+    by itself: whoever was not told loses those that were. Here the handler only takes notice; the notice travels with
+    the next gradients, and once all have it, all answer ``trainer.received_sigterm`` with yes and Lightning ends the
+    run after that step. What the user's own handlers do, and SLURM's, stays.
+
+    Args:
+        trainer: Whose signals these are.
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        super().__init__(trainer)
+        self._told_here, self._lockstep, self._batches = False, False, 0
+        self.reason = ""
+
+    def register_signal_handlers(self) -> None:
+        """As Lightning does, for every run."""
+        self._told_here, self.reason = False, ""
+        super().register_signal_handlers()
+
+    def _sigterm_notifier_fn(self, signum: int, _: FrameType | None) -> None:
+        self._told_here = True  # and no more: it may have interrupted a collective
+
+    def told_here(self) -> bool:
+        """Whether this process was told to stop."""
+        return self._told_here
+
+    def heed(self, ranks: list[int]) -> None:
+        """The run ends after this step, on all processes, as each of them calls this with the same ``ranks``."""
+        if not ranks or self.received_sigterm:
+            return
+        who = f"rank {', '.join(map(str, ranks))} of {distributed.get_world_size()} processes"
+        self.reason = f"dpx: SIGTERM told {who} to stop; all stop together."
+        log.warning(f"[rank: {distributed.get_rank()}] {self.reason}")
+        self.received_sigterm = True
+
+    def meet(self) -> None:
+        """All processes call it at the same place, and know from then on who was told to stop.
+
+        Raises:
+            CollectiveError: a process is lost.
+        """
+        flags = torch.zeros(distributed.get_world_size())
+        flags[distributed.get_rank()] = self._told_here
+        between_processes("asking who was told to stop", lambda: distributed.all_reduce(flags))
+        self.heed(flags.nonzero().flatten().tolist())
+
+    def meet_after_validation(self) -> None:
+        """In a fit, Lightning's training loop ends a run that was told to stop; otherwise as :meth:`end`."""
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.meet()
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Where nothing comes after that would end the run.
+
+        Raises:
+            SIGTERMException: a process was told to stop.
+            CollectiveError: a process is lost.
+        """
+        self.meet()
+        if self.received_sigterm:
+            raise SIGTERMException
+
+    def begin_evaluation(self) -> None:
+        """Counts the batches of all processes: only where they are equal can all meet between them."""
+        trainer = self.trainer
+        if trainer.sanity_checking:
+            counts = trainer.num_sanity_val_batches
+        elif trainer.testing:
+            counts = trainer.num_test_batches
+        else:
+            counts = trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches
+        totals = gather_objects("counting the batches of the evaluation", sum(counts))
+        self._batches, self._lockstep = 0, len(set(totals)) == 1 and totals[0] != math.inf
+
+    def before_batch(self) -> None:
+        """Ends an evaluation every few batches, otherwise at its end.
+
+        Raises:
+            SIGTERMException: a process was told to stop.
+            CollectiveError: a process is lost.
+        """
+        self._batches += 1
+        if self._lockstep and self._batches % EVERY == 0:
+            self.end()

@@ -1,0 +1,150 @@
+"""Who a strategy says it is: a replica inside a step, a process outside; and the collectives among those."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from torch.utils import _pytree
+
+from lightning_dpx.errors import CollectiveError
+from lightning_dpx.lightning.processes.connect import gather_objects, on_wire
+from lightning_dpx.reducers import between_processes
+from lightning_dpx.replicas import ReplicaRank, collectives, current_rank
+
+
+class RanksOfReplicas(ParallelStrategy):
+    """What code written for DDP asks a strategy, answered for replicas as well."""
+
+    def __init__(self, *args: Any) -> None:
+        self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
+        self._rows_of_step = 0.0
+        super().__init__(*args)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together, each with its own replicas."""
+        return super().world_size
+
+    @property
+    def process_rank(self) -> int:
+        """This process among them."""
+        return super().global_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
+        return self.num_processes > 1
+
+    @property
+    def global_rank(self) -> int:
+        """The replica inside a step, the process outside."""
+        rank = current_rank()
+        return super().global_rank if rank is None else self._replica_offset + rank.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The replica inside a step, the process outside."""
+        rank = current_rank()
+        return super().local_rank if rank is None else rank.rank
+
+    @property
+    def world_size(self) -> int:
+        """The replicas that take part in the step, or the number of processes outside."""
+        rank = current_rank()
+        if rank is None:
+            return super().world_size
+        return rank.world_size if self.num_processes == 1 else self._all_replicas
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for the other replicas inside a step, for the other processes outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            rank.meet_all("barrier", None)
+        elif current_rank() is None and self._is_connected:
+            between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Replica ``src``'s object inside a step, process ``src``'s outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            return collectives.broadcast(rank, obj, src)
+        if current_rank() is not None or not self._is_connected:
+            return obj
+        box = [obj]
+        between_processes("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (sum, min, max) over the replicas inside a step, over the processes outside."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if (rank := self._rank_with_peers()) is not None:
+            return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
+        if current_rank() is not None or not self._is_connected:
+            return tensor
+        wire = on_wire(tensor)
+        reduced = between_processes("reduce", lambda: _sync_ddp_if_available(wire, group, reduce_op))
+        return reduced.to(tensor.device)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """(K, ...) from (...) of K replicas inside a step, of K processes outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            return collectives.all_gather(rank, tensor, sync_grads)
+        if current_rank() is not None or not self._is_connected:
+            return tensor
+        wire = on_wire(tensor)
+        gathered: Tensor = between_processes(
+            "all_gather", lambda: _all_gather_ddp_if_available(wire, group, sync_grads)
+        )
+        return gathered.to(tensor.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) say yes: replicas inside a step, processes outside."""
+        if (rank := self._rank_with_peers()) is not None:
+            votes, _ = rank.meet_all("reduce_boolean_decision", bool(decision))
+            return sum(votes) == len(votes) if all else any(votes)
+        if current_rank() is not None or not self._is_connected:
+            return decision
+        return super().reduce_boolean_decision(decision, all)
+
+    @property
+    def _loss_is_sum(self) -> bool:
+        """Whether the losses of slices add up to that of the batch."""
+        raise NotImplementedError
+
+    @property
+    def _is_connected(self) -> bool:
+        return self.num_processes > 1 and torch.distributed.is_initialized()
+
+    def _rank_with_peers(self) -> ReplicaRank | None:
+        rank = current_rank()
+        return None if rank is None or rank.is_alone else rank
+
+    def _reach_other_processes(
+        self, kind: str, values: list[Any], *, each: bool, gradients: bool
+    ) -> tuple[list[Any], int]:
+        """See :class:`lightning_dpx.replicas.Beyond`. One object per process travels, by way of the host.
+
+        Raises:
+            CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
+        """
+        mine = kind, self._rows_of_step, _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
+        everyone: list[tuple[str, float, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
+        kinds = [theirs for theirs, _, _ in everyone]
+        if len(set(kinds)) > 1:
+            calls = ", ".join(f"process {process} calls {theirs}" for process, theirs in enumerate(kinds))
+            raise CollectiveError(f"The processes do not agree inside a step: {calls}.")
+        counts = [len(theirs) for _, _, theirs in everyone]
+        if each and sum(counts) != self._all_replicas:
+            raise CollectiveError(
+                f"{kind} inside a step needs all {self._all_replicas} replicas of {self.num_processes} processes; in "
+                f"this short batch {sum(counts)} have rows. Use drop_last=True."
+            )
+        # Each process's gradients count by its rows in the end; what crosses over must count by those it came from.
+        weigh = gradients and not self._loss_is_sum
+        found = []
+        for process, (_, rows, theirs) in enumerate(everyone):
+            factor = rows / self._rows_of_step if weigh else 1.0
+            own = process == self.process_rank
+            found += values if own else theirs if factor == 1 else [value * factor for value in theirs]
+        return found, sum(counts[: self.process_rank])

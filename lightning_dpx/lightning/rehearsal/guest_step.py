@@ -1,0 +1,98 @@
+"""A step by hand of a stand-in, run as a guest: its optimizers are copies, and all that it changes is put back.
+
+A memory profile runs such a step several times. Every run begins at the same parameters, optimizers, schedulers and
+Python state, so it takes the same branches. Optimizers really step, on parameters that belong to the stand-in alone:
+how often they call a closure, and what they need meanwhile, is theirs to know.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_dpx.errors import PlanError
+from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
+from lightning_dpx.lightning.rehearsal.shadow import (
+    Guest,
+    attributes_stepped_in,
+    pointing_at,
+    pointing_at_shadow,
+    with_copied_optimizers,
+)
+
+_HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a real step, so nobody shall see them go
+
+_HIDDEN: "weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, Any]]]" = weakref.WeakKeyDictionary()
+
+
+def hide_optimizers(twin: nn.Module) -> None:
+    """Takes optimizers and schedulers that a stand-in holds out of it, until a guest's step puts copies in their place.
+
+    They lead to the strategy and all that it holds, which a profile would look through for what a step changes.
+    """
+    hidden = [(vars(child), key, value) for child in twin.modules() for key, value in attributes_stepped_in(child)]
+    for attributes, key, _ in hidden:
+        attributes[key] = None
+    _HIDDEN[twin] = hidden
+
+
+class ManualGuest:
+    """Runs steps by hand of a stand-in for a module.
+
+    Args:
+        strategy: Whose step it is.
+        module: The real module.
+        owners: What its optimizers hold, for each parameter of the module.
+        devices: Those with random generators.
+    """
+
+    def __init__(
+        self, strategy: Any, module: nn.Module, owners: Sequence[torch.Tensor], devices: Sequence[torch.device]
+    ) -> None:
+        self._strategy, self._module = strategy, module
+        self._owners, self._devices = owners, devices
+
+    @contextmanager
+    def visit(self, twin: Any) -> Iterator[None]:
+        """A step of ``twin`` in here; nobody who watches operators or saved tensors sees what is prepared for it.
+
+        Raises:
+            PlanError: no copies of the optimizers can be made.
+        """
+        strategy = self._strategy
+        trainer: Any = twin.trainer
+        with _disable_current_modes(), torch.no_grad():
+            vars(twin).pop(_HELD, None)
+            state = StepSnapshot(twin, [], self._devices, parameters=False)
+            for attributes, key, value in _HIDDEN.get(twin, ()):
+                attributes[key] = copy.copy(value) if type(value) in (list, dict) else value
+            values = [parameter.data for parameter in twin.parameters()]
+            for parameter, value in zip(twin.parameters(), values, strict=True):
+                parameter.data = value.clone()
+                # As after an earlier step that has not forgotten its gradients; one that does forgets these as well.
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            try:
+                optimizers = with_copied_optimizers(strategy, self._module, [twin], self._owners)
+            except Exception as error:
+                raise PlanError(
+                    "A step by hand is profiled with copies of its optimizers and schedulers, which cannot be made "
+                    f"({type(error).__name__}: {error}). Give plan, or let them hold only what can be copied."
+                ) from error
+        guest = Guest(trainer, self._module, (), self._devices)
+        try:
+            with (
+                guest.visit(calls_hooks=True),
+                pointing_at(strategy, **pointing_at_shadow(strategy, twin), **optimizers),
+            ):
+                yield
+        finally:
+            with _disable_current_modes(), torch.no_grad():
+                for parameter, value in zip(twin.parameters(), values, strict=True):
+                    parameter.data = value
+                state.restore()
+                vars(twin)[_HELD] = optimizers

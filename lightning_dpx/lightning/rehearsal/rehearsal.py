@@ -1,0 +1,833 @@
+"""Before the first real step of a stage, the step is rehearsed: on a few rows, as one device and in unequal slices.
+
+    rows --whole--> shadow ------------------> loss, gradients, outputs, logs, state --+
+      |                                                                                +--> rules, one line
+      +--3 + 2----> shadow's replicas -------> the same, merged by what reproduces  ---+
+
+What is checked is what will run: the strategy's own step, pointed at shadows. What cannot be rehearsed trains all the
+same, and one line says why.
+"""
+
+import copy
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+from lightning_dpx.errors import GatherError, ParityError, ReplicationError, SharedWriteError
+from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
+from lightning_dpx.lightning.gradient_hooks import GradientHooks
+from lightning_dpx.lightning.logging import StepLog, path_of
+from lightning_dpx.lightning.metrics.metrics import recorded_calls
+from lightning_dpx.lightning.processes.connect import gather_objects
+from lightning_dpx.lightning.rehearsal.parity_report import (
+    OUTSIDE,
+    Comparer,
+    Comparison,
+    JudgingRules,
+    Logged,
+    Observation,
+    chosen,
+    python_state,
+    refined,
+    undecided,
+    unstable_between,
+)
+from lightning_dpx.lightning.rehearsal.shadow import (
+    Guest,
+    ShadowReplicas,
+    make_shadow,
+    pointing_at,
+    pointing_at_shadow,
+    shared_parameters,
+    with_copied_optimizers,
+)
+from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
+from lightning_dpx.replicas.merging import Finding
+from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
+from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
+from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
+from lightning_dpx.step import TrainingStep
+
+Verify = Literal["warn", "raise", "first", "off"]
+_AT_MOST = 5  # more rehearsals of a stage, one after each batch that shows a value that was zero before
+_MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
+
+
+class NotRehearsed(Exception):  # noqa: N818  the step goes on without
+    """The step cannot be rehearsed; the message says why."""
+
+
+class SlicesFail(Exception):  # noqa: N818  the stage goes on with whole batches
+    """The step runs on the whole batch, but not on its slices."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.reason, self.advice = reason, advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the trainer called.
+
+    Attributes:
+        name: Of the step.
+        args: The batch and the indices.
+        kwargs: What else was given.
+        active: Indices of the replicas that take part.
+        num_rows: Of the batch.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    active: tuple[int, ...]
+    num_rows: int
+
+    @property
+    def dataloader_idx(self) -> int:
+        """Of an evaluation with several loaders."""
+        return self.args[2] if self.name != "training_step" and len(self.args) > 2 else 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a rehearsal on some rows has shown."""
+
+    comparison: Comparison
+    judge: JudgingRules
+    findings: dict[str, Finding] = field(default_factory=dict)
+    logged: dict[str, Finding] = field(default_factory=dict)
+    unstable: frozenset[str] = frozenset()
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether more rows could show nothing else."""
+        found = (*self.findings.values(), *self.logged.values())
+        return all(one.is_sure for one in found if one.path not in self.unstable)
+
+
+class Rehearsals:
+    """The rehearsals of a run, and the rules that they found.
+
+    Args:
+        strategy: Whose steps are rehearsed.
+        verify: What happens when they differ from one device.
+        loss_reduction: As given.
+    """
+
+    def __init__(self, strategy: Any, verify: Verify, loss_reduction: str) -> None:
+        self._strategy, self._verify, self._loss_reduction = strategy, verify, loss_reduction
+        self._done: set[tuple[str, int]] = set()
+        self._rules: dict[tuple[str, int], MergeRules] = {}
+        self._found: dict[tuple[str, int], tuple[dict[str, Finding], dict[str, Finding]]] = {}
+        self._again: dict[tuple[str, int], int] = {}  # how often a stage was rehearsed again
+        self._said: set[str] = set()
+        self._agreed = False
+
+    def forget(self) -> None:
+        """The run is over."""
+        self._done.clear()
+        self._rules.clear()
+        self._found.clear()
+        self._again.clear()
+        self._agreed = False
+
+    def reopen(self, name: str) -> None:
+        """The next step of this stage is rehearsed, as its first one was."""
+        for key in [key for key in self._done if key[0] == name]:
+            self._done.discard(key)
+            self._found.pop(key, None)
+            self._again.pop(key, None)
+
+    def rules(self, name: str, dataloader_idx: int) -> MergeRules:
+        """How the results of a stage are merged."""
+        key = name, dataloader_idx
+        if key not in self._rules:
+            self._rules[key] = MergeRules(loss_reduction="sum" if self._loss_reduction == "sum" else "mean")
+        return self._rules[key]
+
+    def before_step(self, name: str, shares: Sequence[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Rehearses the step, if it is the first one on several replicas; says whether it did.
+
+        Raises:
+            ParityError: it is not what it is on one device, and ``verify="raise"``.
+        """
+        idx = args[2] if name != "training_step" and len(args) > 2 else 0
+        key = name, idx
+        is_open = key not in self._done or (key in self._rules and self._rules[key].is_outdated)
+        rehearses = is_open and len(shares) > 1 and self._verify != "off"
+        if rehearses:
+            self._again[key] = self._again.get(key, -1) + 1
+            self._done.add(key)
+            rows = sum(share.num_rows for share in shares)
+            active = tuple(share.replica.index for share in shares)
+            self._rehearse(Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=rows))
+        if name == "training_step" and not self._agreed:
+            self._agreed = True
+            self._agree()
+        return rehearses
+
+    def _agree(self) -> None:
+        """Of several processes, all take the loss for a sum if one of them saw that it is."""
+        strategy = self._strategy
+        if self._loss_reduction != "auto" or strategy.num_processes == 1:
+            return
+        mine = strategy._step.rules.loss_reduction
+        if "sum" in gather_objects("agreeing on the loss", mine):
+            strategy._step.rules.loss_reduction = "sum"
+
+    def _rehearse(self, call: Call) -> None:
+        strategy, key = self._strategy, (call.name, call.dataloader_idx)
+        before = self.rules(*key)
+        before.is_outdated = False
+        try:
+            asked: list[str] = []
+            with code_iterators_guarded(strategy.lightning_module, asked):
+                rehearsal = _Rehearsal(strategy, call, self._loss_reduction, asked)
+                outcome = rehearsal.run()
+        except SlicesFail as failure:
+            strategy._whole_batches.give_whole(call.name, failure.reason, failure.advice)
+            return
+        except NotRehearsed as reason:
+            self._say(f"dpx: {call.name} was not checked against one device: {reason}")
+            return
+        rules = self._joined(key, outcome)
+        if self._again[key]:
+            rules.loss_reduction = before.loss_reduction
+        self._rules[key] = rules
+        strategy._metrics.take_rules(rehearsal.metric_rules)
+        if call.name == "training_step":
+            strategy._step.rules = rules
+        self._tell(call.name, outcome.comparison, is_first=not self._again[key])
+
+    def _tell(self, name: str, comparison: Comparison, *, is_first: bool) -> None:
+        """Says what was found, or acts on it."""
+        if not comparison.differences:
+            if is_first:
+                self._say(comparison.line())
+        elif self._verify == "raise":
+            raise ParityError(comparison.complaint())
+        elif self._verify == "first":
+            text = f"on {comparison.rows} rows its slices differ from one device: {comparison.summary()}."
+            self._strategy._whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
+        else:
+            rank_zero_warn(comparison.complaint())
+
+    def _joined(self, key: tuple[str, int], outcome: Outcome) -> MergeRules:
+        """The rules that a rehearsal found, together with those of an earlier one that saw only zeros."""
+        findings, logged = outcome.findings, outcome.logged
+        earlier = self._found.get(key)
+        if earlier is not None:
+            findings, logged = refined(earlier[0], findings), refined(earlier[1], logged)
+            found = {path: one.rules[0].kind for path, one in {**findings, **logged}.items() if one.rules}
+            sums = [path.removeprefix("result.") for path in self._rules[key].undecided if found.get(path) == "sum"]
+            if sums:
+                rank_zero_warn(
+                    f"dpx: {', '.join(sums)} of {key[0]} had been zero until the last batch, so its values were merged "
+                    "by their type there; they add up, as is seen now."
+                )
+        self._found[key] = findings, logged
+        outputs, values = chosen(findings), chosen(logged)
+        known = MergeRules(outputs, values, outcome.judge.loss_reduction)
+        known.undecided = undecided(findings) | undecided(logged)
+        known.same_batch_sizes = outcome.judge.same_batch_sizes
+        known.buffers = outcome.judge.buffers
+        if known.undecided and self._again[key] == _AT_MOST:
+            names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
+            rank_zero_warn(
+                f"dpx: {names} of {key[0]} was zero in {_AT_MOST + 1} rehearsals and not in batches, so nothing is "
+                "known about whether it adds up over slices; it is merged by its type (floating-point numbers are "
+                "averaged, integers added)."
+            )
+            known.undecided = frozenset()
+        return known
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            rank_zero_info(text)
+        self._said.add(text)
+
+
+class _Rehearsal:
+    """One stage's rehearsal.
+
+    Args:
+        strategy: Whose step it is.
+        call: What the trainer called.
+        loss_reduction: As given.
+        asked: Gets the iterators that somebody wanted an item of, though it could not be given back.
+
+    Attributes:
+        metric_rules: How arguments of metrics are joined, as was learned.
+    """
+
+    def __init__(self, strategy: Any, call: Call, loss_reduction: str, asked: list[str]) -> None:
+        self._strategy, self._call, self._loss_reduction = strategy, call, loss_reduction
+        self._module: pl.LightningModule = strategy.lightning_module
+        self._replicas = strategy._replicas
+        self._trains = call.name == "training_step"
+        self._by_hand = self._trains and not self._module.automatic_optimization
+        self._norms: list[str] = []
+        self._watches_batch = strategy._batch_writes.is_watched
+        self._asked = asked
+        self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
+        self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
+        self._tolerance = _tolerance_of(strategy, self._module, call)
+
+    def run(self) -> Outcome:
+        """What was found.
+
+        Raises:
+            NotRehearsed: nothing could be.
+            SlicesFail: the slices raise where the whole batch does not.
+        """
+        with self._guest.visit(calls_hooks=self._by_hand):
+            try:
+                outcome = self._on_rows(1)
+                if not outcome.is_sure:
+                    with suppress(NotRehearsed, SlicesFail):
+                        outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
+                self._check_iterators()
+                return outcome
+            except (NotRehearsed, SlicesFail):
+                self._check_iterators()
+                raise
+            except CollectiveInRehearsal as error:
+                raise NotRehearsed(f"it calls torch.distributed itself ({error}).") from None
+            except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
+                traceback.clear_frames(error.__traceback__)
+                self._check_iterators()
+                raise NotRehearsed(f"the rehearsal failed with {_told(error)}") from None
+
+    def _check_iterators(self) -> None:
+        """What came of a rehearsal says nothing about a step that takes items which cannot be given back.
+
+        Raises:
+            SlicesFail: it does.
+        """
+        if self._asked:
+            names = ", ".join(dict.fromkeys(self._asked))
+            raise SlicesFail(
+                f"It takes items of {names}, and what belongs to the rows of a slice cannot be found out.",
+                "For all devices to take part, let a loader of the trainer give them (CombinedLoader).",
+            ) from None
+
+    def _refine(self, first: Outcome, second: Outcome) -> Outcome:
+        """Both together: rules fit on all rows that were tried, or are none."""
+        findings, logged = refined(first.findings, second.findings), refined(first.logged, second.logged)
+        of_values = ("logged value", "output")
+        seen_later = [one for one in second.comparison.differences if one[0] not in of_values]
+        seen_at_once = [one for one in first.comparison.differences if one[0] not in of_values]
+        base = second if seen_later and not seen_at_once else first
+        comparison = base.comparison
+        comparison.differences = seen_at_once or seen_later
+        comparison.notes = [note for note in comparison.notes if "put together" not in note]
+        comparison.skipped = [text for text in comparison.skipped if not text.startswith(of_values)]
+        comparer = Comparer(self._tolerance, base.unstable)
+        comparer.values("logged value", logged, comparison)
+        comparer.values("output", findings, comparison)
+        return Outcome(
+            comparison=comparison, judge=base.judge, findings=findings, logged=logged, unstable=base.unstable
+        )
+
+    def _on_rows(self, factor: int) -> Outcome:
+        sizes = _unequal_sizes(self._call.num_rows, len(self._call.active), factor)
+        before = self._state(self._shadow())
+        try:
+            whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes))
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+            raise
+        except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
+            traceback.clear_frames(error.__traceback__)
+            if sum(sizes) == self._call.num_rows:
+                raise NotRehearsed(f"on {sum(sizes)} rows it raises {_told(error)}") from None
+            sizes = self._real_sizes  # a step that needs more rows than a few
+            whole = self._whole(self._call.args[0], sum(sizes))
+        return self._with_slices(before, whole, sizes)
+
+    @property
+    def _real_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in self._replicas.sizes(self._call.num_rows) if size)
+
+    def _with_slices(self, before: Mapping[str, Any], whole: Observation, sizes: tuple[int, ...]) -> Outcome:
+        if self._guest.written and not self._by_hand:
+            raise _writes_parameters(self._guest.written)
+        try:
+            judge, sliced = self._sliced(sizes, whole, self._loss_reduction)
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
+            traceback.clear_frames(error.__traceback__)
+            self._try_real_slices(error, sizes)
+            raise NotRehearsed(f"in slices of {sizes[0]} and fewer rows it raises {_told(error)}") from None
+        if self._by_hand and self._loss_reduction == "auto" and self._differs(before, whole, sliced, judge, sizes):
+            by_sum = self._sliced(sizes, whole, "sum")
+            if not self._differs(before, whole, by_sum[1], by_sum[0], sizes):
+                judge, sliced = by_sum
+        comparison = self._compare(before, whole, sliced, judge, sizes, frozenset())
+        unstable: frozenset[str] = frozenset()
+        if comparison.differences:
+            again = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=True)
+            unstable = unstable_between(whole, again, self._tolerance)
+            if unstable:
+                judge, sliced = self._sliced(sizes, whole, self._loss_reduction, unstable)
+                comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
+        kinds = {kind for kind, _ in comparison.differences}
+        trained_alike = not kinds & {"loss", "gradient", "new weight"}
+        goes_on = comparison.kept or "sum" in judge.buffers.values()  # a decayed count grows like any other from zero
+        if goes_on and trained_alike and not unstable and not self._by_hand:
+            self._compare_second_steps(judge, sizes, comparison)
+        return Outcome(
+            comparison=comparison,
+            judge=judge,
+            findings=judge.findings,
+            logged=judge.logged_findings,
+            unstable=unstable,
+        )
+
+    def _compare_second_steps(self, judge: JudgingRules, sizes: tuple[int, ...], out: Comparison) -> None:
+        """What a step keeps may be of a slice by design; unless the next step uses it."""
+        try:
+            whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), num_steps=2)
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+            raise
+        except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
+            traceback.clear_frames(error.__traceback__)
+            out.skipped.append(f"a second step ({_told(error)})")
+            judge.buffers = {name: rule for name, rule in judge.buffers.items() if rule != "sum"}
+            return
+        try:
+            again, sliced = self._sliced(sizes, whole, judge.loss_reduction, earlier=[judge])
+        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+            raise
+        except Exception as error:  # noqa: BLE001  such as a state of too many rows
+            traceback.clear_frames(error.__traceback__)
+            out.blame_kept(f"it raises {_told(error).removesuffix('.')}")
+            return
+        fitting = again.fitting_buffers
+        for name in [name for name, rule in judge.buffers.items() if name in fitting and rule not in fitting[name]]:
+            del judge.buffers[name]
+            text = f"self.{name} comes together from slices in a first step, and not in a second"
+            out.differences.append(("kept", text))
+        whole.state, sliced.state = {}, {}
+        second = self._compare({}, whole, sliced, again, sizes, frozenset())
+        known = {kind for kind, _ in out.differences}
+        second.differences = [one for one in second.differences if one[0] not in known]
+        if second.differences and out.kept:
+            out.blame_kept(second.summary())
+
+    def _differs(
+        self, before: Mapping[str, Any], whole: Observation, sliced: Observation, judge: JudgingRules, sizes: Any
+    ) -> bool:
+        return bool(self._compare(before, whole, sliced, judge, sizes, frozenset()).differences)
+
+    def _compare(
+        self,
+        before: Mapping[str, Any],
+        whole: Observation,
+        sliced: Observation,
+        judge: JudgingRules,
+        sizes: tuple[int, ...],
+        unstable: frozenset[str],
+    ) -> Comparison:
+        comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=self._call.name)
+        Comparer(self._tolerance, unstable).compare(before, whole, sliced, judge, comparison)
+        if self._norms:
+            named = ", ".join(self._norms[:3])
+            more = ", ..." if len(self._norms) > 3 else ""
+            comparison.notes.append(
+                f"Batch norm ({named}{more}) normalizes by its slice and was checked in eval mode; "
+                "Trainer(sync_batchnorm=True) makes it that of the whole batch"
+            )
+        return comparison
+
+    def _first_rows(self, *sizes: int) -> list[Any]:
+        """The first rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
+        batch, rest = self._call.args[0], self._call.num_rows - sum(sizes)
+        if not rest and len(sizes) == 1:
+            return [batch]
+        every = [*sizes, rest] if rest else list(sizes)
+        parts: list[Any] = self._replicas.slicer.read(batch).cut(every)
+        return parts[: len(sizes)]
+
+    def _shadow(self) -> Any:
+        try:
+            shadow, self._norms = make_shadow(self._replicas, self._asked, own_parameters=self._by_hand)
+        except ReplicationError as error:
+            raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
+        return shadow
+
+    def _own(self, rows: Any) -> Any:
+        """A step may write its batch in place; the real one must find what the loader gave."""
+        try:
+            return copy.deepcopy(rows)
+        except Exception as error:  # noqa: BLE001  whatever the class of an item says to being copied
+            raise NotRehearsed(f"its batch cannot be copied ({_told(error)})") from None
+
+    # ---- as one device ----
+
+    def _whole(self, rows: Any, num_rows: int, *, other_draws: bool = False, num_steps: int = 1) -> Observation:
+        """What the last of ``num_steps`` steps on the same rows does."""
+        strategy, call, shadow = self._strategy, self._call, self._shadow()
+        replicas = self._replicas_of(shadow, [strategy.root_device], workload="even")
+        seen = Observation()
+        with ExitStack() as stack:
+            stack.enter_context(self._pointing_at(shadow, None, None, None, seen))
+            stack.enter_context(self._guest.run(shadow, other_draws=other_draws))
+            stack.callback(replicas.close)
+            for _ in range(num_steps):
+                self._forget_gradients(shadow)
+                share = Share(replicas.root, num_rows, self._own(rows))
+                writes = self._watch_batch(share.batch)
+                log = StepLog(share)
+                with self._context(), recorded_calls(shadow) as seen.metric_calls:
+                    seen.output = replicas.run(call.name, [share], partial(self._step_of_one, log))[0]
+                with _recording(log, shadow):
+                    final = strategy._finished(call.name, seen.output)
+                seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
+                self._note_writes(writes, replicas, MergeRules(), seen)
+                self._finish(seen, final, shadow, list(shadow.parameters()))
+        self._forget_gradients(shadow)
+        self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
+        seen.drew, seen.left_alone = self._guest.drew, self._guest.left_alone
+        return seen
+
+    def _step_of_one(self, log: StepLog, share: Share) -> Any:
+        call = self._call
+        shadow: Any = share.replica.module
+        with log.recording(shadow), self._strategy._arranged(shadow):
+            batch = self._strategy._given(share, call.dataloader_idx)
+            return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+
+    def _watch_batch(self, rows: Any) -> BatchWrites:
+        """Sees what the next run writes into its batch, if hooks of the real run look at that."""
+        writes = BatchWrites()
+        if self._watches_batch:
+            writes.show(rows)
+        self._strategy._batch_writes = writes
+        return writes
+
+    def _note_writes(self, writes: BatchWrites, replicas: ReplicaSet, rules: MergeRules, seen: Observation) -> None:
+        """What was written is compared as a logged value is.
+
+        Raises:
+            SlicesFail: it cannot be put together.
+        """
+        problem = writes.finish(rules, self._strategy.root_device, replicas.output_dim)
+        if problem is not None:
+            raise SlicesFail(*unlike_one_batch(problem))
+        for name, value in writes.values.items():
+            seen.logged[name] = Logged(value=value, reduce_fx="mean", batch_size=None)
+
+    # ---- in slices ----
+
+    def _sliced(
+        self,
+        sizes: tuple[int, ...],
+        whole: Observation,
+        loss_reduction: str,
+        unstable: frozenset[str] = frozenset(),
+        earlier: Sequence[JudgingRules] = (),
+    ) -> tuple[JudgingRules, Observation]:
+        """What a step in slices does, after as many others as there are rules of ``earlier`` ones."""
+        strategy = self._strategy
+        auto = loss_reduction == "auto" and not self._by_hand
+        judge = JudgingRules(
+            whole,
+            self._tolerance,
+            decides_loss=auto,
+            loss_reduction="sum" if loss_reduction == "sum" else "mean",
+            unstable=unstable,
+        )
+        shadow = self._shadow()
+        forget_shift(shadow)  # of the first replica; each gets its own
+        parameters = () if self._by_hand else shared_parameters(self._replicas, shadow)
+        replicas = self._replicas_of(shadow, list(self._replicas.devices), existing=parameters)
+        self._shift_alike(replicas)
+        reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
+        step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_packs, None)
+        seen = Observation()
+        replicas.metrics.take_rules(self.metric_rules)
+        with ExitStack() as stack:
+            stack.enter_context(self._guest.run(shadow))
+            stack.callback(replicas.close)
+            stack.callback(step.close)
+            for rules in (*earlier, judge):
+                replicas.metrics.example = whole.metric_calls if rules is judge else None
+                for replica in replicas.replicas:
+                    self._forget_gradients(replica.module)
+                step.rules = rules
+                shares = strategy._weighted(self._shares_of(replicas, sizes), shadow)
+                merged_log = StepLog(replace(shares[0], num_rows=sum(sizes)))
+                with self._pointing_at(shadow, replicas, step, rules, seen):
+                    writes = self._watch_batch(self._own(self._first_rows(sum(sizes))[0]))
+                    with _recording(merged_log, shadow):
+                        final = self._step_of_replicas(shares)
+                    seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
+                    self._note_writes(writes, replicas, rules, seen)
+                    self._finish(seen, final, shadow, step.owner_parameters, step)
+        self.metric_rules = replicas.metrics.rules_by_path()
+        for replica in replicas.replicas:
+            self._forget_gradients(replica.module)
+        return judge, seen
+
+    def _shares_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[Share]:
+        parts = self._own(self._first_rows(*sizes))
+        active = self._call.active
+        return [
+            Share(replicas.replicas[index], size, part) for index, size, part in zip(active, sizes, parts, strict=True)
+        ]
+
+    def _step_of_replicas(self, shares: list[Share]) -> Any:
+        strategy, call = self._strategy, self._call
+        if self._trains:
+            return strategy._forward_of_replicas(shares, call.args, call.kwargs)
+        return strategy._evaluate_replicas(call.name, shares, call.args, call.kwargs)
+
+    def _try_real_slices(self, error: Exception, sizes: tuple[int, ...]) -> None:
+        """Slices of a few rows fail; if those of the batch do, too, the stage cannot run in slices.
+
+        Raises:
+            SlicesFail: they do.
+        """
+        failure = error
+        if sizes != self._real_sizes:
+            try:
+                self._sliced(self._real_sizes, Observation(), self._loss_reduction)
+            except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):
+                return
+            except Exception as raised:  # noqa: BLE001  what it is, the announcement says
+                traceback.clear_frames(raised.__traceback__)
+                failure = raised
+            else:
+                return
+        if isinstance(failure, SharedWriteError):
+            raise _writes_parameters([failure.name])
+        if isinstance(failure, GatherError):
+            raise SlicesFail(
+                f"What its slices return cannot be put together. {_told(failure).partition(': ')[2]}",
+                "For all devices to take part, let it return tensors, numbers, or containers of them.",
+            )
+        raise SlicesFail(
+            f"It runs on the whole batch, but on a slice it raises {_told(failure)}",
+            "For all devices to take part, let it run on any number of rows.",
+        )
+
+    # ---- what both have in common ----
+
+    def _replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:
+        options = {"beyond": None, "check_every": 0, **changes}
+        metrics = self._strategy._find_metrics(shadow)
+        replicas: ShadowReplicas = self._strategy._new_replicas(shadow, devices, metrics, ShadowReplicas, **options)
+        replicas.metrics = metrics
+        metrics.dim = replicas.output_dim
+        replicas.guest = self._guest
+        for replica in replicas.replicas[1:]:
+            copied: Any = replica.module
+            copied._trainer = shadow._trainer  # LightningModule drops it from its copies
+        return replicas
+
+    def _shift_alike(self, replicas: ReplicaSet) -> None:
+        """What is shifted of a real replica is shifted of its shadow."""
+        for real, shadow in zip(self._replicas.replicas, replicas.replicas, strict=True):
+            shift = applied_shift(real.module)
+            if shift is not None:
+                shift_like(shadow.module, shift)
+
+    @contextmanager
+    def _pointing_at(
+        self, shadow: Any, replicas: Any, step: Any, judge: JudgingRules | None, seen: Observation
+    ) -> Iterator[None]:
+        """The strategy, and through it the trainer, has the shadow for its module for a while."""
+        strategy, call = self._strategy, self._call
+        attributes = {**pointing_at_shadow(strategy, shadow), "_batch_writes": BatchWrites()}
+        if replicas is not None:
+            attributes |= {
+                "_replicas": replicas,
+                "_step": step,
+                "_metrics": replicas.metrics,
+                "_all_replicas": len(replicas.replicas),
+            }
+        if self._by_hand:
+            attributes |= self._optimizers_for(shadow, replicas, step, seen)
+            attributes["_gradient_hooks"] = hooks = GradientHooks()
+            if replicas is not None:
+                hooks.begin(shadow, replicas, step)
+        rules = dict(self._strategy._rehearsals._rules)
+        if judge is not None:
+            rules[call.name, call.dataloader_idx] = judge
+        with pointing_at(strategy, **attributes), pointing_at(strategy._rehearsals, _rules=rules):
+            yield
+
+    def _optimizers_for(
+        self, shadow: Any, replicas: Any, step: TrainingStep | None, seen: Observation
+    ) -> dict[str, Any]:
+        """Copies of the optimizers and schedulers that act on the shadow; they tell what gradients they were given."""
+        strategy = self._strategy
+        mine = list(shadow.parameters()) if step is None else step.owner_parameters
+        modules = [shadow] if replicas is None else [replica.module for replica in replicas.replicas]
+        copies = with_copied_optimizers(strategy, self._module, modules, strategy._step.owner_parameters, mine)
+        names = {id(own): name for (name, _), own in zip(shadow.named_parameters(), mine, strict=True)}
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names.get(id(parameter))
+                    if name is not None and parameter.grad is not None:
+                        number = sum(key.partition("@")[0] == name for key in seen.gradients)
+                        seen.gradients[f"{name}@{number}"] = _on_host(parameter.grad)
+
+        for optimizer in copies["_optimizers"]:
+            optimizer.register_step_pre_hook(note)
+        return copies
+
+    def _context(self) -> Any:
+        precision = self._strategy.precision_plugin
+        return precision.train_step_context() if self._trains else precision.val_step_context()
+
+    def _finish(
+        self, seen: Observation, final: Any, shadow: Any, owners: list[Any], step: TrainingStep | None = None
+    ) -> None:
+        """Backward, and then all that can be seen of the run."""
+        names = [name for name, _ in shadow.named_parameters()]
+        if self._by_hand:
+            seen.weights = {name: _on_host(one) for name, one in zip(names, owners, strict=True)}
+        elif self._trains:
+            loss = first_loss(final)
+            if isinstance(loss, torch.Tensor):
+                if loss.requires_grad:
+                    with self._guest.in_step("backward"):
+                        shadow.backward(loss)
+                    if step is not None:
+                        step.backward(last=True)
+                        step.reduce()
+                seen.loss = loss.detach().cpu()
+            seen.gradients = {
+                name: _on_host(one.grad) for name, one in zip(names, owners, strict=True) if one.grad is not None
+            }
+        seen.state = self._state(shadow)
+
+    def _state(self, shadow: Any) -> dict[str, Any]:
+        outside = ((f"{OUTSIDE}{path}", value) for path, value in self._guest.surroundings.values())
+        return python_state(chain(_attributes(shadow, self._strategy._private_attributes), outside))
+
+    def _forget_gradients(self, module: Any) -> None:
+        """A shadow is in reference cycles and may live on for a while; what is large must not."""
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def _writes_parameters(names: Sequence[str]) -> SlicesFail:
+    return SlicesFail(
+        f"It writes parameter {', '.join(names[:3])} in its forward, which each replica would do for itself.",
+        "Write it between the steps instead (on_train_batch_end).",
+    )
+
+
+@contextmanager
+def _recording(log: StepLog, shadow: Any) -> Iterator[None]:
+    """What is logged on the whole batch's behalf; the replicas' own logs take its place while their steps run."""
+
+    def record(*args: Any, **options: Any) -> None:
+        log.record(*args, **options)
+
+    vars(shadow)["log"] = record
+    try:
+        yield
+    finally:
+        vars(shadow).pop("log", None)
+
+
+def _logged(value: Any, options: Mapping[str, Any]) -> Logged:
+    reduce_fx = options.get("reduce_fx", "mean")
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    whole = None if isinstance(value, Metric) else value
+    return Logged(value=whole, reduce_fx=name, batch_size=options.get("batch_size"))
+
+
+def _attributes(module: Any, private: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """What a step may have changed: attributes of all submodules, states of metrics, and buffers."""
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(child, Metric):
+            for key in child._defaults:
+                value = getattr(child, key)
+                yield prefix + key, dim_zero_cat(value) if isinstance(value, list) and value else value
+            continue
+        for key, value in vars(child).items():
+            if key not in private and not _is_of_a_metric(module, path):
+                yield prefix + key, value
+    yield from module.named_buffers()
+
+
+def _is_of_a_metric(module: Any, path: str) -> bool:
+    while path:
+        if isinstance(module.get_submodule(path), Metric):
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def _unequal_sizes(num_rows: int, num_slices: int, factor: int) -> tuple[int, ...]:
+    """Rows of each slice: two, and one more for the first, so that no dim fits by chance; fewer where there are few."""
+    usual = 2 * factor
+    if num_rows >= usual * num_slices + 1:
+        return (usual + 1, *(usual,) * (num_slices - 1))
+    least, more = divmod(num_rows, num_slices)
+    if not more and least > 1:  # 3 and 1 rather than 2 and 2
+        return (least + 1, *(least,) * (num_slices - 2), least - 1)
+    return tuple(least + (index < more) for index in range(num_slices))
+
+
+def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: Iterable[torch.dtype] = ()) -> Tolerance:
+    """By the coarsest dtype that the step computes in, or that gradients travel in."""
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
+    dtypes.append(torch.float32 if not dtypes else dtypes[0])
+    dtypes.extend(seen)
+    if strategy._wire is not None:
+        dtypes.append(strategy._wire)
+    context = copy.copy(strategy.precision_plugin.wrapped).train_step_context()  # a user's own may count its calls
+    kind = strategy.root_device.type
+    with context:
+        if torch.is_autocast_enabled(kind):
+            dtypes.append(torch.get_autocast_dtype(kind))
+    eps = {dtype: torch.finfo(dtype).eps for dtype in dtypes}
+    coarsest = max(eps, key=lambda dtype: eps[dtype])
+    if kind == "cuda" and coarsest == torch.float32 and _uses_tf32():
+        coarsest = torch.float16  # ten bits of mantissa, as TF32
+    numbers = [leaf.numel() for leaf in tree_leaves(call.args[0]) if isinstance(leaf, torch.Tensor)]
+    largest = max((parameter.numel() for parameter in module.parameters()), default=1)
+    return Tolerance.of(coarsest, max([largest, *numbers]))
+
+
+def _uses_tf32() -> bool:
+    try:
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # the process has used torch's other way of asking for it
+        return True
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.detach()
+    return (dense.to_dense() if dense.layout != torch.strided else dense).to("cpu", copy=True)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        text = str(error).partition("\n")[0]
+    except Exception:  # noqa: BLE001  the user's own class
+        text = ""
+    return f"{type(error).__name__}: {text}".rstrip(": ").rstrip(".") + "."

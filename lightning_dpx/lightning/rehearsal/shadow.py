@@ -1,0 +1,348 @@
+"""Shadows of a module and its replicas: they run the user's step and leave no trace.
+
+A shadow shares the parameters of the real module, with gradients of its own, and holds deep copies of its Python state,
+buffers and metrics. While it runs, the strategy and the trainer point at it; loggers are Lightning's dummy, callbacks
+are not called, and whatever the step may have changed outside the shadow is put back.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
+
+from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
+from lightning_dpx.python_objects.preserve import advance
+from lightning_dpx.replicas import GeneratorStates, Replica, ReplicaSet, Share
+from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
+from lightning_dpx.replicas.replicate import _like
+from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
+from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
+
+
+class Guest:
+    """Keeps what several runs of a rehearsal may change, and puts it back.
+
+    Args:
+        trainer: Its attributes are put back, and those of its precision plugin and of what the user gave it.
+        module: The real module.
+        replicas: The real ones, whose parameters shadows share.
+        devices: Those with random generators.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: nn.Module, replicas: Sequence[Replica], devices: Sequence[torch.device]
+    ) -> None:
+        self._trainer = trainer
+        names = [name for name, _ in module.named_parameters()]
+        self._shared = SharedParameters(
+            (name, parameter) for replica in replicas for name, parameter in zip(names, replica.parameters, strict=True)
+        )
+        self._devices = devices
+        self._start = GeneratorStates(self._devices, [module])
+        self._run_start = self._start
+        self._modes: list[SameDraws] = []
+        self.surroundings = Surroundings(trainer, module)
+
+    @contextmanager
+    def visit(self, *, calls_hooks: bool) -> Iterator[None]:
+        """The whole rehearsal happens in here.
+
+        Args:
+            calls_hooks: The step runs optimizers, around which the trainer would call callbacks.
+        """
+        trainer: Any = self._trainer
+        precision = getattr(trainer.precision_plugin, "wrapped", None)  # a user's own may count what it does
+        attributes = [Attributes(owner) for owner in (trainer, precision) if owner is not None]
+        holder, flags = _holder_of_results(trainer), _Flags()
+        results = None if holder is None else holder._results
+        try:
+            trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+            if calls_hooks:
+                trainer.callbacks = []
+            if holder is not None:  # submodules that log by themselves
+                holder._results = _ResultCollection(training=trainer.training)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the step itself gives the same ones
+                yield
+        finally:
+            if holder is not None:
+                holder._results = results
+            for before in attributes:
+                before.restore()
+            flags.restore()
+            self._shared.restore()
+            self._start.restore()
+
+    @contextmanager
+    def run(self, shadow: nn.Module, *, other_draws: bool = False) -> Iterator[None]:
+        """One run of ``shadow``, from the same random numbers as every other, unless others are wanted."""
+        self._modes = []
+        self._start.restore()
+        if other_draws:
+            advance([shadow])
+        self._run_start = GeneratorStates(self._devices, [shadow])
+        try:
+            yield
+        finally:
+            self.written = list(dict.fromkeys(self._shared.written))
+            self._shared.restore()
+            self.surroundings.restore()
+            now = self._run_start.again()
+            left_alone = [name for mode in self._modes for name in mode.left_alone]
+            if now.differs_outside_torch(self._run_start):
+                left_alone.append("a generator of Python or NumPy")
+            self.left_alone = list(dict.fromkeys(left_alone))
+            self.drew = any(mode.drew for mode in self._modes)
+            self.low_precision = {dtype for mode in self._modes for dtype in mode.low_precision}
+            self._start.restore()
+
+    @contextmanager
+    def in_step(self, stage: str) -> Iterator[None]:
+        """A replica's own step, or its backward; all replicas draw the same numbers."""
+        if stage != "backward":
+            self._run_start.restore()
+        mode = SameDraws(self._shared)
+        self._modes.append(mode)
+        with mode:
+            yield
+
+
+class ShadowReplicas(ReplicaSet):
+    """Replicas of a shadow, whose steps run under the guest's eyes.
+
+    Attributes:
+        guest: Set right after they are made.
+        metrics: The metrics of the shadow, which its replicas share.
+    """
+
+    guest: Guest
+    metrics: ReplicaMetrics
+
+    def run(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Any]:
+        """As of all replicas."""
+
+        def watched(share: Share) -> Any:
+            with self.guest.in_step(stage):
+                return call(share)
+
+        return super().run(stage, shares, watched)
+
+
+class _Flags:
+    """Settings of the process that a step may change."""
+
+    def __init__(self) -> None:
+        self._dtype = torch.get_default_dtype()
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._benchmark = torch.backends.cudnn.benchmark
+        self._threads = torch.get_num_threads()
+
+    def restore(self) -> None:
+        torch.set_default_dtype(self._dtype)
+        torch.use_deterministic_algorithms(self._deterministic, warn_only=self._warn_only)
+        if torch.is_grad_enabled() != self._grad:
+            torch.set_grad_enabled(self._grad)
+        torch.backends.cudnn.benchmark = self._benchmark
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+
+
+def _holder_of_results(trainer: Any) -> Any:
+    """The loop that keeps what the current stage logs; ``None`` where nothing can be logged."""
+    loop = trainer.fit_loop.epoch_loop if trainer.training else trainer._active_loop
+    return loop if loop is not None and "_results" in vars(loop) else None
+
+
+@contextmanager
+def pointing_at(owner: Any, **attributes: Any) -> Iterator[None]:
+    """``owner`` has other attributes for a while."""
+    before = {name: vars(owner)[name] for name in attributes}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
+def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool) -> tuple[LightningModule, list[str]]:
+    """A shadow of the real module, and the names of its batch norms that normalize by their slice.
+
+    Those run in eval mode on both sides of a comparison; else everything behind them would differ by design.
+
+    Args:
+        replicas: The real ones.
+        asked: Gets the paths of iterators that cannot be copied, if the shadow takes an item of one.
+        own_parameters: The step will write them, as manual optimization does.
+
+    Raises:
+        ReplicationError: something cannot be copied; names the attribute.
+    """
+    iterators = iterators_that_cannot_be_copied(replicas.root.module)
+    shadow: Any = replicas.stand_in(keep=iterators)
+    guard_iterators(shadow, iterators, asked)
+    shadow._trainer = replicas.root.module._trainer  # LightningModule drops it from its copies
+    if own_parameters:
+        for parameter in shadow.parameters():
+            parameter.data = parameter.data.clone()
+    norms = []
+    for name, child in shadow.named_modules():
+        if isinstance(child, _BatchNorm) and child.training and not isinstance(child, SyncedBatchNorm):
+            child.training = child.running_mean is None
+            norms.append(name)
+    return shadow, norms
+
+
+def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """For every replica of a shadow, parameters that share the storage of the real replica's."""
+    named = list(shadow.named_parameters())
+    return [
+        {name: _like(own, real.detach()) for (name, own), real in zip(named, replica.parameters, strict=True)}
+        for replica in replicas.replicas
+    ]
+
+
+def pointing_at_shadow(strategy: Any, shadow: nn.Module) -> dict[str, Any]:
+    """The attributes by which a strategy, and through it the trainer, has ``shadow`` for its module, on one device."""
+    attributes: dict[str, Any] = {
+        "_lightning_module": shadow,
+        "_model": shadow,
+        "_replicas": None,
+        "_step": None,
+        "_metrics": None,
+        "_manual": None,
+        "_repeatable": None,
+        "_replica_offset": 0,
+        "_all_replicas": 1,
+    }
+    return {name: value for name, value in attributes.items() if name in vars(strategy)}
+
+
+def with_copied_optimizers(
+    strategy: Any,
+    module: nn.Module,
+    shadows: Sequence[nn.Module],
+    owners: Sequence[torch.Tensor],
+    mine: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """The attributes by which a strategy has copies of its optimizers, schedulers and precision, for a shadow.
+
+    Optimizers and schedulers that the shadow holds as attributes are exchanged for copies as well.
+
+    Args:
+        strategy: Any of Lightning's.
+        module: The real module.
+        shadows: What stands in for it, and the replicas of that.
+        owners: What the real optimizers hold, for each parameter of the module.
+        mine: What the copies shall hold; the parameters of the shadow unless given.
+    """
+    shadow: Any = shadows[0]
+    mine = mine or list(shadow.parameters())
+    pairs = [*zip(owners, mine, strict=True), (module, shadow), (shadow.trainer, shadow.trainer)]
+    configured, configs = list(strategy._optimizers), list(strategy.lr_scheduler_configs)
+    found = [value for each in shadows for child in each.modules() for _, value in attributes_stepped_in(child)]
+    held = [one for value in found for one in _stepped_among(value)]
+    real = list({id(_unwrapped(one)): _unwrapped(one) for one in (*configured, *held)}.values())
+    optimizers = [one for one in real if isinstance(one, Optimizer)]
+    schedulers = [one for one in real if isinstance(one, LRScheduler)]
+    copies, others = copy_optimizers(optimizers, [*configs, *schedulers], pairs)
+    counterparts = dict(zip(map(id, [*optimizers, *schedulers]), [*copies, *others[len(configs) :]], strict=True))
+    chosen = [counterparts[id(_unwrapped(one))] for one in configured]
+    wrapped = [LightningOptimizer._to_lightning_optimizer(one, strategy) for one in chosen]
+    for one in held:
+        if isinstance(one, LightningOptimizer):
+            counterparts[id(one)] = LightningOptimizer._to_lightning_optimizer(
+                counterparts[id(_unwrapped(one))], strategy
+            )
+    for child in (child for each in shadows for child in each.modules()):
+        _exchange(vars(child), counterparts)
+    precision = copy.copy(strategy.precision_plugin)
+    if "wrapped" in vars(precision):
+        precision.wrapped = copy.deepcopy(precision.wrapped)
+    return {
+        "_optimizers": chosen,
+        "_lightning_optimizers": wrapped,
+        "lr_scheduler_configs": others[: len(configs)],
+        "_precision_plugin": precision,
+    }
+
+
+def attributes_stepped_in(child: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes that are an optimizer or a scheduler, or a list, tuple or dict with one in it."""
+    return [(key, value) for key, value in vars(child).items() if _stepped_among(value)]
+
+
+def _stepped_among(value: Any) -> list[Any]:
+    items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
+    return [item for item in items if isinstance(item, Optimizer | LRScheduler)]
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _exchange(attributes: dict[str, Any], counterparts: Mapping[int, Any]) -> None:
+    """Puts the counterparts of objects in their place, also in the lists, tuples and dicts among ``attributes``."""
+    for key, value in list(attributes.items()):
+        if id(value) in counterparts:
+            attributes[key] = counterparts[id(value)]
+        elif type(value) is list and any(id(one) in counterparts for one in value):
+            value[:] = [counterparts.get(id(one), one) for one in value]
+        elif type(value) is tuple and any(id(one) in counterparts for one in value):
+            attributes[key] = tuple(counterparts.get(id(one), one) for one in value)
+        elif type(value) is dict and any(id(one) in counterparts for one in value.values()):
+            value.update({name: counterparts.get(id(one), one) for name, one in value.items()})
+
+
+def copy_optimizers(
+    optimizers: Sequence[Any], schedulers: Sequence[Any], counterparts: Sequence[tuple[Any, Any]]
+) -> tuple[list[Any], list[Any]]:
+    """Optimizers and the configurations of their schedulers, over other parameters.
+
+    Args:
+        optimizers: The real ones.
+        schedulers: Configurations, as the strategy holds them.
+        counterparts: Pairs of a real object (a parameter, the module) and what takes its place.
+    """
+    memo: dict[int, Any] = {id(real): other for real, other in counterparts}
+    copied = []
+    for optimizer in optimizers:
+        # Not by copy.deepcopy: an optimizer hands out only its state and its groups, without the attributes of a
+        # subclass; and a scheduler has put a ``step`` on the instance that is bound to the original.
+        kind: type[Any] = type(optimizer)
+        twin: Any = object.__new__(kind)
+        memo[id(optimizer)] = twin
+        copied.append(twin)
+    for optimizer, twin in zip(optimizers, copied, strict=True):
+        for key, value in vars(optimizer).items():
+            if key != "step":
+                vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
+        _follow_parameters(twin, optimizer)
+    return copied, copy.deepcopy(list(schedulers), memo)
+
+
+def _follow_parameters(copied: Any, original: Any) -> None:
+    """The state of each parameter lives where it does: the copy of one may be on another device than its owner."""
+    for owner, parameter in zip(original.state, copied.state, strict=True):
+        if isinstance(owner, torch.Tensor) and owner.device != parameter.device:
+            move = partial(_moved, source=owner.device, target=parameter.device)
+            copied.state[parameter] = tree_map_only(torch.Tensor, move, copied.state[parameter])
+
+
+def _moved(tensor: torch.Tensor, source: torch.device, target: torch.device) -> torch.Tensor:
+    return tensor.to(target) if tensor.device == source else tensor

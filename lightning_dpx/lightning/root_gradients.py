@@ -1,0 +1,82 @@
+"""With owners elsewhere, hooks of the user's module find all gradients on it, and what they write reaches the owners.
+
+``reducer="colocate"`` leaves a gradient only where its parameter has its owner. User code that looks for gradients in
+``self.parameters()`` must find those of one device: while hooks may look, the user's module holds copies.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_dpx.lightning.manual.shared_gradients import Mark
+from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.step import TrainingStep
+
+
+class RootGradients:
+    """Copies of the owners' gradients on the user's own module.
+
+    Args:
+        replicas: The first one is the user's module.
+        step: Knows the owners.
+    """
+
+    def __init__(self, replicas: ReplicaSet, step: TrainingStep) -> None:
+        pairs = zip(replicas.root.parameters, step.owner_parameters, strict=True)
+        self._pairs = [(root, owner) for root, owner in pairs if root is not owner]
+        self._shown: list[Mark] = []
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """The user's module has all gradients."""
+        for root, owner in self._pairs:
+            gradient = owner.grad
+            root.grad = None if gradient is None else gradient.detach().to(root.device, copy=True)
+        self._shown = [Mark.of(root) for root, _ in self._pairs]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """The owners get those that were written since :meth:`show`."""
+        for index, (mark, (root, owner)) in enumerate(zip(self._shown, self._pairs, strict=False)):
+            if mark.is_current(root):
+                continue
+            gradient = root.grad
+            owner.grad = None if gradient is None else gradient.detach().to(owner.device, copy=True)
+            self._shown[index] = Mark.of(root)
+
+    def hide(self) -> None:
+        """Before the next backward, which would add to the copies."""
+        self.take()
+        for root, _ in self._pairs if self._shown else ():
+            root.grad = None
+        self._shown = []
+
+    @contextmanager
+    def hooks_shown(self, wrapped: Any, changed: Callable[[], None]) -> Iterator[None]:
+        """Round the hooks that a precision plugin calls before a step, and round its clipping, for a while.
+
+        Args:
+            wrapped: The plugin.
+            changed: Called after the hooks, which may have written parameters as well.
+        """
+        after_closure, clip_gradients = wrapped._after_closure, wrapped._clip_gradients
+
+        def with_hooks(*args: Any, **kwargs: Any) -> None:
+            self.take()
+            self.show()
+            after_closure(*args, **kwargs)
+            self.take()
+
+        def with_clipping(*args: Any, **kwargs: Any) -> None:
+            self.take()
+            changed()
+            self.show()
+            clip_gradients(*args, **kwargs)
+
+        wrapped._after_closure, wrapped._clip_gradients = with_hooks, with_clipping
+        try:
+            yield
+        finally:
+            del wrapped._after_closure, wrapped._clip_gradients

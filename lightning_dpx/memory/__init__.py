@@ -1,0 +1,74 @@
+"""Memory planning: which activations are kept, and which are computed again in backward.
+
+profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor, and of its copy;
+          some values would come back from the host instead of being computed again (ways_to_park)
+planner   profile x budget -> what to drop         threshold | search | optimal | milp | auto
+absent    the same for a device, or of a size, that is not there: on fake tensors, or else on few rows
+meter     how a profile watches and tries: by running; or on fakes (fake), with times from FLOPs and bytes (rates)
+forecast  profile x choice -> peak and extra time, exactly as the run will have them
+plan      the choice as a file
+places    one plan for a step that runs on several devices
+shapes    one plan for steps of several shapes
+apply     the plan on a module: saved-tensor hooks (rematerialisation) on what the graph knows (values), how operators
+          are repeated (recipes), and on what, where autograd does not know it (operands), and copies (parking)
+"""
+
+from lightning_dpx.memory.apply import (
+    AppliedPlan,
+    applied_plan,
+    apply_plan,
+    bytes_of_budget,
+    estimate_cost,
+    forecast_plan,
+    planned,
+    profile_module,
+    remove_plan,
+    search_plan,
+    sum_of,
+    timeline_of,
+)
+from lightning_dpx.memory.plan.joint import plan_places
+from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
+from lightning_dpx.memory.plan.plan import CheckpointPlan, Decision, format_plan, summary
+from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
+from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
+from lightning_dpx.memory.profile.abstract import profile_absent
+from lightning_dpx.memory.profile.profiler import Profile, profile_step
+from lightning_dpx.memory.profile.scaling import extrapolate, scaled
+from lightning_dpx.memory.shapes import SharedPlan, complete_plan, plan_shapes
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+
+__all__ = [
+    "AppliedPlan",
+    "CheckpointPlan",
+    "Decision",
+    "MemoryTrace",
+    "PLANNERS",
+    "Planner",
+    "Profile",
+    "SharedPlan",
+    "ThresholdPlanner",
+    "applied_plan",
+    "apply_plan",
+    "bytes_of_budget",
+    "complete_plan",
+    "estimate_cost",
+    "extrapolate",
+    "forecast_plan",
+    "format_plan",
+    "make_planner",
+    "plan_places",
+    "plan_profile",
+    "plan_shapes",
+    "planned",
+    "profile_absent",
+    "profile_module",
+    "profile_step",
+    "register_planner",
+    "remove_plan",
+    "scaled",
+    "search_plan",
+    "sum_of",
+    "summary",
+    "timeline_of",
+]

@@ -1,0 +1,384 @@
+"""Plans on modules: made, priced, put on and taken off, without touching the module's names, classes or code."""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.activations import arguments_of_step
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.replays import Replays
+from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.plan.forecast import Forecast, forecast, timeline, with_replaying
+from lightning_dpx.memory.plan.make_plan import make_planner
+from lightning_dpx.memory.plan.offload import as_planned
+from lightning_dpx.memory.plan.plan import CheckpointPlan
+from lightning_dpx.memory.plan.planners.search import SearchPlanner
+from lightning_dpx.memory.plan.problem import Planner, Problem
+from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
+from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
+from lightning_dpx.memory.profile.fake import place_for
+from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
+from lightning_dpx.progress import shown
+
+_WATCHED = 8  # steps
+_LOG = logging.getLogger("lightning_dpx")
+_APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
+
+
+def search_plan(
+    module: nn.Module,
+    *batch: Any,
+    budget: int | float | None = None,
+    planner: str | Planner = "auto",
+    num_trials: int = 6,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    plan_cache: bool | str | os.PathLike[str] = False,
+) -> CheckpointPlan:
+    """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
+
+    Runs a few steps to time them, then a forward without and one with its backward; parameters, gradients, buffers and
+    random generators stay as they were. The time grows with the size of the step, not with that of the search.
+
+    With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
+    device, which need not be there. The module and the batch may be on the meta device.
+
+    Args:
+        module: Any module. One with a ``training_step`` runs that, with the batch and index 0; from the outputs of any
+            other, all that require grad are summed.
+        batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
+        budget: Bytes of activations at the most; a fraction (0 to 1) of what they need without a plan; or as few as
+            possible. Activations are what the step allocates and frees again: not parameters and their gradients.
+        planner: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, another registered name, or a
+            planner.
+        num_trials: Steps of the grid of ``"search"``.
+        device: What to plan for, such as ``"cuda"``; unless given, where the module is, with times measured there.
+            For another one, the step runs on fake tensors (for the host, each different operator is tried once beside),
+            times come from FLOPs and bytes moved, and nobody proves that what is computed again is the same;
+            :attr:`CheckpointPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
+            rows (of dim 0) instead, with a warning.
+        plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
+            versions is found again, and in which folder: ``True`` for the user's own. Nothing looks at the step then.
+        progress: Whether a bar on standard error, if that is a terminal, shows how far it is after two seconds.
+
+    Raises:
+        PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
+            tensors nor real ones can run the step.
+        ConfigurationError: an argument has a value that is not allowed.
+    """
+    chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
+    bytes_of_budget(budget, 1)
+    with shown("planning memory", enabled=progress):
+        cache = PlanCache(plan_cache, _LOG.warning)
+        key = key_of_step(module, batch, device_of(module, batch), str(device)) if cache.is_on else ""
+        profile = cache.profile(key, lambda: profile_module(module, *batch, device=device))
+        plan, found = found_or_planned(cache, module, profile, bytes_of_budget(budget, profile.peak), chosen)
+        if found:
+            _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
+        return plan
+
+
+def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
+    """A fraction is one of the unplanned peak.
+
+    Raises:
+        ConfigurationError: neither positive bytes nor a fraction.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0 or budget != budget:
+        raise ConfigurationError(f"budget={budget!r} is not allowed; give positive bytes, or a fraction up to 1.0.")
+    if isinstance(budget, int):
+        return budget
+    return int(budget * peak) if budget <= 1 else int(budget)
+
+
+def profile_module(module: nn.Module, *batch: Any, device: torch.device | str | None = None) -> Profile:
+    """What a step of ``module`` on ``batch`` saves; see :func:`search_plan`."""
+    if device is not None:
+        target = target_of(device)
+        return profile_absent(
+            module,
+            batch,
+            target,
+            lambda inputs: loss_of(module, *inputs),
+            here=place_for(target),
+            few=lambda: first_rows(batch),
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
+    return profile_step(module, loss_of(module, *batch), device_of(module, batch))
+
+
+def loss_of(module: nn.Module, *batch: Any) -> Run:
+    """One forward that ends in something to run backward from."""
+    step = getattr(module, "training_step", None)
+
+    def run() -> torch.Tensor:
+        with _muted(module) if step is not None else nullcontext():
+            if step is None:
+                out = module(*batch)
+            else:
+                out = step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
+        return sum_of(out["loss"] if isinstance(out, dict) and "loss" in out else out)
+
+    return run
+
+
+def sum_of(outputs: Any) -> torch.Tensor:
+    """Something to run backward from, whatever a module returns.
+
+    Raises:
+        PlanError: no output requires grad.
+    """
+    results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not results:
+        raise PlanError("There is nothing to plan: no output of the module depends on its parameters.")
+    if len(results) == 1 and results[0].ndim == 0:
+        return results[0]
+    return torch.stack([result.float().sum() for result in results]).sum()
+
+
+@contextmanager
+def _muted(module: nn.Module) -> Iterator[None]:
+    """What a training step logs outside of a Trainer goes nowhere."""
+    names = [name for name in ("log", "log_dict") if hasattr(module, name) and name not in vars(module)]
+    vars(module).update(dict.fromkeys(names, lambda *_args, **_kwargs: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]
+
+
+def device_of(module: nn.Module, batch: Any) -> torch.device:
+    """Where the module lives; with parts on several devices, the one of them where the batch is."""
+    homes = [canonical_device(parameter.device) for parameter in module.parameters()]
+    given = [canonical_device(leaf.device) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return next((device for device in given if device in homes), next(iter([*homes, *given]), torch.device("cpu")))
+
+
+def estimate_cost(
+    module: nn.Module, plan: CheckpointPlan, *batch: Any, device: torch.device | str | None = None
+) -> dict[str, float]:
+    """What ``plan`` would do to a step on ``batch``, for example after an edit or for another batch size.
+
+    Args:
+        module: What the plan was made for.
+        plan: Any.
+        batch: As in :func:`search_plan`.
+        device: As in :func:`search_plan`.
+
+    Returns:
+        ``"peak"``: bytes of activations at the most; ``"saved"``: bytes kept from forward to backward;
+        ``"recompute_share"``: extra time as a share of a step.
+
+    Raises:
+        PlanError: the plan does not belong to the module.
+    """
+    plan.check(module)
+    profile = profile_module(module, *batch, device=device)
+    result = forecast_plan(profile, plan)
+    return {"peak": result.peak, "saved": result.kept, "recompute_share": result.seconds / profile.step_seconds}
+
+
+def forecast_plan(profile: Profile, plan: CheckpointPlan) -> Forecast:
+    """The step of ``profile`` with a plan that may have been made for another one."""
+    planned = as_planned(profile, plan)
+    return with_replaying(planned, forecast(planned, *_choice_of(planned, plan)))
+
+
+def timeline_of(profile: Profile, plan: CheckpointPlan | None = None) -> list[int]:
+    """Bytes of activations at every event of the step of ``profile``, with a plan or with everything kept."""
+    if plan is None:
+        return list(profile.curve)
+    planned = as_planned(profile, plan)
+    return timeline(planned, *_choice_of(planned, plan))
+
+
+def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[int]]:
+    """The values of ``profile`` that ``plan`` drops, and those of them that go after every use."""
+    problem = Problem(profile)
+    named = {value.name: index for index, value in enumerate(profile.values) if value.name}
+    can = problem.values_of(problem.droppable)
+    can |= {index for index, value in enumerate(profile.values) if value.storage < 0}  # the plan of another device's
+    parked = plan.names("park")  # who parks what cannot be parked, or computes what cannot be computed, keeps it
+    can -= {index for name, index in named.items() if profile.values[index].parked != (name in parked)}
+    dropped = {named[name] for name in plan.dropped if name in named} & can
+    return dropped, {named[name] for name in plan.names("recompute each time") if name in named} & can
+
+
+class AppliedPlan:
+    """A plan at work on a module.
+
+    Args:
+        module: What runs.
+        plan: Which.
+        watches: Whether somebody looks at what is ``unknown``. Then the first steps are followed tensor by tensor,
+            and as many again after one that was another than those before.
+
+    Attributes:
+        plan: Likewise.
+    """
+
+    def __init__(self, module: nn.Module, plan: CheckpointPlan, *, watches: bool = False) -> None:
+        self.plan = plan
+        self._local = threading.local()
+        self._handles: list[Any] = []
+        self._values: Rematerialisation | None = None
+        self._replays: Replays | None = None
+        if plan.replayed:
+            self._replays = Replays(module, plan.replayed)
+        if plan.dropped or watches:
+            self._values = _values_of(module, plan, watches=watches)
+        if self._values is not None or self._replays is not None:
+            root = _RootHooks(self)
+            self._handles = [
+                module.register_forward_pre_hook(root, prepend=True),
+                module.register_forward_hook(root.leave, always_call=True),
+            ]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """What runs in here follows the plan; within itself it does nothing more."""
+        nothing = self._values is None and self._replays is None
+        if nothing or getattr(self._local, "active", False) or not torch.is_grad_enabled():
+            yield
+            return
+        self._local.active = True
+        try:
+            with (
+                nullcontext() if self._values is None else self._values.active(),
+                nullcontext() if self._replays is None else self._replays.active(),
+            ):
+                yield
+        finally:
+            self._local.active = False
+
+    def enter(self) -> None:
+        """A forward of the root begins."""
+        stack = ExitStack()
+        stack.enter_context(self.active())
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
+        self._local.entered.append(stack)
+
+    def leave(self) -> None:
+        """It is over."""
+        self._local.entered.pop().close()
+
+    @property
+    def not_found(self) -> dict[str, str]:
+        """Values that the plan drops but that had to be kept, and why."""
+        refused = {} if self._values is None else self._values.refused
+        found = {name: why for name, why in refused.items() if name in self.plan.dropped}
+        return found | ({} if self._replays is None else self._replays.refused)
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Bytes of values that a backward has asked for and of which the plan knows nothing, by name.
+
+        Only of a plan that watches, and of steps that are followed tensor by tensor.
+        """
+        return {} if self._values is None else self._values.unknown
+
+    def remove(self) -> None:
+        """Takes its hooks off."""
+        if self._values is not None:
+            self._values.remove()
+        if self._replays is not None:
+            self._replays.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _values_of(module: nn.Module, plan: CheckpointPlan, *, watches: bool) -> Rematerialisation:
+    """What follows ``plan``; with calls that are made again, or compiled parts, call by call for good."""
+    names = CallNames(module, again=plan.calls)
+    dropped = plan.names("recompute", "recompute each time")
+    options = (
+        dropped,
+        [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
+        plan.names("compress"),
+        plan.names("park"),
+        plan.overlap,
+        frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
+    )
+    if plan.calls or names.compiled:
+        return Rematerialisation(names, *options)
+    trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
+    return Practised(names, trusted, *options, watched=_WATCHED if watches else 1)
+
+
+class _RootHooks:
+    """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
+
+    def __init__(self, applied: AppliedPlan | None) -> None:
+        self._applied = applied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RootHooks, (None,)
+
+    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
+        if self._applied is not None:
+            self._applied.enter()
+
+    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._applied is not None:
+            self._applied.leave()
+
+
+def apply_plan(module: nn.Module, plan: CheckpointPlan, *, watches: bool = False) -> AppliedPlan:
+    """From now on forward passes of ``module`` that record gradients follow ``plan``.
+
+    Gradients stay what they were, to the bit on the host. What runs beside ``module.forward`` (a ``training_step`` that
+    calls submodules) follows it inside ``applied.active()``; the strategy and the callback take care of that.
+
+    Args:
+        module: What the plan was made for.
+        plan: Which.
+        watches: Whether ``applied.unknown`` shall tell of steps that save what the plan knows nothing of. The first
+            steps take a little longer then.
+
+    Raises:
+        PlanError: the plan does not belong to the module, or one is applied already.
+    """
+    if module in _APPLIED:
+        raise PlanError("A plan is applied already; call remove_plan(module) first.")
+    plan.check(module)
+    applied = _APPLIED[module] = AppliedPlan(module, plan, watches=watches)
+    return applied
+
+
+def remove_plan(module: nn.Module) -> None:
+    """Everything is kept again.
+
+    Raises:
+        PlanError: no plan is applied.
+    """
+    applied = _APPLIED.pop(module, None)
+    if applied is None:
+        raise PlanError("No plan is applied to the module.")
+    applied.remove()
+
+
+def applied_plan(module: nn.Module) -> AppliedPlan | None:
+    """The plan at work on ``module``."""
+    return _APPLIED.get(module)
+
+
+def planned(module: nn.Module) -> AbstractContextManager[None]:
+    """What runs in here follows the plan of ``module``, if it has one."""
+    applied = _APPLIED.get(module)
+    return nullcontext() if applied is None else applied.active()

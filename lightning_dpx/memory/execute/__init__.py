@@ -1,0 +1,1 @@
+"""A plan at work: saved-tensor hooks, and values that are recomputed, replayed or fetched in backward."""

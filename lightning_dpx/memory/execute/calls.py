@@ -1,0 +1,618 @@
+"""Calls of modules that are made again, for values that no recipe makes: what a recurrent layer or a function of the
+user's own saves, and the random numbers of a dropout.
+
+A call is noted when it begins: its arguments by weak references, the state of the random generators and of autocast. If
+a value is to be dropped that autograd saves within the call and that nothing in the graph can make, the call becomes a
+value itself, an :class:`Outcome`, from which those that it saves or returns are picked. To have it the module is called
+once more, as ``torch.utils.checkpoint`` calls it, with hooks that catch what autograd saves, number by number.
+
+    forward    enter -> Call      notes its arguments, weakly        leave -> marks what it returns
+    backward   Again(arguments) -> Outcome -> pick(outcome, key)     nothing else of the second call remains
+
+[Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes parameters,
+buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
+attributes, classes and globals lead to (see :mod:`lightning_dpx.python_objects.object_state`); they lead to something
+whose state nobody can see, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
+a function mode, or talks to other processes. Random numbers, whoever draws them, and what the attributes lead to are as
+they were when the call began, and are put back. The profile makes every call once more before a plan relies on it, and
+compares all numbers.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import TensorWeakRef
+
+from lightning_dpx.devices import RandomStates
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.memory.execute.transforms import is_transformed
+from lightning_dpx.memory.execute.untracked_inputs import Operands
+from lightning_dpx.python_objects.object_state import ObjectState
+from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
+
+_TAG = "lightning_dpx.calls"
+_TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_LEAVES = (torch.Tensor, bool, int, float, type(None))
+_NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
+_SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
+_HOST = torch.device("cpu")
+_REPEATING = threading.local()
+_GENERATORS = threading.Lock()  # the host's belongs to all threads: nobody else repeats random numbers at that time
+
+
+class Key(NamedTuple):
+    """Which tensor of a call: the one of this number among those it saves, or returns."""
+
+    kind: str
+    number: int
+
+
+class Outcome:
+    """What a call gave when it was made again, as far as anybody wants it.
+
+    Attributes:
+        given: The tensors.
+    """
+
+    __slots__ = ("given",)
+
+    def __init__(self) -> None:
+        self.given: dict[Key, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the storages of all of them."""
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.given.values()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the first one is."""
+        return next((tensor.device for tensor in self.given.values()), None)
+
+
+def pick(outcome: Outcome, key: Key) -> torch.Tensor:
+    """One of its tensors."""
+    return outcome.given[key]
+
+
+class Passive:
+    """Hooks that do nothing while a call is made again."""
+
+
+def repeating() -> bool:
+    """Whether this thread is making a call again."""
+    return getattr(_REPEATING, "on", False)
+
+
+class Argument:
+    """A tensor that a call takes, weakly, and where it comes from in the graph.
+
+    Attributes:
+        requires_grad: Whether it does.
+        source: Its node and the number of the output, if it has one.
+    """
+
+    __slots__ = ("_counter", "_reference", "_version", "requires_grad", "source")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference, self._version = TensorWeakRef(tensor), tensor._version
+        self._counter: torch.Tensor | None = None
+        self.requires_grad = tensor.requires_grad
+        self.source = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor as it was, if it is still there.
+
+        Raises:
+            NotRecomputable: somebody has written to it.
+        """
+        found: torch.Tensor | None = self._reference()
+        counter = self._counter if found is None else found
+        if counter is not None and counter._version != self._version:
+            raise NotRecomputable("an argument of the call was changed in place")
+        return found
+
+    def apart(self) -> "Argument":
+        """The same one, without the graph that leads to it."""
+        twin = copy.copy(self)
+        twin.source = None
+        return twin
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Keeps count of what is written to it, also through others once it is gone itself; not its memory."""
+        if type(tensor) is not FakeTensor:
+            self._counter = tensor.detach()
+            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def is_in(self, storage: int) -> bool:
+        """Whether that is its memory."""
+        found: torch.Tensor | None = self._reference()
+        return found is not None and found.untyped_storage()._cdata == storage
+
+
+class Call:
+    """A call of a module, from its beginning on.
+
+    Args:
+        module: What is called.
+        name: Of the call.
+        args: What it is given.
+        kwargs: Likewise, by name.
+        saved: How many tensors autograd had saved before.
+        states: What was found behind the attributes of modules in earlier calls, by module.
+
+    Attributes:
+        arguments: The tensors that it is given.
+        num_bytes: Of these.
+        outcome: The value that the call has become, weakly, once something is to be picked from it.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, args: Any, kwargs: Any, saved: int, states: "States | None" = None
+    ) -> None:
+        self.module, self.name, self.saved = module, name, saved
+        self.outcome: Callable[[], Any] | None = None
+        leaves, self._spec = _flattened(args, kwargs)
+        self._states = States() if states is None else states
+        self._obstacle, self._held = _obstacle(leaves), list[Any]()
+        if self._obstacle:  # what attributes hold would be held for nothing, and walked
+            self._anatomy, leaves = Anatomy(module, looks=False), []
+        else:
+            self._anatomy, self._held = self._states.of(module)
+            self._obstacle = self._anatomy.obstacle
+        if self._obstacle:
+            leaves, self._held = [], []
+        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
+        own = {key: Argument(tensor) for key, tensor in given.items()}
+        self._given = [own.get(id(leaf), leaf) for leaf in leaves]
+        self.arguments = list(own.values())
+        self.num_bytes = sum(tensor.nbytes for tensor in given.values())
+        self._home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
+        self._autocast = _autocast_state(self._home)
+        self._before: RandomStates | None = self.random_states()
+        self._started, self._after = self.generators(), 0
+        self._draws = False
+        self._others_before: ProcessGenerators | None = self._states.generators.now()
+        self._others_draw, self._is_over = False, False
+        self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
+        self._buffers: list[_Buffer] = []
+        if not self._obstacle and any(part._buffers for part in self._anatomy.parts):
+            with _unseen(), torch.no_grad():
+                self._buffers = _buffers_of(self._anatomy.parts)
+
+    def settle(self) -> None:
+        """Forward is over: nothing more will be picked, and a call must not hold the graph that leads to it."""
+        for argument in self.arguments:
+            argument.source = None
+
+    def apart(self) -> "Call":
+        """The same one, for those who keep it longer than the graph that it stands in."""
+        twin = copy.copy(self)
+        own = {id(argument): argument.apart() for argument in self.arguments}
+        twin.arguments = list(own.values())
+        twin._given = [own.get(id(leaf), leaf) for leaf in self._given]
+        return twin
+
+    def left(self, output: Any) -> None:
+        """It is over, with this result."""
+        self._after = self.generators()
+        self._draws = self._after != self._started
+        if not self._draws:
+            self._before = None  # 5 KiB that would stay until backward
+        self._others_draw, self._is_over = self._states.generators.now() != self._others_before, True
+        if not self._others_draw:
+            self._others_before = None
+        if not self._obstacle and (changed := self._changed()):
+            self._obstacle = f"it changes {changed}"
+        if self._obstacle:
+            self._states.forget(self.module)
+            self._buffers, self._held, self._anatomy = [], [], Anatomy(self.module, looks=False)
+        for number, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
+                marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
+                marks.setdefault((_TAG, leaf.output_nr), (self, Key("returned", number)))
+
+    def _changed(self) -> str:
+        """Something that is not as it was when the call began; empty if all is."""
+        if not self._anatomy.is_same():
+            return f"what {type(self.module).__name__} consists of"
+        if self._anatomy.versions() != self._parameters:
+            return f"a parameter of {type(self.module).__name__}"
+        for buffer in self._buffers:
+            if not buffer.is_there() or (buffer.is_changed() and not _is_norm(buffer.part)):
+                return f"{type(buffer.part).__name__}.{buffer.key}"
+        return self._anatomy.state.difference(self._held, self._anatomy.state.marks())
+
+    def _was_given(self, tensor: torch.Tensor) -> bool:
+        return any(argument.source == (tensor.grad_fn, tensor.output_nr) for argument in self.arguments)
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be made again, as far as is known; empty if it can."""
+        return self._obstacle or ("" if self.arguments else "it takes no tensor")
+
+    def random_states(self) -> RandomStates:
+        """Of the generators that it may draw from, as they are now."""
+        with _unseen():
+            return RandomStates(() if self._home.type == "cpu" else [self._home])
+
+    def generators(self) -> int:
+        """What tells their states apart, and takes no memory."""
+        with _unseen():
+            return RandomStates(() if self._home.type == "cpu" else [self._home]).digest()
+
+    def will_end_at(self, digest: int) -> None:
+        """When it is made again, it is only followed until the generators are there."""
+        self._after = digest
+
+    @property
+    def state_bytes(self) -> int:
+        """What the generators' states take that stay until it is made again."""
+        return 0 if self._before is None else self._before.nbytes
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has drawn random numbers."""
+        return self._draws or self._others_draw
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """As it was when the call began; what the call changes is put back afterwards."""
+        if not self._anatomy.is_same():
+            raise RuntimeError(f"A part of {self.name!r} was replaced between forward and backward.")
+        if self._anatomy.training() != self._training:
+            raise RuntimeError(f"train() or eval() was called on {self.name!r} between forward and backward.")
+        if self._anatomy.versions() != self._parameters:
+            raise RuntimeError(f"A parameter of {self.name!r} was changed in place between forward and backward.")
+        if not self._is_over:
+            raise RuntimeError(
+                f"{self.name!r} runs a backward of its own, and cannot be called again before it is over."
+            )
+        was = repeating()
+        with ExitStack() as stack, torch.enable_grad():
+            for kind, enabled, dtype in self._autocast:
+                if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            if any(part._buffers for part in self._anatomy.parts):
+                stack.enter_context(self._buffers_of_then())
+            if self._others_draw:
+                stack.callback(ProcessGenerators().restore)
+                assert self._others_before is not None, "they have drawn"
+                self._others_before.restore()
+            if self._draws:
+                stack.enter_context(_GENERATORS)
+                stack.callback(self.random_states().restore)
+                assert self._before is not None, "it has drawn"
+                self._before.restore()
+            now = self._put_attributes_back()
+            _REPEATING.on = True
+            try:
+                yield
+            finally:
+                _REPEATING.on = was
+                self._anatomy.state.put_back(now)
+            if self._draws and self.generators() != self._after:
+                raise RuntimeError(
+                    f"{self.name!r} drew other random numbers when it was called again: another thread draws from the "
+                    "same generator. Use execution='inline'."
+                )
+
+    def _put_attributes_back(self) -> list[Any]:
+        """Whoever calls the module may have set others since, or written to what they hold; what they held now."""
+        state = self._anatomy.state
+        now = state.marks()
+        if left := state.put_back(self._held, now):
+            state.put_back(now)
+            raise RuntimeError(f"{left} of {self.name!r} was changed between forward and backward.")
+        return now
+
+    @contextmanager
+    def _buffers_of_then(self) -> Iterator[None]:
+        """Other tensors with the same numbers stand in for the buffers, which backward may need as they are."""
+        for buffer in self._buffers:
+            if buffer.copy is None and not _is_norm(buffer.part) and (not buffer.is_there() or buffer.is_changed()):
+                raise RuntimeError(
+                    f"Buffer {buffer.key!r} of a {type(buffer.part).__name__} in {self.name!r} was changed between "
+                    "forward and backward."
+                )
+        own = [(part, dict(part._buffers)) for part in self._anatomy.parts if part._buffers]
+        try:
+            for part, buffers in own:
+                part._buffers.update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
+            for buffer in self._buffers:
+                if buffer.copy is not None:
+                    buffer.part._buffers[buffer.key] = buffer.copy.clone()
+            yield
+        finally:
+            for part, buffers in own:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+
+    def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Its arguments, by position and by name, with these tensors."""
+        anew = {
+            argument: tensor.detach().requires_grad_(argument.requires_grad)
+            for argument, tensor in zip(self.arguments, tensors, strict=True)
+        }
+        given = [anew[leaf] if isinstance(leaf, Argument) else leaf for leaf in self._given]
+        if isinstance(self._spec, tuple):
+            count, names = self._spec
+            return given[:count], dict(zip(names, given[count:], strict=True))
+        args, kwargs = tree_unflatten(given, self._spec)
+        return args, kwargs
+
+
+class Again:
+    """Makes a call again, for what is wanted of it.
+
+    Attributes:
+        call: Which.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._wanted: dict[Key, tuple[torch.Size, torch.dtype]] = {}
+        self._tell: Callable[[Key, torch.Tensor], None] | None = None
+
+    def want(self, key: Key, size: torch.Size, dtype: torch.dtype) -> None:
+        """Somebody will pick this tensor."""
+        self._wanted[key] = size, dtype
+
+    def forgo(self, key: Key) -> None:
+        """Nobody will."""
+        del self._wanted[key]
+
+    @contextmanager
+    def told(self, tell: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
+        """Calls in here keep nothing: ``tell`` gets what is wanted, when it is made."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Outcome:
+        """The outcome, for these arguments.
+
+        Raises:
+            RuntimeError: the call does something else this time, or nobody could make it again from the start.
+        """
+        call, outcome, number = self.call, Outcome(), 0
+        if call.obstacle:
+            raise RuntimeError(f"{call.name!r} cannot be called again: {call.obstacle}.")
+
+        def catch(tensor: torch.Tensor) -> None:
+            nonlocal number
+            self._take(outcome, Key("saved", number), base_of(tensor))
+            number += 1
+
+        with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _unasked):
+            args, kwargs = call.given_again(tensors)
+            for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
+                if isinstance(leaf, torch.Tensor):
+                    self._take(outcome, Key("returned", number_returned), leaf)
+        if self._tell is None and (missing := self._wanted.keys() - outcome.given.keys()):
+            raise RuntimeError(f"{call.name!r} did not give {_described(min(missing))} when it was called again.")
+        return outcome
+
+    def _take(self, outcome: Outcome, key: Key, tensor: torch.Tensor) -> None:
+        expected = self._wanted.get(key)
+        if expected is None:
+            return
+        if expected != (tensor.size(), tensor.dtype):
+            raise RuntimeError(
+                f"{self.call.name!r} gave {_described(key)} of {list(tensor.size())} in {tensor.dtype} when it was "
+                f"called again, instead of {list(expected[0])} in {expected[1]}."
+            )
+        if self._tell is None:
+            outcome.given[key] = tensor.detach()
+        else:
+            self._tell(key, tensor)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory of ``tensor``, and its numbers."""
+    base = tensor._base
+    return tensor if base is None or base.dtype != tensor.dtype else base  # a complex number is no view of its parts
+
+
+def returned_by(node: Any, output: int) -> tuple[Call, Key] | None:
+    """The call that has returned what flows from there, if one was noted."""
+    found: tuple[Call, Key] | None = node.metadata.get((_TAG, output))
+    return found
+
+
+def _unasked(_packed: Any) -> NoReturn:
+    raise RuntimeError("no backward runs through a call that was made again")
+
+
+def _described(key: Key) -> str:
+    return f"its {key.kind} tensor {key.number}"
+
+
+def _obstacle(leaves: Collection[Any]) -> str:
+    """Why nobody can make a call again that takes this; empty if somebody can."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if type(leaf) not in _TENSORS or leaf.layout is not torch.strided or leaf.is_inference():
+                return f"it takes a {type(leaf).__name__} with layout {leaf.layout}, of inference mode or a subclass"
+            if is_transformed(leaf):
+                return "it runs inside a transform of torch.func"
+        elif not isinstance(leaf, (*_PLAIN, Enum)):
+            return f"it takes a {type(leaf).__name__}, which may change"
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "there are hooks on all modules"
+    modes = [mode for mode in _function_modes() if not isinstance(mode, Operands)]  # type: ignore[no-untyped-call]
+    return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
+
+
+def _obstacle_in(parts: Collection[nn.Module]) -> str:
+    """Why nobody can make calls of these modules again; empty if somebody can."""
+    for part in parts:
+        if isinstance(part, nn.SyncBatchNorm):
+            return "a SyncBatchNorm in it meets the other replicas"
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if not isinstance(getattr(hook, "__self__", hook), Passive):
+                return f"a {type(part).__name__} in it has forward hooks"
+    return ""
+
+
+def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """The arguments one by one, and how they were put together: most calls take no lists."""
+    leaves = [*args, *kwargs.values()]
+    if all(isinstance(leaf, _LEAVES) for leaf in leaves):
+        return leaves, (len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """What runs in here is no part of the step for those who watch its operators."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
+    kinds = dict.fromkeys(["cpu", device.type])
+    kinds.pop("meta", None)
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+class _Buffer(NamedTuple):
+    """A buffer when a call began.
+
+    Attributes:
+        part: Whose it is.
+        key: Its name there.
+        tensor: Itself.
+        version: Of the tensor.
+        copy: Its numbers, where it is small: a batch norm writes into its statistics without a new version.
+    """
+
+    part: nn.Module
+    key: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+    def is_there(self) -> bool:
+        """Whether the module has no other one by now."""
+        return self.part._buffers.get(self.key) is self.tensor
+
+    def is_changed(self) -> bool:
+        """Whether it was written to."""
+        return self.tensor._version != self.version
+
+
+def _buffers_of(parts: Collection[nn.Module]) -> list[_Buffer]:
+    found = []
+    for part in parts:
+        for key, tensor in part._buffers.items():
+            if tensor is not None:
+                small = tensor.nbytes <= _SMALL_BUFFER and not (_is_norm(part) and part.training)
+                copy = tensor.detach().clone() if small else None
+                found.append(_Buffer(part, key, tensor, tensor._version, copy))
+    return found
+
+
+def _is_norm(part: nn.Module) -> bool:
+    """Whether it is one of torch's, which in training writes its statistics and does not read them."""
+    return type(part).forward in _NORMS and "forward" not in vars(part)
+
+
+class Anatomy:
+    """What a module consists of, found once and again where something in it was replaced.
+
+    Args:
+        module: Which.
+        looks: Whether to look at what its attributes lead to.
+
+    Attributes:
+        parts: The module and those in it.
+        parameters: Of all of them.
+        state: What the objects behind their attributes hold.
+        obstacle: Why no call of it can be made again, whatever it is given; empty if one can.
+    """
+
+    def __init__(self, module: nn.Module, *, looks: bool = True) -> None:
+        self.parts = list(module.modules())
+        self.parameters = list(module.parameters())
+        self.obstacle = _obstacle_in(self.parts) if looks else ""
+        self.state = ObjectState(self.parts if looks and not self.obstacle else [])
+        self.obstacle = self.obstacle or self.state.obstacle
+        self._inside = _Watched([held for part in self.parts for held in (part._modules, part._parameters)])
+        self._hooks = _Watched(
+            [hooks for part in self.parts for hooks in (part._forward_pre_hooks, part._forward_hooks)]
+        )
+
+    def is_same(self) -> bool:
+        """Whether it consists of the same still."""
+        return self._inside.is_same()
+
+    def has_same_hooks(self) -> bool:
+        """Whether no hooks came since, or went."""
+        return self._hooks.is_same()
+
+    def versions(self) -> list[int]:
+        """Of the parameters."""
+        return [parameter._version for parameter in self.parameters]
+
+    def training(self) -> list[bool]:
+        """Of the parts."""
+        return [part.training for part in self.parts]
+
+
+class _Watched:
+    """What some dicts hold."""
+
+    def __init__(self, dicts: list[dict[Any, Any]]) -> None:
+        self._dicts = dicts
+        self._found = self._held()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def is_same(self) -> bool:
+        held = self._held()
+        return len(held) == len(self._found) and all(map(is_, held, self._found))
+
+
+class States:
+    """What modules consist of, and what the objects behind their attributes hold, of those that calls were noted of."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[nn.Module, Anatomy, list[Any]]] = {}
+        self.generators = GeneratorWatch()
+
+    def of(self, module: nn.Module) -> tuple[Anatomy, list[Any]]:
+        """What was found for ``module``, and what that holds now."""
+        known = self._known.get(id(module))
+        if known is not None and known[1].is_same() and known[1].has_same_hooks():
+            _, anatomy, before = known
+            now = anatomy.state.marks()
+            if not anatomy.state.difference(before, now):
+                return anatomy, now
+        anatomy = Anatomy(module)
+        now = anatomy.state.marks()
+        if not anatomy.obstacle:
+            self._known[id(module)] = module, anatomy, now
+        return anatomy, now
+
+    def forget(self, module: nn.Module) -> None:
+        """Holds nothing of ``module`` any longer."""
+        self._known.pop(id(module), None)

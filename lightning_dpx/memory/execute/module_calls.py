@@ -1,0 +1,217 @@
+"""Names for what a step saves: the module call that is running, and a number."""
+
+import threading
+import weakref
+from collections.abc import Callable, Container
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
+
+_OF_NO_CALL = "?:0"
+
+
+class _Running:
+    """A step that is under way.
+
+    Attributes:
+        stack: Name, number of values so far and what is noted of the running calls, innermost last.
+        saved: Tensors that autograd has saved so far.
+        noted: The calls that may have to be made again.
+        given: The name of the next value, where somebody else gives names.
+        watch: Told of every call.
+    """
+
+    __slots__ = ("given", "noted", "saved", "stack", "watch")
+
+    def __init__(self) -> None:
+        self.stack: list[list[Any]] = [["", 0, None]]
+        self.saved = 0
+        self.noted: list[weakref.ref[Call]] = []
+        self.given: str | None = None
+        self.watch: Callable[[str, int], None] | None = None
+
+
+class Listener(Protocol):
+    """Is told of the calls that are noted."""
+
+    def begins(self, call: Call) -> None:
+        """One begins."""
+
+    def ends(self, call: Call) -> None:
+        """It is over."""
+
+
+class CallNames:
+    """Which module call is running: hooks that stay on the modules and cost two list operations a call.
+
+    Args:
+        module: The root; its own name is empty.
+        again: Names of calls that may have to be made again.
+
+    Attributes:
+        again: Likewise.
+        compiled: The parts that no hooks are in, as of :func:`compiled_parts`.
+        parts: The modules with hooks, by path.
+        listener: Is told of the calls that are noted.
+    """
+
+    def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
+        self.listener: Listener | None = None
+        self._local, self.again, self._states = threading.local(), again, States()
+        self._running: list[_Running] = []
+        self._handles: list[Any] = []
+        self.compiled = compiled = compiled_parts(module)
+        self.parts: dict[str, nn.Module] = {}
+        for path, child in module.named_modules():
+            if any(path.startswith(f"{part}.") or (path == part and calls_itself) for part, calls_itself in compiled):
+                continue  # hooks would be compiled, too
+            if child is not module and not isinstance(child, torch.jit.ScriptModule):
+                self.parts[path] = child
+        self.install()
+
+    def install(self) -> None:
+        """Puts the hooks on."""
+        for path, part in self.parts.items():
+            enter = _Enter(self, path)
+            self._handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(enter.leave, always_call=True))
+
+    def begin(self) -> None:
+        """A new step of this thread."""
+        self._local.running = running = _Running()
+        self._local.stack, self._local.calls = running.stack, {}
+        self._running.append(running)
+
+    def watch(self, watch: Callable[[str, int], None]) -> None:
+        """From now on ``watch`` is told of every call of this step: its path, and how many there were of it."""
+        self._local.running.watch = watch
+
+    def give(self, name: str) -> None:
+        """The name of the next value."""
+        running = self._saving
+        if running is not None:
+            running.given = name
+
+    @property
+    def stack(self) -> list[list[Any]] | None:
+        """Name, number of values so far and what is noted of the running calls, innermost last.
+
+        ``None`` outside of a step, and while a call is made again.
+        """
+        stack: list[list[Any]] | None = getattr(self._local, "stack", None)
+        return None if stack is None or repeating() else stack
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls so far, by path."""
+        calls: dict[str, int] = self._local.calls
+        return calls
+
+    @property
+    def saved(self) -> int:
+        """Tensors that autograd has saved so far, counted by :meth:`count`."""
+        running = self._saving
+        return 0 if running is None else running.saved
+
+    def count(self) -> None:
+        """Autograd saves one more."""
+        running = self._saving
+        if running is not None:
+            running.saved += 1
+
+    @property
+    def _saving(self) -> "_Running | None":
+        """The step that saves a tensor in this thread.
+
+        In a backward of the step's own that is a thread of autograd's, in which nothing began. If several threads run
+        the module at once, it is not known which of them that belongs to.
+        """
+        running: _Running | None = getattr(self._local, "running", None)
+        if running is None and len(self._running) == 1:
+            return self._running[0]
+        return running
+
+    def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
+        """A call that begins, and that may have to be made again."""
+        with torch._C.DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
+            call = Call(module, name, args, kwargs, self.saved, self._states)
+        self._local.running.noted.append(weakref.ref(call))
+        if self.listener is not None:
+            self.listener.begins(call)
+        return call
+
+    def call_that_makes(self, storage: int) -> Call | None:
+        """The innermost of the running calls that was not given that memory, if it is noted."""
+        for _, _, call in reversed(self.stack or ()):
+            if call is not None and not any(argument.is_in(storage) for argument in call.arguments):
+                return call  # type: ignore[no-any-return]
+        return None
+
+    def end(self) -> None:
+        """The step is over."""
+        running: _Running = self._local.running
+        self._local.stack = self._local.running = None
+        self._running.remove(running)
+        for reference in running.noted:
+            if (call := reference()) is not None:
+                call.settle()
+
+    def next_name(self) -> str:
+        """The next value of the running call; of none that a plan knows, if it is not known which one that is."""
+        running = self._saving
+        if running is None:
+            return _OF_NO_CALL
+        if running.given is not None:
+            return running.given
+        call = running.stack[-1]
+        call[1] += 1
+        return f"{call[0]}:{call[1]}"
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def compiled_parts(module: nn.Module) -> list[tuple[str, bool]]:
+    """Paths of the parts that ``torch.compile`` has compiled, and whether that includes their hooks."""
+    return [
+        (path, not isinstance(child, OptimizedModule))
+        for path, child in module.named_modules()
+        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+    ]
+
+
+class _Enter(Passive):
+    """The hooks of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
+
+    def __init__(self, names: CallNames | None, path: str) -> None:
+        self._names, self._path = names, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Enter, (None, self._path)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        names = self._names
+        stack = names.stack if names is not None else None
+        if names is not None and stack is not None:
+            calls = names.calls
+            calls[self._path] = number = calls.get(self._path, 0) + 1
+            watch = names._local.running.watch
+            if watch is not None:
+                watch(self._path, number)
+            name = self._path if number == 1 else f"{self._path}#{number}"
+            stack.append([name, 0, names.note(module, name, args, kwargs) if name in names.again else None])
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        stack = self._names.stack if self._names is not None else None
+        if stack is not None and len(stack) > 1 and (call := stack.pop()[2]) is not None:
+            with torch._C.DisableTorchFunction():
+                call.left(output)
+                if self._names is not None and self._names.listener is not None:
+                    self._names.listener.ends(call)

@@ -1,0 +1,46 @@
+"""How the output of an operator is computed again, from the node that autograd made for its backward.
+
+One recipe per node name. A recipe looks at the node once, in the forward, and returns a function of tensors together
+with where these tensors come from: saved by the node itself, or the outputs of the nodes before it. It must not hold on
+to the node. It repeats the very operator on the very inputs, so the result is the same bits; planning checks that.
+
+    @recipe("GeluBackward0")
+    def _gelu(node):
+        return partial(F.gelu, approximate=node.approximate), [node.saved("self", edge=0)]
+
+``node.saved(name)`` is an input that the operator kept, ``node.edge(i)`` the i-th input along the graph,
+``node.operand(i)`` likewise, or what the call got in its place (see
+:mod:`lightning_dpx.memory.execute.untracked_inputs`), and any other attribute an argument that is no tensor. A recipe
+that cannot work for this call raises :class:`NotRecomputable`.
+"""
+
+from lightning_dpx.memory.execute.recipes import (
+    attention,
+    combining,
+    matrices,
+    norms,
+    pointwise,
+    pooling,
+    recurrent,
+    second_order,
+    shapes,
+)
+from lightning_dpx.memory.execute.recipes.registry import RECIPES, VIEWS, NotRecomputable, recipe, recipe_for, view
+
+__all__ = [
+    "NotRecomputable",
+    "RECIPES",
+    "VIEWS",
+    "attention",
+    "combining",
+    "matrices",
+    "norms",
+    "pointwise",
+    "pooling",
+    "recipe",
+    "recipe_for",
+    "recurrent",
+    "second_order",
+    "shapes",
+    "view",
+]

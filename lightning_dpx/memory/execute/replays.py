@@ -1,0 +1,340 @@
+"""Calls of modules that are replayed as a whole: nothing that autograd saves within one is kept, and one more call of
+the module gives all of it back in backward, as ``torch.utils.checkpoint`` does it by hand.
+
+    forward    enter: notes the call, holds its arguments    pack: a number for each tensor    leave: lets go of them
+    backward   the first tensor that is asked for: the call once more, up to the last one that was saved; then each
+               tensor goes with its first use
+
+No name is given to what is saved within, nothing is looked for in the graph, and no recipe is needed. The tensors
+themselves stay until the call is over: then it is known whether anybody could tell the call from a second one (see
+:mod:`lightning_dpx.memory.execute.calls`), and if so they are kept.
+"""
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
+from lightning_dpx.memory.execute.module_calls import compiled_parts
+from lightning_dpx.memory.execute.transforms import STEP_ASIDE
+from lightning_dpx.memory.execute.values import refuse
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class _EnoughError(BaseException):
+    """All that is needed of a call has been made again; no handler of the user's code should take it for an error."""
+
+
+class Replay:
+    """A call whose saved tensors are made again by calling its module once more.
+
+    Args:
+        call: Which.
+        given: The tensors that it takes, in the order of its arguments.
+        expected: How many tensors it will save, if it draws random numbers; -1 if it draws none, and ``None`` where
+            nobody knows.
+
+    Attributes:
+        call: Likewise.
+        saved: What autograd has saved within it, in order; ``None`` once that is dropped.
+    """
+
+    __slots__ = (
+        "_again", "_changed", "_expected", "_given", "_lock", "_outputs", "_random", "_sizes", "_stops", "_versions",
+        "call", "saved",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1) -> None:
+        self.call, self._expected = call, expected
+        self._stops, self._lock = False, threading.RLock()  # backward has a thread per device
+        self._random: int | None = None  # when the last tensor was saved
+        self.saved: list[torch.Tensor] | None = []
+        self._versions: list[int] = []
+        self._given = [(tensor, tensor._version) for tensor in given]
+        self._changed: Collection[int] = ()
+        self._outputs: list[tuple[torch.Tensor, int]] = []
+        self._sizes: list[int] = []
+        self._again: list[torch.Tensor | None] | None = None
+
+    @property
+    def count(self) -> int:
+        """The tensors that it has saved."""
+        return len(self._versions)
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """Called by autograd when it saves a tensor within the call."""
+        saved = self.saved
+        assert saved is not None, "the call is under way"
+        saved.append(tensor)
+        self._versions.append(tensor._version)
+        count = len(saved)
+        if self._expected is None or count == self._expected:
+            self._random = self.call.generators()
+        return count - 1
+
+    def left(self, output: Any) -> str:
+        """The call is over: drops what was saved, or keeps it and says why."""
+        saved = self.saved
+        assert saved is not None, "it was under way"
+        self.call.left(None)
+        why = self.call.obstacle
+        if not why and any(tensor._version != version for tensor, version in self._given):
+            why = "it changes what it is given"
+        self._given = [(tensor.detach(), version) for tensor, version in self._given]
+        if why:
+            self.saved = [tensor.detach() for tensor in saved]
+            return why
+        self._end_at(self._random if self._expected in (None, len(saved)) else None)
+        now = [tensor._version for tensor in saved]
+        if now != self._versions:
+            self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
+        self._sizes = [tensor.numel() for tensor in saved]
+        self._outputs = _counters(output)
+        self.saved = None
+        return ""
+
+    def _end_at(self, random: int | None) -> None:
+        """When it is made again it ends with the last tensor that was saved, where the state at that time is known."""
+        self._stops = not self.call.draws or random is not None
+        if random is not None:
+            self.call.will_end_at(random)
+
+    @classmethod
+    def noted(cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None) -> "Replay":
+        """A call that has been watched by others, with the elements of what it saved."""
+        replay = cls(call, given)
+        replay.saved, replay._sizes = None, list(sizes)
+        replay._end_at(random)
+        return replay
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """Called by autograd when backward needs one of them."""
+        again = self._again
+        if again is not None:
+            tensor = again[number]
+            if tensor is not None:
+                again[number] = None
+                return tensor
+        with self._lock:
+            if self.saved is not None:
+                return self._kept(number)
+            if again is not None and self._again is not again:  # another thread was here first
+                return self.unpack(number)
+            if self._changed and number in self._changed:
+                self._refuse(number)
+            self._again = again = self.replay()
+            tensor, again[number] = again[number], None
+        assert tensor is not None, "it has just been made"
+        return tensor
+
+    def _kept(self, number: int) -> torch.Tensor:
+        assert self.saved is not None, "the caller has looked"
+        tensor = self.saved[number]
+        if tensor._version != self._versions[number]:
+            refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")
+        return tensor.detach()
+
+    def _refuse(self, number: int) -> None:
+        raise RuntimeError(
+            "One of the variables needed for gradient computation has been modified by an inplace operation: tensor "
+            f"{number} of those that {self.call.name!r} saves, of {self._sizes[number]} elements."
+        )
+
+    def replay(self) -> list[torch.Tensor | None]:
+        """What autograd saves when the call is made again.
+
+        Raises:
+            RuntimeError: somebody has written to what the call was given or has saved, or it does something else now.
+        """
+        call, count, found = self.call, len(self._sizes), list[torch.Tensor | None]()
+        for tensor, version in self._given:
+            if tensor._version != version:
+                refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
+        stops = self._stops and not self._written()
+
+        def catch(tensor: torch.Tensor) -> None:
+            found.append(tensor.detach())
+            if stops and len(found) == count:
+                raise _EnoughError
+
+        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(catch, _unasked):
+            args, kwargs = call.given_again([tensor for tensor, _ in self._given])
+            try:
+                output = call.module.forward(*args, **kwargs)
+            except _EnoughError:
+                output = None
+        self._check(found)
+        if output is not None and self._written():
+            self._refuse_written(found, output)
+        return found
+
+    def _check(self, found: Sequence[torch.Tensor | None]) -> None:
+        sizes = [tensor.numel() for tensor in found if tensor is not None]
+        if sizes != self._sizes:
+            raise RuntimeError(
+                f"{self.call.name!r} saved {len(sizes)} tensors of {sum(sizes)} elements when it was called again, "
+                f"instead of {len(self._sizes)} of {sum(self._sizes)}: it does not do the same when it is called twice."
+            )
+
+    def _written(self) -> bool:
+        """Whether somebody has written to what the call returned."""
+        return any(counter._version != version for counter, version in self._outputs)
+
+    def _refuse_written(self, found: Sequence[torch.Tensor | None], output: Any) -> None:
+        """Refuses it, as autograd does, if the call itself has saved that."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        for leaf, (counter, version) in zip(outputs, self._outputs, strict=True):
+            if counter._version == version:
+                continue
+            storage = leaf.untyped_storage()._cdata
+            if any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in found):
+                refuse(counter, version, f"a tensor that {self.call.name!r} saves and returns", leaf.shape)
+
+
+def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
+    """Of the tensors in ``output``: what counts writes to them, without their memory; and the count."""
+    found = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            counter = leaf.detach()
+            if type(leaf) is torch.Tensor:
+                counter.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+            found.append((counter, leaf._version))
+    return found
+
+
+def _unasked(_packed: Any) -> torch.Tensor:
+    raise RuntimeError("no backward runs through a call that was made again")
+
+
+class _Step:
+    """A step under way.
+
+    Attributes:
+        calls: How often each module was called.
+        running: Of the calls of modules with hooks that are under way, whether each is replayed; innermost last.
+        replay: The one that is.
+        outer: The hooks around it.
+    """
+
+    __slots__ = ("calls", "outer", "replay", "running")
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self.running: list[bool] = []
+        self.replay: Replay | None = None
+        self.outer: Any = None
+
+
+class Replays:
+    """The calls of a module that are replayed as a whole.
+
+    Args:
+        module: The root.
+        names: Of the calls, such as ``"blocks.0"`` and ``"cell#2"``.
+
+    Attributes:
+        refused: Those that were kept after all, and why.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self.refused: dict[str, str] = {}
+        self._names, self._states, self._local = frozenset(names), States(), threading.local()
+        self._handles: list[Any] = []
+        self._drawn: dict[str, int] = {}  # tensors that calls have saved which draw random numbers
+        parts = dict(module.named_modules())
+        if compiled_parts(module):
+            self.refused = dict.fromkeys(names, "parts of the model are compiled")
+            return
+        for path in dict.fromkeys(name.partition("#")[0] for name in names):
+            hooks = _Hooks(self, path)
+            part = parts[path]
+            self._handles.append(part.register_forward_pre_hook(hooks, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(hooks.leave, prepend=True, always_call=True))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forward passes in here drop what is saved within these calls; their backward may come later."""
+        self._local.step = _Step()
+        try:
+            with STEP_ASIDE.standing_in():
+                yield
+        finally:
+            step, self._local.step = self._local.step, None
+            if step is not None and step.replay is not None:  # a call has ended without telling
+                self._leave(step, None)
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module with hooks is called."""
+        step: _Step | None = getattr(self._local, "step", None)
+        if step is None or repeating():
+            return
+        number = step.calls[path] = step.calls.get(path, 0) + 1
+        name = path if number == 1 else f"{path}#{number}"
+        is_on = torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        wanted = step.replay is None and is_on and name in self._names
+        step.running.append(wanted and self._begin(step, name, module, args, kwargs))
+
+    def _begin(self, step: _Step, name: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether the call can be replayed; from here on it is watched."""
+        with torch._C.DisableTorchFunction():
+            call = Call(module, name, args, kwargs, 0, self._states)
+            if call.obstacle:
+                self.refused[name] = call.obstacle
+                return False
+            given = [argument.tensor() for argument in call.arguments]
+        tensors = [tensor for tensor in given if tensor is not None]
+        step.replay = replay = Replay(call, tensors, self._drawn.get(name))
+        hooks = replay.pack, replay.unpack
+        step.outer = STEP_ASIDE.now
+        _push(*hooks)
+        STEP_ASIDE.are(hooks)
+        return True
+
+    def left(self, output: Any) -> None:
+        """It is over."""
+        step: _Step | None = getattr(self._local, "step", None)
+        if step is not None and not repeating() and step.running and step.running.pop():
+            self._leave(step, output)
+
+    def _leave(self, step: _Step, output: Any) -> None:
+        replay, step.replay = step.replay, None
+        assert replay is not None, "it is under way"
+        _pop()
+        STEP_ASIDE.are(step.outer)
+        with torch._C.DisableTorchFunction():
+            why = replay.left(output)
+        if why:
+            self.refused[replay.call.name] = why
+        else:
+            self._drawn[replay.call.name] = replay.count if replay.call.draws else -1
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hooks(Passive):
+    """Those of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
+
+    def __init__(self, replays: Replays | None, path: str) -> None:
+        self._replays, self._path = replays, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hooks, (None, self._path)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._replays is not None:
+            self._replays.enter(self._path, module, args, kwargs)
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._replays is not None:
+            self._replays.left(output)

@@ -1,0 +1,505 @@
+"""Where in a forward the values of a plan are saved, so that hooks are on there and nowhere else.
+
+A hook costs time for every tensor that autograd saves, and most of them are kept. Steps repeat themselves: so the first
+forward is followed call by call, with hooks on every module and for every tensor, and what it saves is noted. From then
+on hooks on a few modules switch the saved-tensor hooks on where a stretch begins in which something is saved that the
+plan drops, and they go off with the last such tensor.
+
+    modules entered    a       b    c         d    e          of these, b and e get a hook
+    tensors saved        k k k   k   D k D       k   D        D: dropped, or what a dropped one is made from
+    hooks are on               |---------|         |-|
+
+Which tensor a decision is about is told by its place; whether it can be dropped, and how it is made again, is found in
+the graph of this very step. So a step of another structure may take more time or memory, and is never wrong. A tensor
+with another producer than the one that was noted, a stretch that is not over where the next one begins, or a call that
+was never seen ends the routine. For the rest of that forward everything is dropped that the plan's own operators make;
+the next forwards are followed call by call, the more of them the more often this happens.
+
+A step that runs a backward of its own within the forward is followed call by call for good.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_dpx.memory.execute.calls import Passive, repeating
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
+from lightning_dpx.memory.execute.transforms import STEP_ASIDE
+from lightning_dpx.memory.execute.untracked_inputs import Operands
+from lightning_dpx.memory.execute.values import Value, View, keep
+
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_WORTH_A_BREAK = 2  # tensors that are kept: a hook on a module costs as much as two of them
+_MOST_PATIENCE = 1024  # forwards
+_OF_ANOTHER = "another step:"
+
+
+class Saved(NamedTuple):
+    """A tensor that was saved.
+
+    Attributes:
+        name: Of its value; empty where it has none.
+        node: The operator that produced the tensor; empty for a leaf.
+    """
+
+    name: str
+    node: str
+
+
+class Entered(NamedTuple):
+    """A call of a module that began: which module, and which of its calls, from 0."""
+
+    path: str
+    number: int
+
+
+class Noted(NamedTuple):
+    """An operator whose operands were noted, see operands.py, and its number among these."""
+
+    number: int
+
+
+_ROOT = Entered("", 0)
+_TAG = "lightning_dpx.routine"
+Event = Saved | Entered | Noted
+
+
+@dataclass(frozen=True, slots=True)
+class Routine:
+    """What a forward does.
+
+    Attributes:
+        stretches: What is saved from a call on, up to the last tensor that matters. ``None`` for a
+            tensor that does not.
+        calls: How often each module was called.
+        unseen: Calls that the plan is about and that were not made.
+        passed: Calls that begin within a stretch.
+        noting: Calls at whose beginning operands begin to be noted, or no longer are.
+    """
+
+    stretches: dict[Entered, tuple[Saved | None, ...]]
+    calls: dict[str, int]
+    unseen: frozenset[Entered]
+    passed: frozenset[Entered]
+    noting: dict[Entered, bool]
+
+    def joined(self, newer: "Routine") -> "Routine":
+        """What both of them know; where they differ, what the newer one says."""
+        calls = {path: max(self.calls.get(path, 0), newer.calls.get(path, 0)) for path in self.calls | newer.calls}
+        kept = {
+            call: stretch for call, stretch in self.stretches.items() if call.number >= newer.calls.get(call.path, 0)
+        }
+        unseen = frozenset(call for call in newer.unseen if call.number >= calls.get(call.path, 0))
+        passed = {call for call in self.passed if call.number >= newer.calls.get(call.path, 0)}
+        noting = {call: on for call, on in self.noting.items() if call.number >= newer.calls.get(call.path, 0)}
+        return Routine(kept | newer.stretches, calls, unseen, newer.passed | passed, noting | newer.noting)
+
+
+def make_routine(
+    events: Sequence[Event],
+    calls: dict[str, int],
+    wanted: Collection[str],
+    containers: Collection[str],
+    asked: Collection[int] = (),
+) -> Routine:
+    """The routine of a forward.
+
+    Args:
+        events: Of the forward, in order.
+        calls: How often each module was called.
+        wanted: The names of the values that matter.
+        containers: The modules that have modules in them. A stretch does not go on across the call of one, because such
+            a call may be missing in another step.
+        asked: The operators whose operands somebody has asked for.
+    """
+    stretches: dict[Entered, tuple[Saved | None, ...]] = {}
+    start, entries = _ROOT, list[Saved | None]()
+    last_entry, quiet, crossed = None, list[Saved | None](), False
+    passing, passed = list[Entered](), set[Entered]()
+    for event in events:
+        if isinstance(event, Entered):
+            last_entry, quiet_before = event, len(quiet)
+            crossed = crossed or event.path in containers
+            passing.append(event)
+            continue
+        if isinstance(event, Noted):
+            continue
+        if event.name not in wanted:
+            quiet.append(None)
+            continue
+        if last_entry is not None and (not entries or crossed or quiet_before >= _WORTH_A_BREAK):
+            if entries:
+                stretches[start] = tuple(entries)
+            start, entries, quiet = last_entry, [], quiet[quiet_before:]
+        else:
+            passed.update(passing)
+        entries += [*quiet, event]
+        last_entry, quiet, crossed = None, [], False
+        passing.clear()
+    if entries:
+        stretches[start] = tuple(entries)
+    unseen = set[Entered]()
+    for name in wanted:
+        call = name.rpartition(":")[0]
+        path, _, number = call.partition("#")
+        which = Entered(path, int(number or 1) - 1)
+        if path and which.number >= calls.get(path, 0):
+            unseen.add(which)
+    return Routine(stretches, calls, frozenset(unseen), frozenset(passed), _where_to_note(events, asked))
+
+
+def _where_to_note(events: Sequence[Event], asked: Collection[int]) -> dict[Entered, bool]:
+    found: dict[Entered, bool] = {}
+    last, is_on = _ROOT, False
+    for event in events:
+        if isinstance(event, Entered):
+            if is_on:
+                found[event] = False
+            last, is_on = event, False
+        elif isinstance(event, Noted) and event.number in asked:
+            found[last] = is_on = True
+    return found
+
+
+class _Forward:
+    """A forward of this thread."""
+
+    def __init__(self, pack: Pack, wrap: Callable[[Pack], Pack], unpack: Callable[[Any], Any]) -> None:
+        self._pack, self._wrap, self._unpack = pack, wrap, unpack
+        self._outer = _top(True)
+        self._is_on = False
+        self._hook: Pack | None = None
+        self.changed = False
+
+    def on(self, hook: Pack) -> bool:
+        """Switches the hooks on, unless others are at work here."""
+        top = _top(True)
+        if top is not self._outer and (top is None or self._outer is None or top[0] is not self._outer[0]):
+            return False
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return False
+        hooks = self._wrap(hook), self._unpack
+        self._hook = hooks[0]
+        _push(*hooks)
+        STEP_ASIDE.are(hooks)
+        self._is_on = True
+        return True
+
+    def off(self) -> None:
+        """Switches them off, if they are on."""
+        if self._is_on:
+            self._is_on = False
+            STEP_ASIDE.are(None)
+            top = _top(True)
+            if top is not None and top[0] is self._hook:  # else they have stepped aside
+                _pop()
+
+
+class _Followed(_Forward):
+    """One that is followed call by call."""
+
+    def __init__(self, pack: Pack, wrap: Callable[[Pack], Pack], unpack: Callable[[Any], Any]) -> None:
+        super().__init__(pack, wrap, unpack)
+        self.events: list[Event] = []
+        self.calls: dict[str, int] = {}
+        self.dropped: set[str] = set()
+        self.asked: set[int] = set()
+        self.transforms = STEP_ASIDE.count
+        self.operands = Operands(self._note)
+        self._noted = 0
+
+    def _note(self, node: Any) -> None:
+        self._noted += 1
+        node.metadata[_TAG] = self._noted
+        self.events.append(Noted(self._noted))
+
+    def ask(self, node: Any) -> None:
+        """A recipe asks for the operands of ``node``."""
+        self.asked.add(node.metadata.get(_TAG, 0))
+
+    def start(self) -> None:
+        self.on(self._save)
+        self._ours = _top(True)[0]
+
+    def enter(self, path: str, number: int) -> None:
+        self.calls[path] = number
+        top = _top(True)
+        if top is not None and top[0] is self._ours:  # else a region of others, from which we hear nothing
+            self.events.append(Entered(path, number - 1))
+
+    def _save(self, tensor: torch.Tensor) -> Any:
+        packed = self._pack(tensor)
+        value = packed if type(packed) is Value else packed.value if isinstance(packed, View) else None
+        self.events.append(Saved("" if value is None else value.name, _node_of(tensor)))
+        if value is not None and value.dropped:
+            self.dropped.add(value.name)
+        return packed
+
+
+class _Routinely(_Forward):
+    """One that follows a routine."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        unpack: Callable[[Any], Any],
+        names: CallNames,
+        routine: Routine,
+    ) -> None:
+        super().__init__(pack, _as_it_is, unpack)
+        self._names, self._routine = names, routine
+        self._calls: dict[str, int] = {}
+        self._entries: tuple[Saved | None, ...] = ()
+        self._at = 0
+        self._operands = Operands()
+        self._modes, self._is_noting = torch._C._len_torch_function_stack(), False
+
+    def start(self) -> None:
+        self._begin(_ROOT)
+        self._note_from(_ROOT)
+
+    def enter(self, path: str) -> None:
+        """A module with a hook is called."""
+        number = self._calls.get(path, 0)
+        self._calls[path] = number + 1
+        if self.changed:
+            return
+        call = Entered(path, number)
+        routine = self._routine
+        if call in routine.unseen or number >= routine.calls.get(path, 0):
+            self._lose()
+        elif self._is_on:
+            if call not in routine.passed:
+                self._lose()
+        else:
+            self._begin(call)
+        self._note_from(call)
+
+    def _note_from(self, call: Entered) -> None:
+        """Notes operands from here on, or no longer."""
+        wanted = self._routine.noting.get(call)
+        if wanted is None or wanted == self._is_noting:
+            return
+        if torch._C._len_torch_function_stack() != self._modes + self._is_noting:
+            self.changed = self.changed or wanted  # modes of others lie on it: it goes when they have gone
+        elif wanted:
+            self._operands.__enter__()  # type: ignore[no-untyped-call]
+            self._is_noting = True
+        else:
+            self.stop_noting()
+
+    def stop_noting(self) -> None:
+        """Operands are no longer noted."""
+        if self._is_noting:
+            self._is_noting = False
+            self._operands.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _begin(self, call: Entered) -> None:
+        entries = self._routine.stretches.get(call)
+        if entries is not None:
+            self._entries, self._at = entries, 0
+            if not self.on(self._save):
+                self._lose()
+
+    def _save(self, tensor: torch.Tensor) -> Any:
+        entries, at = self._entries, self._at
+        if at >= len(entries):
+            self.changed = True
+            return keep(tensor)
+        entry = entries[at]
+        self._at = at = at + 1
+        if entry is None:
+            return keep(tensor)
+        if entry.node != _node_of(tensor):
+            self._lose()
+            return self._lost(tensor)
+        if at == len(entries):
+            self.off()
+        self._names.give(entry.name)
+        return self._pack(tensor)
+
+    def _lose(self) -> None:
+        """It is another forward than the one that was noted."""
+        self.changed = True
+        self.off()
+        self.on(self._lost)
+
+    def _lost(self, tensor: torch.Tensor) -> Any:
+        self._at += 1
+        self._names.give(f"{_OF_ANOTHER}{self._at}")
+        return self._pack(tensor)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last stretch is."""
+        return not self._is_on
+
+
+def _as_it_is(pack: Pack) -> Pack:
+    return pack
+
+
+def _node_of(tensor: torch.Tensor) -> str:
+    node = tensor.grad_fn
+    return "" if node is None else node.name()
+
+
+class Practised(Rematerialisation):
+    """Saved-tensor hooks that learn where they are needed.
+
+    Args:
+        names: Tells which module call is running; its hooks are on the modules while a forward is followed.
+        trusted: Operators that the plan repeats.
+        options: As of :class:`Rematerialisation`.
+        watched: The least number of forwards that are followed call by call: the first ones, and as many again after
+            one that did not follow the routine.
+    """
+
+    def __init__(self, names: CallNames, trusted: Collection[str], *options: Any, watched: int = 1) -> None:
+        super().__init__(names, *options)
+        self._containers = {path.rpartition(".")[0] for path in names.parts}
+        self._trusted = trusted
+        self._current = threading.local()
+        self._routine: Routine | None = None
+        self._watched, self._patience, self._losses = watched, watched, 0
+        self._runs_backwards = False  # within a forward: what is saved there depends on what is asked for
+        self._guard, self._running, self._is_routine = threading.Lock(), 0, False
+        self._handles: list[Any] = []
+        self._refused_before: set[str] = set()
+
+    @contextmanager
+    def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
+        """Around a forward."""
+        forward = self._begun(pack, wrap)
+        self._current.forward = forward
+        try:
+            if isinstance(forward, _Followed):
+                self._names.watch(forward.enter)
+                self.reached = []
+            with STEP_ASIDE.standing_in(), forward.operands if isinstance(forward, _Followed) else nullcontext():
+                try:
+                    forward.start()
+                    yield
+                    if isinstance(forward, _Routinely) and not forward.is_over:
+                        forward.changed = True
+                finally:
+                    forward.off()
+            if isinstance(forward, _Followed):
+                self._learn(forward)
+        finally:
+            self._current.forward = None
+            if isinstance(forward, _Routinely):
+                forward.stop_noting()
+            with self._guard:
+                self._running -= 1
+                if forward.changed:
+                    self._losses += 1
+                    self._patience = max(self._watched, min(2**self._losses, _MOST_PATIENCE))
+
+    def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> _Followed | _Routinely:
+        with self._guard:
+            routinely = self._routine is not None and self._patience <= 0 and not self._runs_backwards
+            if routinely != self._is_routine and not self._running:  # others may need the hooks as they are
+                self._is_routine = routinely
+                self._set_hooks()
+            self._running += 1
+            if self._is_routine:
+                assert self._routine is not None, "without one it is followed"
+                return _Routinely(pack, self.unpack, self._names, self._routine)
+        return _Followed(pack, wrap, self.unpack)
+
+    def _set_hooks(self) -> None:
+        self._names.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if not self._is_routine:
+            self._names.install()
+            return
+        assert self._routine is not None, "without one it is followed"
+        routine = self._routine
+        paths = {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
+        for path in sorted(paths & self._names.parts.keys()):
+            enter = _Enter(self, path)
+            self._handles.append(self._names.parts[path].register_forward_pre_hook(enter, prepend=True))
+
+    def _learn(self, forward: _Followed) -> None:
+        reached = [value for reference in self.reached or () if (value := reference()) is not None]
+        self.reached = None
+        wanted = forward.dropped | {value.name for value in reached if value.name} | self._unmet(forward)
+        routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.asked)
+        with self._guard:
+            self._refused_before |= self.refused.keys()
+            self._routine = routine if self._routine is None else self._routine.joined(routine)
+            if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
+                self._patience -= 1
+
+    def _unmet(self, forward: _Followed) -> set[str]:
+        """What the plan drops and this forward has not saved."""
+        met = {event.name for event in forward.events if isinstance(event, Saved)}
+        return set(self._dropped) - met
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        """As the plan says; in a forward that it does not know, by what makes the value."""
+        forward = getattr(self._current, "forward", None)
+        if forward is not None and forward.changed and node is not None and node.name() in self._trusted:
+            return self.find_recipe(value, node, output)
+        is_dropped = super().consider(value, node, output)
+        if isinstance(forward, _Routinely) and not is_dropped and self._is_news(value.name):
+            forward.changed = True  # what a recipe needs was not noted, maybe
+        return is_dropped
+
+    def _is_news(self, name: str) -> bool:
+        """Whether a value is not dropped that the plan drops, and that was dropped before."""
+        return name in self._dropped and name not in self._refused_before
+
+    def want_operands(self, node: Any) -> None:
+        """A recipe asks for the operands of ``node``."""
+        super().want_operands(node)
+        forward = getattr(self._current, "forward", None)
+        if isinstance(forward, _Followed):
+            forward.ask(node)
+
+    def is_unknown(self, name: str) -> bool:
+        """Likewise; of what has lost the routine, no name is known: the forwards after it are followed."""
+        return super().is_unknown(name) and not name.startswith(_OF_ANOTHER)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Likewise, and notes steps that run backwards of their own, which are followed call by call for good."""
+        if self._running:
+            self._runs_backwards = True
+        return super().unpack(saved)
+
+    def enter(self, path: str) -> None:
+        """A module is called."""
+        forward = getattr(self._current, "forward", None)
+        if forward is not None and not repeating():
+            forward.enter(path)
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        self._names.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Enter(Passive):
+    """The hook of one module; copies of the module, by deepcopy or pickle, get one that does nothing."""
+
+    def __init__(self, values: Practised | None, path: str) -> None:
+        self._values, self._path = values, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Enter, (None, self._path)
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        if self._values is not None:
+            self._values.enter(self._path)

@@ -1,0 +1,534 @@
+"""Saved-tensor hooks that keep some values of the autograd graph and compute the others again.
+
+Every tensor that autograd saves passes a pack hook, with the graph node that produced it. The node keeps what it needs
+for its own backward, and its edges lead to the nodes before it: so the graph is a tape, and most values can be computed
+again from it. :class:`Rematerialisation` keeps some of them and drops the others. Nothing is wrapped, no module runs
+twice, no random number is drawn again (a dropout's mask is a saved tensor like any other), and every operator is
+repeated on the same bits, so the gradients are the same bits.
+
+    forward    pack(tensor) -> Value (or View)  kept: the tensor       dropped: how to make it, and from which Values
+    backward   unpack(Value) -> tensor          computed by need, shared until the last that needs it has had it
+
+A node knows its values by weak references in its metadata.
+
+All this runs for every saved tensor of every step, so it makes few objects and calls few functions.
+"""
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices import is_host
+from lightning_dpx.memory.execute.calls import Again, Argument, Call, Key, base_of, pick, returned_by
+from lightning_dpx.memory.execute.gc_pause import COLLECTOR
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.offload import Parking
+from lightning_dpx.memory.execute.recipes import VIEWS, NotRecomputable, recipe_for
+from lightning_dpx.memory.execute.transforms import STEP_ASIDE, is_transformed
+from lightning_dpx.memory.execute.untracked_inputs import Operands, Reference, copy_of, operand_of
+from lightning_dpx.memory.execute.values import (
+    Both,
+    Identity,
+    Make,
+    Strides,
+    Unnamed,
+    Value,
+    View,
+    asked,
+    compress,
+    compute,
+    forget_recipe,
+    keep,
+    make_fleeting,
+    park,
+    refuse_changed,
+    same_geometry,
+)
+
+Pack = Callable[[torch.Tensor], Any]
+_TAG = "lightning_dpx.values"
+_MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
+_WORTH_A_CALL = 16  # arguments of a call may be so many times larger: the statistics of a norm are not worth it
+SMALL = 4096  # bytes that are not worth the bookkeeping
+
+
+class Rematerialisation:
+    """Saved-tensor hooks that drop some values and compute them again in backward.
+
+    Args:
+        names: Tells which module call is running.
+        dropped: Names of the values to drop, if a recipe for them is known.
+        fleeting: Those among them to forget after every use, inputs first.
+        compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
+        parked: Names of values to keep in the host's memory.
+        overlap: How many of them may be on their way at once, in each direction.
+        known: Names of all values that something was decided about; nothing, if nothing was.
+
+    Attributes:
+        unknown: Bytes of kept values that a backward has asked for and that are not ``known``, by name.
+        kinds: Types of tensors that it handles; others are kept.
+    """
+
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
+
+    def __init__(
+        self,
+        names: CallNames,
+        dropped: Collection[str] = (),
+        fleeting: Sequence[str] = (),
+        compressed: Collection[str] = (),
+        parked: Collection[str] = (),
+        overlap: int = 0,
+        known: Collection[str] = (),
+    ) -> None:
+        self._known, self.unknown = known, dict[str, int]()
+        self._names, self._dropped = names, dropped
+        self._fleeting = {name: place for place, name in enumerate(fleeting)}
+        self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
+        self._compressed, self._parked, self._parking = compressed, parked, Parking(overlap)
+        self._values: dict[Identity, weakref.ref[Value]] = {}  # of the last forward
+        self._again: dict[Identity, tuple[Any, Any]] = {}  # of what was made again, with its storage; both weakly
+        self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
+        self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
+        self.refused: dict[str, str] = {}
+        self.reached: list[weakref.ref[Value]] | None = None  # that others are made from, found along the graph
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forward passes in here drop what is wanted; their backward may come later."""
+        self._names.begin()
+        self._values.clear()
+        noting = self._want_operands and not self._names.compiled  # code is compiled for the modes that are on
+        self._want_operands = False
+        pack: Pack = self._counted if self._names.again else self.pack
+        wrap: Callable[[Pack], Pack] = _unseen if noting else _as_it_is
+        if self._names.compiled:
+            wrap = torch.compiler.disable  # or it would be compiled as well
+        try:
+            with COLLECTOR.resting(), self.hooks(pack, wrap, noting=noting):
+                yield
+        finally:
+            self._names.end()
+            self._parking.settle()
+            self._decide_fleeting()
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules."""
+        self._names.remove()
+
+    @contextmanager
+    def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
+        """The hooks of a forward: what calls ``pack``, as ``wrap`` makes it, and notes operands if wanted."""
+        operands = self._operands if noting else nullcontext()
+        with STEP_ASIDE.hooks(wrap(pack), self.unpack), operands:
+            yield
+
+    def _counted(self, tensor: torch.Tensor) -> Any:
+        """:meth:`pack`, with a number for every tensor, by which a call that is made again knows it."""
+        self._names.count()
+        return self.pack(tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd when it saves a tensor; what it returns is held in its place."""
+        if tensor.layout is not torch.strided or is_transformed(tensor):
+            return Unnamed(tensor.detach(), tensor._version)
+        node = tensor.grad_fn
+        if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
+            return Unnamed(tensor, tensor._version)  # it lives anyway, or is not worth the bookkeeping
+        base = base_of(tensor)
+        if base is not tensor and base.is_leaf and base.requires_grad:
+            return Unnamed(tensor, tensor._version)
+        if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
+            return Unnamed(tensor.detach(), tensor._version)
+        if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
+            return Unnamed(tensor.detach(), tensor._version)
+        value = self.value_of_tensor(base)
+        value.want()
+        if base is tensor or same_geometry(tensor, base):
+            return value
+        assert value.identity is not None, "it has just been saved"
+        return View(value, Strides(tensor, value.identity))
+
+    def value_of_tensor(self, base: torch.Tensor) -> Value:
+        """The value behind ``base``; the second time the same one."""
+        node, version, storage = base.grad_fn, base._version, base.untyped_storage()._cdata
+        earlier = None if node is None else known_value(node, base.output_nr)
+        if earlier is not None and (before := earlier.identity) is not None:
+            if before.storage == storage and before.version == version and before in self._values:
+                return earlier
+            earlier = None  # of another forward, or written to since
+        identity = Identity(storage, version, base.dtype, base.size(), base.stride(), int(base.storage_offset()))
+        known = self._values.get(identity)
+        value = known() if known is not None else None
+        if value is None and self._again:
+            value = self._again.get(identity, _NOT_AGAIN)[0]()
+        if value is None:
+            value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
+            value.name, value.identity, value.dropped = self._names.next_name(), identity, False
+            self._values[identity] = weakref.ref(value)
+            self._decide(value, base)
+        elif node is not None and not value.operator:
+            self._decide(value, base)
+        return value
+
+    def know_again(self, value: Value, tensor: torch.Tensor) -> None:
+        """As long as its memory lives, ``tensor`` is ``value``: a backward that records gradients saves it once more.
+
+        Otherwise it would get a name of its own, and all values after it the names of others.
+        """
+        identity = identity_of(tensor)
+        storage = weakref.ref(tensor.untyped_storage(), lambda _: self._again.pop(identity, None))
+        self._again[identity] = weakref.ref(value), storage
+
+    def _decide(self, value: Value, tensor: torch.Tensor) -> None:
+        """Keeps or drops ``value``, which is ``tensor`` and has its name, and maybe its producer, just now."""
+        node, name = tensor.grad_fn, value.name
+        if node is not None and not value.operator:
+            value.operator = node.name()
+            _register(node, tensor.output_nr, value)
+        if (node is not None or self._names.again) and self.consider(value, node, tensor.output_nr):
+            value.drop(tensor)
+        elif value.tensor is None and not value.dropped:
+            value.keep(tensor)
+            if name in self._compressed and not compress(value):
+                self.refused[name] = "it is not a mask this time"
+            elif name in self._parked and not is_host(tensor.device):
+                park(value, self._parking)
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
+        if value.name in self._dropped and self.find_recipe(value, node, output):
+            if value.name in self._fleeting:
+                self._undecided.append(weakref.ref(value))
+            return True
+        if value.make is not None and not value.dropped:
+            forget_recipe(value)
+        return False
+
+    def _decide_fleeting(self) -> None:
+        """In the order of the plan: at the time of saving, what is on the way may still be saved itself later."""
+        values = [value for reference in self._undecided if (value := reference()) is not None]
+        self._undecided.clear()
+        for value in sorted(values, key=lambda value: self._fleeting[value.name]):
+            make_fleeting(value)
+
+    def find_recipe(self, value: Value, node: Any | None, output: int) -> bool:
+        """Whether ``value``, which is being saved, can be made again; if so it knows how."""
+        if value.make is not None:
+            return True
+        try:
+            value.learn(*self._way_to(value, node, output))
+        except NotRecomputable as error:
+            self.refused[value.name] = str(error)
+            return False
+        for source in value.sources:
+            source.want()
+        return True
+
+    def _way_to(self, value: Value, node: Any | None, output: int) -> tuple[Make, Sequence[Any]]:
+        """Its recipe; where there is none, the call that makes it."""
+        try:
+            if node is None:
+                raise NotRecomputable("it does not come from the graph")
+            return self._recipe(node, output, 0, value.identity)
+        except NotRecomputable:
+            identity = value.identity
+            assert identity is not None, "it is being saved"
+            call = self._names.call_that_makes(identity.storage) if self._names.again else None
+            if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
+                raise
+            key = Key("saved", self._names.saved - call.saved - 1)
+            return pick, self._picked(call, key, identity.size, identity.dtype)
+
+    def _recipe(
+        self, node: Any, output: int, depth: int, identity: Identity | None = None
+    ) -> tuple[Make, Sequence[Any]]:
+        if depth > _MOST_UNSAVED:
+            raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
+        try:
+            return recipe_for(node.name())(Node(self, node, output, depth, identity))
+        except NotRecomputable:
+            found = returned_by(node, output)
+            if found is None:
+                raise
+            like = node._input_metadata[output]
+            return pick, self._picked(*found, torch.Size(like.shape), like.dtype)
+
+    def _picked(self, call: Call, key: Key, size: torch.Size, dtype: torch.dtype) -> tuple[Value, Key]:
+        """The value that ``call`` becomes, and what to pick from it."""
+        if call.obstacle:
+            raise NotRecomputable(f"{call.name!r} cannot be called again: {call.obstacle}")
+        outcome: Value | None = call.outcome() if call.outcome is not None else None
+        if outcome is None:
+            outcome = Value("", f"a call of {type(call.module).__name__}")
+            outcome.learn(Again(call), [self._argument(argument) for argument in call.arguments])
+            outcome.dropped = True
+            for source in outcome.sources:
+                source.want()
+            call.outcome = weakref.ref(outcome)
+        assert isinstance(outcome.make, Again), "it is a call"
+        outcome.make.want(key, size, dtype)
+        return outcome, key
+
+    def _argument(self, argument: Argument) -> Value | View:
+        """The value of what a call takes."""
+        tensor = argument.tensor()
+        if argument.source is not None:
+            try:
+                return self.flowing(*argument.source, 0)
+            except NotRecomputable:
+                if tensor is None:
+                    raise
+        if tensor is None:
+            raise NotRecomputable("an argument of the call is gone")
+        value = self.keep_argument(argument, tensor)
+        if argument.source is not None:
+            value.operator = argument.source[0].name()
+            _register(*argument.source, value)
+        return value
+
+    def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
+        """The value of ``tensor``, which is that argument of a call."""
+        return self.keep_constant(tensor)
+
+    def flowing(self, node: Any, output: int, depth: int) -> Value | View:
+        """What flows along an edge of the graph. A view of a value is no value of its own."""
+        value = known_value(node, output)
+        if value is not None:
+            if self.reached is not None:
+                self.reached.append(weakref.ref(value))
+            return value
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            value = Value("", "leaf")
+            value.keep(node.variable)
+        else:
+            make, inputs = self._recipe(node, output, depth + 1)
+            if name in VIEWS and make is not pick:  # a call that is made again gives the view itself
+                (base,) = inputs
+                return View(base, make) if type(base) is Value else View(base.value, Both(base.look, make))
+            value = Value("", name)
+            value.learn(make, inputs)
+            value.dropped = True
+            for source in value.sources:
+                source.want()
+        _register(node, output, value)
+        if self.reached is not None:
+            self.reached.append(weakref.ref(value))
+        return value
+
+    def constant(self, node: Any, index: int, most: int) -> Any:
+        """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
+        self.want_operands(node)
+        found = operand_of(node, index)
+        if not isinstance(found, Reference):
+            return found
+        value = self.keep_constant(found.base(most))
+        return value if found.view is None else View(value, found.look)
+
+    def want_operands(self, node: Any) -> None:
+        """The next step notes operands, too: a recipe has asked for those of ``node``."""
+        self._want_operands = True
+
+    def keep_constant(self, tensor: torch.Tensor) -> Value:
+        """The value of such a tensor; nobody may write to it before backward."""
+        value = Value("", "constant")
+        value.keep(tensor)
+        return value
+
+    def read_saved(self, node: Any, name: str) -> Any:
+        """What ``node`` saved under ``name``: a value, a view of one, or anything else as it is; ``None`` without.
+
+        Raises:
+            NotRecomputable: it is in the hands of others, who would bring it back, or run a region again, right now.
+        """
+        saved = getattr(node, f"_raw_saved_{name}", None)
+        if saved is None:
+            return getattr(node, f"_saved_{name}")  # a number
+        found = self.packed(node, saved)
+        if found is None:
+            _refuse_released(node, name)
+        return found
+
+    def packed(self, node: Any, saved: Any) -> Any:
+        """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
+        hook = saved.unpack_hook
+        if hook == self.unpack:
+            return saved.data
+        if hook is None:  # saved where no hooks were on
+            return _unnamed(saved.data)
+        raise NotRecomputable(
+            f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
+        )
+
+    def is_unknown(self, name: str) -> bool:
+        """Whether nothing was decided about the value of that name."""
+        return name not in self._known
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Called by autograd when backward needs a saved tensor."""
+        if type(saved) is Unnamed:
+            return saved.read()
+        value = saved if type(saved) is Value else saved.value
+        with self._lock:
+            if self._undecided:  # a backward inside of the forward's context
+                self._decide_fleeting()
+            if value.counter is not None and value.counter._version != value.version:
+                refuse_changed(value)
+            base = compute(value) if value.tensor is None else value.tensor
+            if value.dropped:
+                if torch.is_grad_enabled():
+                    self.know_again(value, base)
+            else:
+                if base._version != value.version:
+                    refuse_changed(value)
+                if self._known and value.operator and self.is_unknown(value.name):
+                    self.unknown[value.name] = base.nbytes
+            tensor: torch.Tensor = base if saved is value else saved.read()
+            asked(value)
+        return tensor
+
+
+_NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
+
+
+def identity_of(base: torch.Tensor) -> Identity:
+    """By which ``base`` is known again."""
+    storage, offset = base.untyped_storage()._cdata, int(base.storage_offset())
+    return Identity(storage, base._version, base.dtype, base.size(), base.stride(), offset)
+
+
+def _unnamed(found: Any) -> Any:
+    """What autograd holds itself, without the graph that led to it."""
+    if not isinstance(found, torch.Tensor) or (found.ndim == 0 and not found.requires_grad):
+        return found  # a number, which may come as a tensor
+    return keep(found)
+
+
+def _as_it_is(pack: Pack) -> Pack:
+    return pack
+
+
+def _unseen(pack: Pack) -> Pack:
+    """``pack``, unseen by the mode that notes operands, which would see every attribute."""
+
+    def unseen(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return pack(tensor)
+
+    return unseen
+
+
+def known_value(node: Any, output: int) -> Value | None:
+    """The value of that output, if there is one already."""
+    known = node.metadata.get((_TAG, output) if output else _TAG)
+    return known() if known is not None else None
+
+
+def _refuse_released(node: Any, name: str) -> None:
+    """Where a node has nothing under ``name``, it may be because a backward of the step's own has used it up.
+
+    Raises:
+        NotRecomputable: that is so.
+    """
+    try:
+        getattr(node, f"_saved_{name}")
+    except RuntimeError as error:
+        raise NotRecomputable(f"a backward of the step has used up what {node.name()} saved") from error
+
+
+def _register(node: Any, output: int, value: Value) -> None:
+    node.metadata[(_TAG, output) if output else _TAG] = weakref.ref(value)
+
+
+class Node:
+    """A node of the graph, as a recipe sees it."""
+
+    def __init__(
+        self, owner: Rematerialisation, node: Any, output: int, depth: int, identity: Identity | None = None
+    ) -> None:
+        self._owner, self._node, self._depth = owner, node, depth
+        self.output = output
+        self.saved_strides = None if identity is None else identity.stride  # of the output, where it is saved
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument of the operator that is not a tensor."""
+        return getattr(self._node, f"_saved_{name}")
+
+    def edge(self, index: int) -> Value | View:
+        """The input tensor number ``index``, found along the graph."""
+        source, output = self._node.next_functions[index]
+        if source is None:
+            raise NotRecomputable(f"input {index} of {self._node.name()} is not part of the graph")
+        return self._owner.flowing(source, output, self._depth)
+
+    def operand(self, index: int) -> Any:
+        """The input tensor number ``index`` along the graph; the operand in its place if there is no such edge."""
+        return self.edge(index) if self.has_edge(index) else self.constant()
+
+    def constant(self, index: int = 0) -> Any:
+        """Operand number ``index`` of those that are not part of the graph."""
+        return self._owner.constant(self._node, index, math.prod(self.shape) * self.dtype.itemsize // 2)
+
+    def copies(self, *names: str) -> list[torch.Tensor]:
+        """What these inputs held when the operator ran, of those that are written to without a new version."""
+        self._owner.want_operands(self._node)
+        return [copy_of(self._node, name) for name in names]
+
+    def saved(self, name: str, edge: int | None = None) -> Any:
+        """The input tensor that the operator saved under ``name``; if it did not, the one along ``edge``."""
+        if edge is not None:
+            source, output = self._node.next_functions[edge]
+            known = None if source is None else known_value(source, output)
+            if known is not None and known.identity is not None:
+                if self._owner.reached is not None and self._owner.read_saved(self._node, name) is None:
+                    self._owner.reached.append(weakref.ref(known))
+                return known  # saved, so nobody may have written to it
+        found = self._owner.read_saved(self._node, name)
+        if found is not None:
+            return found
+        if edge is None:
+            raise NotRecomputable(f"{self._node.name()} did not save {name}")
+        return self.edge(edge)
+
+    def optional(self, name: str) -> Any:
+        """Likewise, or ``None``."""
+        return self._owner.read_saved(self._node, name)
+
+    def saved_list(self, name: str) -> list[Any]:
+        """The tensors that the operator saved under ``name``, where it is a list; ``None`` for those that are none."""
+        found = [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
+        if any(one is None for one in found):
+            _refuse_released(self._node, name)
+        return found
+
+    @property
+    def num_edges(self) -> int:
+        """Input tensors."""
+        return len(self._node.next_functions)
+
+    def has_edge(self, index: int) -> bool:
+        """Whether input ``index`` is part of the graph."""
+        return self._node.next_functions[index][0] is not None
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the output."""
+        return list(self._node._input_metadata[self.output].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the output."""
+        dtype: torch.dtype = self._node._input_metadata[self.output].dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the output."""
+        device: torch.device = self._node._input_metadata[self.output].device
+        return device

@@ -1,0 +1,198 @@
+"""Operands that autograd keeps no trace of: the 1 of ``1 - x``, a mask added to scores, the bias of a frozen layer.
+
+The node of an operator has an edge for every operand that needs a gradient, and saves what gradients are computed from.
+The others a recipe cannot find. While :class:`Operands` is on, the functions below note them at their node: numbers as
+they are, tensors by a weak reference with their version. So a note keeps nothing alive; a tensor that is gone, or was
+written to, when a recipe asks for it is no longer known, and never taken for another one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+
+_TAG = "lightning_dpx.operands"
+_COPIES = "lightning_dpx.copies"
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward1")
+
+# Where the operands in question stand among the arguments, and their names as keywords.
+_SUM, _FIRST, _BIAS = ((0, "input"), (1, "other")), ((0, "input"),), ((2, "bias"),)
+_EPS, _TRAIN = ((4, "eps"),), ((2, "training"),)
+_OPTIONAL = {"bias", "eps", "value", "nan", "posinf", "neginf", "training"}
+_NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, torch.sub, Tensor.sub, Tensor.sub_), _SUM),
+    **dict.fromkeys((torch.rsub, Tensor.__rsub__), _SUM),
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), ((2, "value"),)),
+    torch.where: ((1, "input"), (2, "other")),
+    Tensor.where: ((0, "self"), (2, "other")),
+    **dict.fromkeys((torch.cat, torch.concat, torch.stack), ((0, "tensors"),)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _FIRST),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), _FIRST),
+    **dict.fromkeys((F.linear, torch.conv1d, torch.conv2d, torch.conv3d), _BIAS),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _BIAS),
+    F.batch_norm: ((4, "bias"),),
+    F.group_norm: ((3, "bias"),),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _EPS),
+    **dict.fromkeys((F.dropout, torch.dropout, torch.native_dropout), _TRAIN),
+    **dict.fromkeys((torch.ops.aten.native_dropout, torch.ops.aten.native_dropout.default), _TRAIN),
+    F.rms_norm: ((3, "eps"),),
+    F.pad: ((3, "value"),),
+    torch.constant_pad_nd: ((2, "value"),),
+    **dict.fromkeys((torch.nan_to_num, Tensor.nan_to_num), ((1, "nan"), (2, "posinf"), (3, "neginf"))),
+}  # fmt: skip
+
+
+class Operands(TorchFunctionMode):
+    """Notes operands outside of the graph at the nodes of the calls in here, for a few us a call of any function.
+
+    Args:
+        watch: Told of every node with a note.
+    """
+
+    def __init__(self, watch: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args) if not kwargs else func(*args, **kwargs)
+        places = _NOTED.get(func)
+        if places is not None:
+            first = result[0] if type(result) is tuple else result
+            if type(first) in _PLAIN and first.requires_grad:
+                node = _note(func, first, _outside(places, args, kwargs or {}), args, kwargs or {})
+                if node is not None and self._watch is not None:
+                    self._watch(node)
+        return result
+
+
+def _note(
+    func: Callable[..., Any], result: Tensor, outside: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """At the node that made ``result``: its first caller's notes, as others may hand out what they were given.
+
+    Returns:
+        The node, if there was none yet.
+    """
+    node = result.grad_fn
+    if node is not None and node.name() in _VIEWS:  # several rows are one matrix for the operator itself
+        node = node.next_functions[0][0]
+    if node is None:
+        return None
+    notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    if _TAG in notes:
+        return None
+    if outside:
+        notes[_TAG] = [_noted(operand) for operand in outside]
+    if func is F.batch_norm and not _given(args, kwargs, 5, "training"):
+        mean, variance = _given(args, kwargs, 1, "running_mean"), _given(args, kwargs, 2, "running_var")
+        if isinstance(mean, Tensor) and isinstance(variance, Tensor):
+            notes[_COPIES] = {"running_mean": mean.detach().clone(), "running_var": variance.detach().clone()}
+    return node
+
+
+def _given(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands in these places that need no gradient."""
+    if (places is _SUM and len(args) > 2) or (places is _FIRST and len(args) > 3):
+        return []  # an older order of arguments, with factors among them
+    given: list[Any] = []
+    for place, name in places:
+        operand = args[place] if place < len(args) else kwargs.get(name, None if name in _OPTIONAL else _UNKNOWN)
+        if isinstance(operand, list | tuple):
+            given += operand
+        else:
+            given.append(operand)
+    return [operand for operand in given if not (isinstance(operand, Tensor) and operand.requires_grad)]
+
+
+def _noted(operand: Any) -> Any:
+    if not isinstance(operand, Tensor):
+        return operand if isinstance(operand, int | float | complex | None) else _UNKNOWN
+    if type(operand) not in _PLAIN or operand.is_inference():
+        return _UNKNOWN
+    return Reference(operand)
+
+
+class _Unknown:
+    """Some other object, or none where there must be one."""
+
+
+_UNKNOWN = _Unknown()
+
+
+class Reference:
+    """A tensor as it was, weakly.
+
+    Attributes:
+        view: Size, stride and offset, if it is a view; of views only the base is there for longer.
+    """
+
+    __slots__ = ("_ref", "_version", "view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        base, self.view = tensor._base, None
+        if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
+            self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
+            tensor = base
+        self._ref, self._version = TensorWeakRef(tensor), tensor._version
+
+    def base(self, most: int) -> Tensor:
+        """The tensor, or what it is a view of, if it is still the same.
+
+        Raises:
+            NotRecomputable: it is not, or takes more than ``most`` bytes and would have to be kept for this.
+        """
+        found: Tensor | None = self._ref()
+        if found is None:
+            raise NotRecomputable("an operand outside of the graph is gone")
+        if found._version != self._version:
+            raise NotRecomputable("an operand outside of the graph was changed in place")
+        if not isinstance(found, nn.Parameter) and self._bytes(found) > most:
+            raise NotRecomputable("an operand outside of the graph is as large as the result")
+        return found
+
+    def look(self, base: Tensor) -> Tensor:
+        """The tensor, of what it is a view of."""
+        assert self.view is not None, "asked for views only"
+        return base.as_strided(*self.view)
+
+    def _bytes(self, base: Tensor) -> int:
+        size = base.size() if self.view is None else self.view[0]
+        return min(size.numel() * base.itemsize, base.untyped_storage().nbytes())
+
+
+def operand_of(node: Any, index: int) -> Any:
+    """Operand number ``index`` of those that ``node`` has no edge for: a number, ``None`` or a :class:`Reference`.
+
+    Raises:
+        NotRecomputable: it was not noted.
+    """
+    note: Sequence[Any] = node.metadata.get(_TAG, ())
+    if index >= len(note) or note[index] is _UNKNOWN:
+        raise NotRecomputable(f"an operand of {node.name()} is not part of the graph")
+    return note[index]
+
+
+def copy_of(node: Any, name: str) -> Tensor:
+    """What a tensor held when ``node`` was made, of those that are written to without a new version.
+
+    Raises:
+        NotRecomputable: no copy was made.
+    """
+    copies: dict[str, Tensor] = node.metadata.get(_COPIES, {})
+    if name not in copies:
+        raise NotRecomputable(f"{name} of {node.name()} may have changed since")
+    return copies[name]

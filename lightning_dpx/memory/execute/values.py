@@ -1,0 +1,416 @@
+"""Values of the autograd graph: tensors that are kept, or made again from other values when they are needed.
+
+Values point upstream only, and never at nodes: a graph that never runs backward is freed like any other.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_dpx.devices import is_host
+from lightning_dpx.memory.execute.calls import Again
+from lightning_dpx.memory.execute.offload import Parking
+
+Make = Callable[..., Any]  # a tensor; of a call of a module, its outcome
+Look = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Identity(NamedTuple):
+    """Tensors that agree in this hold the same numbers, as long as the storage lives."""
+
+    storage: int
+    version: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def is_dense_unlike(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has its dims in another order in memory: operators of libraries rely on theirs."""
+        steps = [
+            (step, size, other)
+            for step, size, other in zip(self.stride, self.size, tensor.stride(), strict=True)
+            if size != 1
+        ]
+        expected = 1
+        for step, size, _ in sorted(steps):
+            if step != expected:
+                return False  # a part of something larger, on which nobody can rely
+            expected *= size
+        return any(step != other for step, _, other in steps)
+
+
+class Unnamed:
+    """A tensor that backward needs and no plan decides about: a parameter, a view of one, or a small one."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor, self.version = tensor, version
+
+    def read(self) -> torch.Tensor:
+        """The tensor, if nobody has written to it.
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        if self.tensor._version != self.version:
+            refuse(self.tensor, self.version, "a parameter" if self.tensor.requires_grad else "a tensor")
+        return self.tensor
+
+
+class Value:
+    """A tensor of the forward: kept, or made again from other values when it is needed.
+
+    Attributes:
+        name: The call of the module that first saved it, and a number; empty where autograd does not save it.
+        tensor: The value itself, or ``None`` while it is dropped.
+        identity: By which it is known again when it is saved again; ``None`` where autograd does not save it.
+        version: Of the tensor when it was kept or dropped.
+        counter: Shares the version of a tensor that was dropped, and nothing of its memory.
+        make: Computes it from the tensors of ``inputs``; ``None`` where that is unknown.
+        inputs: What ``make`` takes: values, views of values, or anything else as it is.
+        sources: The values behind the inputs.
+        dropped: Whether ``tensor`` may be forgotten.
+        fleeting: Whether it is forgotten after every use, even if it will be asked for again.
+        pending: How often it will still be asked for in this backward.
+        wanted_by: How often it is asked for in a backward.
+        operator: The name of the node that produced it.
+    """
+
+    __slots__ = (
+        "__weakref__", "_storage", "counter", "dropped", "fleeting", "identity", "inputs", "make", "name", "operator",
+        "pending", "sources", "tensor", "version", "wanted_by",
+    )  # fmt: skip
+
+    def __init__(self, name: str, operator: str) -> None:
+        self.name, self.operator = name, operator
+        self.identity: Identity | None = None
+        self.tensor: torch.Tensor | None = None
+        self.counter: torch.Tensor | None = None
+        self.make: Make | None = None
+        self.inputs: Sequence[Any] = ()
+        self.sources: Sequence[Value] = ()
+        self.dropped = self.fleeting = False
+        self.version = -1
+        self.pending = self.wanted_by = 0
+        self._storage = 0  # a weak reference, once nothing here holds the storage
+
+    def __del__(self, _free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        if self._storage:
+            _free(self._storage)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Holds ``tensor``, and notices if somebody writes into it."""
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Forgets ``tensor``, which it is; while the value lives no other storage gets the same identity."""
+        if not self._storage:
+            self._storage = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]
+        self.tensor = None
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """From now on ``tensor``, which it is, is computed when it is needed; who writes into it is noticed still."""
+        self.dropped, self.version = True, tensor._version
+        if type(tensor) in _COUNTED:
+            self.counter = tensor.detach()
+            self.counter.data = _nothing(tensor.dtype, tensor.device)
+        self.let_go(tensor)
+
+    def learn(self, make: Make | None, inputs: Sequence[Any]) -> None:
+        """How it is made; ``None`` where that is unknown."""
+        self.make, self.inputs = make, inputs
+        for entry in inputs:
+            if type(entry) is not Value:
+                break
+        else:
+            self.sources = inputs
+            return
+        values = (entry.value if isinstance(entry, View) else entry for entry in inputs)
+        self.sources = [value for value in values if type(value) is Value]
+
+    def want(self) -> None:
+        """One more will ask for it."""
+        self.pending += 1
+        self.wanted_by += 1
+
+
+def keep(tensor: torch.Tensor) -> Unnamed:
+    """A tensor that is kept, without the graph that leads to it."""
+    return Unnamed(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+
+class View:
+    """A value as an operator got it, or as autograd saved it, where that is not the whole value as it is."""
+
+    __slots__ = ("__weakref__", "look", "value")
+
+    def __init__(self, value: Value, look: Look) -> None:
+        self.value, self.look = value, look
+
+    def read(self) -> torch.Tensor:
+        """The tensor; its value must be there."""
+        base = self.value.tensor
+        assert base is not None, "computed first"
+        return self.look(base)
+
+
+class Strides:
+    """Shows a value as autograd saved it: with other sizes and strides."""
+
+    __slots__ = ("original", "view")
+
+    def __init__(self, tensor: torch.Tensor, original: Identity) -> None:
+        self.view, self.original = (tensor.size(), tensor.stride(), tensor.storage_offset()), original
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        original, (size, stride, offset) = self.original, self.view
+        if base.stride() != original.stride:  # it was made anew, with strides of its own
+            again = torch.empty_strided(original.size, original.stride, dtype=base.dtype, device=base.device)
+            base = again.copy_(base)
+        return base.as_strided(size, stride, offset - original.offset + base.storage_offset())
+
+
+class Both:
+    """A view of a view."""
+
+    __slots__ = ("first", "then")
+
+    def __init__(self, first: Look, then: Look) -> None:
+        self.first, self.then = first, then
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        return self.then(self.first(base))
+
+
+def same_geometry(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view shows its base as it is."""
+    return (
+        tensor.size() == base.size()
+        and tensor.stride() == base.stride()
+        and tensor.storage_offset() == base.storage_offset()
+    )
+
+
+def read(entry: Any) -> Any:
+    """What an operator takes for ``entry``; its value must be there."""
+    if type(entry) is Value:
+        return entry.tensor
+    return entry.read() if isinstance(entry, View | Unnamed) else entry
+
+
+def compute(wanted: Value) -> torch.Tensor:
+    """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
+    is_plain = _surroundings_are_plain()
+    if is_plain and not isinstance(wanted.make, Again) and _has_all(wanted):  # as it is nearly always
+        made_now = wanted.tensor = run_recipe(wanted)
+        used(wanted)
+        return made_now
+    stack, made, later = [wanted], set[Value](), list[Value]()
+    while stack:
+        if is_plain:
+            _compute_operators(stack, made, later)
+        else:  # a function mode of the step, such as a shift's, must not move what is repeated where it was
+            with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+                _compute_operators(stack, made, later)
+        if stack:
+            call = stack.pop()
+            call.tensor = run_recipe(call)  # with gradients and autocast as in forward
+            _have(call, made, later)
+    for value in later:
+        used(value)
+    tensor = wanted.tensor
+    assert tensor is not None, "the loop ends with it"
+    return tensor
+
+
+def _surroundings_are_plain() -> bool:
+    """Whether operators run without gradients, autocast and function modes anyway; contexts for that take longer."""
+    return not (
+        torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or torch._C._is_torch_function_mode_enabled()
+    )
+
+
+def _has_all(value: Value) -> bool:
+    return all(source.tensor is not None for source in value.sources)
+
+
+def _compute_operators(stack: list[Value], made: set[Value], later: list[Value]) -> None:
+    """Until the stack is empty, or a call of a module is on top of it and has all that it takes."""
+    while stack:
+        value = stack[-1]
+        if value.tensor is not None:
+            stack.pop()
+            continue
+        for source in value.sources:
+            if source.tensor is None:
+                stack.append(source)
+        if stack[-1] is not value:
+            continue
+        if isinstance(value.make, Again):
+            return
+        value.tensor = run_recipe(value)
+        stack.pop()
+        _have(value, made, later)
+
+
+def _have(value: Value, made: set[Value], later: list[Value]) -> None:
+    """``value`` has just been made."""
+    if later or (value in made and not value.fleeting):
+        later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
+    else:
+        made.add(value)
+        used(value)
+
+
+def repeat(value: Value) -> torch.Tensor:
+    """One operator or call, on inputs that are there, as backward will make it."""
+    if isinstance(value.make, Again):
+        return run_recipe(value)
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return run_recipe(value)
+
+
+def run_recipe(value: Value) -> torch.Tensor:
+    """One operator, on inputs that are there."""
+    assert value.make is not None, "a dropped value has a recipe"
+    for source in value.sources:
+        if not source.dropped and source.tensor is not None and source.tensor._version != source.version:
+            refuse_changed(source)
+    made: torch.Tensor = value.make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
+    identity = value.identity
+    if identity is not None and (made.dtype is not identity.dtype or made.size() != identity.size):
+        raise RuntimeError(
+            f"{value.operator} gave {list(made.size())} in {made.dtype} for {value.name} when it was repeated, instead "
+            f"of {list(identity.size)} in {identity.dtype}. Please report this; keep the value in the plan until then."
+        )
+    if identity is not None and made.stride() != identity.stride and identity.is_dense_unlike(made):
+        made = torch.empty_strided(identity.size, identity.stride, dtype=made.dtype, device=made.device).copy_(made)
+    return made
+
+
+def used(value: Value) -> None:
+    """``value`` has been made: its inputs are asked for once less, unless it will be made again."""
+    for source in value.sources:
+        if not value.fleeting:
+            asked(source)
+        elif source.fleeting:
+            source.tensor = None
+
+
+def asked(value: Value) -> None:
+    """One of those that need ``value`` has had it; after the last its tensor is forgotten."""
+    value.pending -= 1
+    if not value.dropped:
+        return
+    if value.fleeting or value.pending <= 0:
+        value.tensor = None
+    if value.pending <= 0:
+        value.pending = value.wanted_by  # a second backward through the same graph starts anew
+        if value.fleeting:
+            for source in value.sources:
+                asked(source)
+
+
+def compress(value: Value) -> bool:
+    """Keeps a tensor of zeros and one other number, such as the mask of a dropout, in a byte per element.
+
+    Returns:
+        Whether it is such a tensor; nothing is changed otherwise.
+    """
+    mask = value.tensor
+    assert mask is not None, "asked when it is saved"
+    if not mask.dtype.is_floating_point or not is_host(mask.device) or not mask.numel():
+        return False  # devices have operators that save masks as bytes, and finding out would wait for them
+    with torch.no_grad(), torch._C._DisableAutocast():
+        other, small = mask.amax(), mask.ne(0)
+        if not torch.equal(small.to(mask.dtype).mul_(other), mask):
+            return False
+    value.learn(_expand_mask, (small, other, mask.dtype))
+    value.operator = "mask"
+    value.drop(mask)
+    return True
+
+
+def park(value: Value, parking: Parking) -> None:
+    """Keeps a tensor of a device in the host's memory until backward asks for it."""
+    tensor = value.tensor
+    assert tensor is not None, "asked when it is saved"
+    fetch, slot = parking.park(tensor, value.version, value.name)
+    value.learn(fetch, (slot,))
+    value.drop(tensor)
+
+
+def _expand_mask(small: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return small.to(dtype).mul_(other)
+
+
+def forget_recipe(value: Value) -> None:
+    """It is kept after all, and will not ask for its inputs; nor will those that only it would have asked for."""
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        for source in top.sources:
+            source.pending -= 1
+            source.wanted_by -= 1
+            if source.dropped and not source.name and not source.wanted_by:
+                stack.append(source)
+        top.learn(None, ())
+
+
+def make_fleeting(value: Value) -> None:
+    """``value`` is forgotten after every use, with those that nobody saves on the way to it.
+
+    One fleeting value never rests on another one: the work would double at every step.
+    """
+    on_the_way, stack = [value], list(value.sources)
+    while stack:
+        source = stack.pop()
+        if source.fleeting:
+            return
+        if not source.name and source.dropped:
+            on_the_way.append(source)
+            stack += source.sources
+    for source in on_the_way:
+        source.fleeting = True
+
+
+def refuse_changed(value: Value) -> NoReturn:
+    """Somebody has written to a value, as autograd refuses it.
+
+    Raises:
+        RuntimeError: always; names the value, its operator and both versions.
+    """
+    tensor = value.tensor if value.counter is None else value.counter
+    assert tensor is not None, "the caller has looked at it"
+    size = tensor.size() if value.identity is None else value.identity.size
+    refuse(tensor, value.version, value.name or "a parameter", size, value.operator)
+
+
+def refuse(
+    tensor: torch.Tensor, version: int, name: str, size: Sequence[int] | None = None, operator: str = ""
+) -> NoReturn:
+    """Likewise, for a tensor of which a plan knows no more than that.
+
+    Raises:
+        RuntimeError: always.
+    """
+    made_by = f", the output of {operator}," if operator else ""
+    raise RuntimeError(
+        "One of the variables needed for gradient computation has been modified by an inplace operation. A tensor that "
+        f"backward needs was changed in place: {name} of shape {list(tensor.shape if size is None else size)}{made_by} "
+        f"has version {tensor._version} instead of {version}."
+    )
+
+
+_COUNTED = (torch.Tensor, torch.nn.Parameter)
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device)

@@ -1,0 +1,343 @@
+"""What a choice of values to drop would do to a profiled step: its peak, and the time to compute them again.
+
+The forecast plays the step through: forward without what is dropped, then every request of backward, with the same
+rules of sharing and forgetting as :mod:`lightning_dpx.memory.execute.values`, and the same look-ahead for what is
+parked.
+
+The time of parked values. Copies run beside the computation, in a queue for each direction, so of all copies out only
+what is longer than forward counts, and of those back what is longer than backward with its recomputations; but nothing
+hides the last copy out and the first one back, for each of which the longest counts. A copy that hides is not free: it
+takes some of the memory's bandwidth and of the host's time, for which :data:`HIDDEN_SHARE` of it counts. That a queue
+may run dry at one time and be too long at another is left out, and so is that other devices may copy from and to the
+same host at that time. Where no copy may be on its way beside the computation, all of them count.
+"""
+
+import heapq
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from lightning_dpx.look_ahead import LookAhead
+from lightning_dpx.memory.profile.call_course import most_with
+from lightning_dpx.memory.profile.profiler import Profile
+
+HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The cost of a choice.
+
+    Attributes:
+        peak: Bytes of activations at the most.
+        kept: Bytes that are kept from forward to backward.
+        seconds: Extra time of a step.
+    """
+
+    peak: int
+    kept: int
+    seconds: float
+
+
+def forecast(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> Forecast:
+    """The step of ``profile`` if the values with these indices are dropped, some of them after every use."""
+    return _Replay(profile, frozenset(dropped), frozenset(fleeting)).run()
+
+
+def with_replaying(profile: Profile, result: Forecast) -> Forecast:
+    """``result`` with the time of the calls that are replayed as a whole, which no planner decides about."""
+    return replace(result, seconds=result.seconds + profile.replaying) if profile.replaying else result
+
+
+def timeline(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> list[int]:
+    """Bytes of activations at every event of such a step: the most that is there between it and the next."""
+    replay = _Replay(profile, frozenset(dropped), frozenset(fleeting))
+    replay.curve = [0] * len(profile.curve)
+    replay.run()
+    return replay.curve
+
+
+class _Coming:
+    """Bytes that are on their way back before they were asked for."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+
+class _Parked:
+    """A parked value: what the look-ahead does to it, in bytes."""
+
+    def __init__(self, num_bytes: int, coming: _Coming) -> None:
+        self._num_bytes, self._coming, self._started = num_bytes, coming, False
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._coming.num_bytes += self._num_bytes
+
+    def drop(self) -> None:
+        if self._started:
+            self._started = False
+            self._coming.num_bytes -= self._num_bytes
+
+
+class _Replay:
+    def __init__(self, profile: Profile, dropped: frozenset[int], fleeting: frozenset[int]) -> None:
+        self._profile, self._dropped = profile, dropped
+        values = profile.values
+        self._virtual = [value.storage < 0 and not value.name for value in values]
+        self._sizes = [0 if value.picked else value.num_bytes for value in values]
+        self._lazy = [index in dropped or (self._virtual[index] and bool(v.inputs)) for index, v in enumerate(values)]
+        self._fleeting = [False] * len(values)
+        for index in sorted(fleeting):
+            self._make_fleeting(index)
+        self._pending = [0] * len(values)
+        self._wants = self._wants_in_order() if profile.saves else []  # (event, value), the last one first
+        self._wanted = [0] * len(values)
+        for request in profile.requests if not profile.saves else ():
+            self._pending[request.value] += 1
+        picked = dict[int, list[tuple[int, int]]]()  # what is wanted of each call that is made again
+        for index in self._live_users():
+            for source in values[index].inputs:
+                if not profile.saves:
+                    self._pending[source] += 1
+                if values[index].picked:
+                    picked.setdefault(source, []).append((values[index].gone, values[index].num_bytes))
+        self._beside = [value.beside for value in values]
+        for index, wanted in picked.items():
+            self._sizes[index] = sum(size for _, size in wanted)
+            if stretches := values[index].stretches:
+                self._beside[index] = max(0, most_with(stretches, wanted) - self._sizes[index])
+        self._there = [not lazy for lazy in self._lazy]
+        self._held, self._seconds = 0, 0.0
+        parked = [index for index in dropped if values[index].parked and values[index].storage >= 0]
+        self._parked = sorted(parked, key=lambda index: (values[index].saved, index))
+        self._coming, self._ahead, self._fetches = _Coming(), LookAhead[_Parked](profile.overlap), list[float]()
+        self._slots = {
+            index: self._ahead.slot_for(_Parked(values[index].num_bytes, self._coming)) for index in self._parked
+        }
+        self._views = [0] * len(values)  # that are there, of each value: they hold its memory
+        self._outlived = [False] * len(values)  # forgotten, but for a view
+        self._now, self._in_use = 0, [0] * len(values)  # until when autograd uses what it has asked for
+        self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that are forgotten and still in use
+        self.curve: list[int] | None = None  # filled if somebody wants to see it
+
+    def _make_fleeting(self, index: int) -> None:
+        on_the_way, stack = [index], list(self._profile.values[index].inputs)
+        while stack:
+            source = stack.pop()
+            if self._fleeting[source]:
+                return
+            if self._virtual[source] and self._lazy[source]:
+                on_the_way.append(source)
+                stack += self._profile.values[source].inputs
+        for source in on_the_way:
+            self._fleeting[source] = True
+
+    def _live_users(self) -> list[int]:
+        """The values that will be computed again at some time: the dropped ones and what leads to them."""
+        stack, seen = list(self._dropped), set(self._dropped)
+        while stack:
+            for source in self._profile.values[stack.pop()].inputs:
+                if self._virtual[source] and self._lazy[source] and source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return list(seen)
+
+    def _wants_in_order(self) -> list[tuple[int, int]]:
+        """When each value is waited for once more: where autograd saves it, and where what is made from it is saved."""
+        values, first = self._profile.values, dict[int, int]()
+        for event, value in self._profile.saves:
+            first.setdefault(value, event)
+        wants = list(self._profile.saves)
+        for index in sorted(self._live_users(), reverse=True):  # inputs come first
+            event = first.get(index, len(self._profile.curve))
+            for source in values[index].inputs:
+                wants.append((event, source))
+                if self._virtual[source]:
+                    first[source] = min(event, first.get(source, event))
+        return sorted(wants, reverse=True)
+
+    def run(self) -> Forecast:
+        profile = self._profile
+        end = len(profile.curve)
+        change = [0] * (end + 2)
+        kept_in = {value.storage for index, value in enumerate(profile.values) if index not in self._dropped}
+        compact = dict.fromkeys(range(len(profile.storages)), 0)
+        for value in profile.values:
+            if value.compact:
+                compact[value.storage] += value.compact
+        compressed = [value for value in (profile.values[index] for index in self._dropped) if value.compact]
+        for value in compressed:  # beside the mask itself, as long as forward has a use for that
+            change[value.saved] += value.compact
+            change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
+        kept, needed, left = 0, self._needed_until(), self._left()
+        for number, storage in enumerate(profile.storages):
+            if number in kept_in:
+                kept += storage.num_bytes
+                if needed[number] > storage.freed:  # backward has had it, and has yet to compute something from it
+                    change[storage.freed] += storage.num_bytes
+                    change[needed[number]] -= storage.num_bytes
+            elif storage.unused < storage.freed:
+                gone = storage.num_bytes - compact[number]
+                change[min(max(storage.unused + 1, left.get(number, 0)), storage.freed)] -= gone
+                change[storage.freed] += gone
+                kept += compact[number]
+        self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
+        self._peak = 0
+        for value in compressed:
+            self._see(max(0, value.saved - 1), value.compact + value.num_bytes)  # it is expanded once, to compare
+        position = 0
+        for request in profile.requests:
+            self._advance(position, request.event)
+            position = request.event
+            self._serve(request.value, request.event, request.released)
+        self._advance(position, end)
+        return Forecast(self._peak, kept, self._seconds + self._exposed())
+
+    def _left(self) -> dict[int, int]:
+        """The event at which the last value of every parked storage has left for the host."""
+        values, left = self._profile.values, dict[int, int]()
+        for place, index in enumerate(self._parked):
+            later = place + self._profile.overlap
+            event = values[self._parked[later]].saved if later < len(self._parked) else self._profile.forward_events
+            left[values[index].storage] = max(left.get(values[index].storage, 0), event)
+        return left
+
+    def _exposed(self) -> float:
+        """Seconds of the copies that no computation hides."""
+        out, back = [self._profile.values[index].copying for index in self._parked], self._fetches
+        if not self._profile.overlap:
+            return sum(out) + sum(back)
+        forward = self._profile.forward_seconds
+        backward = self._profile.step_seconds - forward + self._seconds
+        beyond = max(sum(out) - forward, max(out, default=0.0)) + max(sum(back) - backward, max(back, default=0.0))
+        return beyond + HIDDEN_SHARE * (sum(out) + sum(back))
+
+    def _needed_until(self) -> list[int]:
+        """The event at which every kept storage goes, if what is computed from it were all that holds it."""
+        profile = self._profile
+        until, storages = [0] * len(profile.values), [0] * len(profile.storages)
+        for request in profile.requests:
+            until[request.value] = max(until[request.value], request.released)
+        for index in range(len(until) - 1, -1, -1):  # inputs come first
+            value = profile.values[index]
+            if self._lazy[index]:
+                for source in value.inputs:
+                    until[source] = max(until[source], until[index])
+            elif value.storage >= 0:
+                storages[value.storage] = max(storages[value.storage], until[index])
+        return storages
+
+    def _see(self, event: int, beside: int = 0) -> None:
+        event = min(event, len(self._base) - 1)
+        there = self._base[event] + self._held + self._coming.num_bytes + beside
+        self._peak = max(self._peak, there)
+        if self.curve is not None:
+            self.curve[event] = max(self.curve[event], there)
+
+    def _advance(self, start: int, stop: int) -> None:
+        """Looks at the curve between two requests."""
+        event = start
+        while event < stop:
+            while self._ends and self._ends[0][0] <= event:
+                self._held -= heapq.heappop(self._ends)[1]
+            until = min(stop, self._ends[0][0]) if self._ends else stop
+            held = self._held + self._coming.num_bytes
+            self._peak = max(self._peak, max(self._base[event:until], default=0) + held)
+            if self.curve is not None:
+                for seen in range(event, until):
+                    self.curve[seen] = max(self.curve[seen], self._base[seen] + held)
+            event = max(until, event + 1)
+
+    def _serve(self, wanted: int, event: int, released: int) -> None:
+        self._now = event
+        while self._wants and self._wants[-1][0] <= event:
+            value = self._wants.pop()[1]
+            self._pending[value] += 1
+            self._wanted[value] += 1
+        while self._ends and self._ends[0][0] <= event:
+            self._held -= heapq.heappop(self._ends)[1]
+        if not self._lazy[wanted]:
+            return
+        if not self._there[wanted]:
+            self._compute(wanted, event)
+        self._in_use[wanted] = max(self._in_use[wanted], released)
+        if self._profile.values[wanted].picked:  # autograd uses the memory of the whole
+            (whole,) = self._profile.values[wanted].inputs
+            self._in_use[whole] = max(self._in_use[whole], released)
+        self._asked(wanted)
+
+    def _compute(self, wanted: int, event: int) -> None:
+        values, stack, made, later = self._profile.values, [wanted], set[int](), list[int]()
+        while stack:
+            index = stack[-1]
+            if self._there[index]:
+                stack.pop()
+                continue
+            missing = [source for source in values[index].inputs if not self._there[source]]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            self._there[index] = True
+            if (slot := self._slots.get(index)) is not None:
+                self._fetches.append(values[index].copying)
+                self._ahead.asked(slot, 0)
+            else:
+                self._seconds += values[index].seconds
+            self._held += self._sizes[index]
+            for source in self._viewed(index):
+                self._views[source] += 1
+            self._see(event, self._beside[index])
+            if later or (index in made and not self._fleeting[index]):
+                later.append(index)
+            else:
+                made.add(index)
+                self._used(index)
+        for index in later:
+            self._used(index)
+
+    def _used(self, index: int) -> None:
+        for source in self._profile.values[index].inputs:
+            if not self._fleeting[index]:
+                self._asked(source)
+            elif self._fleeting[source]:
+                self._forget(source)
+
+    def _asked(self, index: int) -> None:
+        self._pending[index] -= 1
+        if not self._lazy[index]:
+            return
+        if self._fleeting[index] or self._pending[index] <= 0:
+            self._forget(index)
+        if self._pending[index] <= 0:
+            self._pending[index] = self._wanted[index]  # another backward through the same graph starts anew
+            if self._fleeting[index]:
+                for source in self._profile.values[index].inputs:
+                    self._asked(source)
+
+    def _viewed(self, index: int) -> tuple[int, ...]:
+        """What a value without memory of its own is a view of."""
+        inputs = self._profile.values[index].inputs
+        return tuple(source for source in inputs if self._lazy[source]) if self._sizes[index] == 0 else ()
+
+    def _forget(self, index: int) -> None:
+        if self._there[index]:
+            self._there[index] = False
+            self._outlived[index] = self._views[index] > 0
+            if not self._outlived[index]:
+                self._free(index)
+
+    def _free(self, index: int) -> None:
+        size = self._sizes[index]
+        if self._in_use[index] > self._now:  # forgotten by us, and still in use by autograd
+            heapq.heappush(self._ends, (self._in_use[index], size))
+            self._in_use[index] = 0
+        else:
+            self._held -= size
+        for source in self._viewed(index):
+            self._views[source] -= 1
+            if self._outlived[source] and not self._views[source]:
+                self._outlived[source] = False
+                self._free(source)

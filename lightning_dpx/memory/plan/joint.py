@@ -1,0 +1,99 @@
+"""One plan for a step that runs on several devices: a profile for each of them, and a budget for each.
+
+A profile counts the bytes of one device, and knows of the other only which values lie there. So each device is planned
+by itself, what both drop is put together, and the whole is forecast once more on each: a value that is made from one on
+the other device may now have to wait for that one to be made again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_dpx.errors import BudgetError
+from lightning_dpx.memory.plan.forecast import Forecast, forecast, with_replaying
+from lightning_dpx.memory.plan.make_plan import plan_profile
+from lightning_dpx.memory.plan.offload import as_planned
+from lightning_dpx.memory.plan.plan import CheckpointPlan
+from lightning_dpx.memory.plan.problem import Planner
+from lightning_dpx.memory.profile.profiler import Profile
+
+_ATTEMPTS = 4  # to make room on each device for what the other one drops
+
+
+def plan_places(
+    module: nn.Module, profiles: Sequence[Profile], budgets: Sequence[int], planner: str | Planner = "auto"
+) -> list[CheckpointPlan]:
+    """Plans that decide alike about every value, one per device with the figures of that device.
+
+    Args:
+        module: The module whose step was profiled.
+        profiles: Of the same step, one per device.
+        budgets: Bytes of activations on each.
+        planner: Who decides.
+
+    Raises:
+        BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells which one.
+    """
+    if len(profiles) > 1:  # a call may have parts on both
+        profiles = [replace(profile, calls=(), holds=()) for profile in profiles]
+    rooms, peaks = list(budgets), [profile.peak for profile in profiles]
+    for _ in range(_ATTEMPTS):
+        plans = []
+        for place, (profile, room) in enumerate(zip(profiles, rooms, strict=True)):
+            try:
+                plans.append(plan_profile(module, profile, room, planner))
+            except BudgetError as error:
+                error.place = place
+                raise
+        if len(plans) == 1:
+            return plans
+        both = _together(profiles, plans)
+        found = [forecast_named(profile, both) for profile in profiles]
+        peaks = [result.peak for result in found]
+        if all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True)):
+            return [
+                with_figures(both, profile, budget, result, plan.least_share)
+                for plan, profile, budget, result in zip(plans, profiles, budgets, found, strict=True)
+            ]
+        rooms = [room - max(0, peak - budget) for room, peak, budget in zip(rooms, peaks, budgets, strict=True)]
+    place = max(range(len(peaks)), key=lambda index: peaks[index] - budgets[index])
+    raise BudgetError(
+        f"A budget of {budgets[place]} bytes for activations was not met together with that of the other device: plans "
+        f"that meet each take {peaks[place]}. Allow more on either, or choose another cut.",
+        peaks[place],
+        place,
+    )
+
+
+def with_figures(
+    plan: CheckpointPlan, profile: Profile, budget: int, result: Forecast, least_share: float | None
+) -> CheckpointPlan:
+    """``plan`` with what it comes to in the step of ``profile``."""
+    return replace(
+        plan,
+        budget=budget,
+        unplanned_peak=profile.peak,
+        peak=result.peak,
+        saved_bytes=result.kept,
+        recompute_share=result.seconds / profile.step_seconds,
+        least_share=least_share,
+    )
+
+
+def forecast_named(profile: Profile, plan: CheckpointPlan) -> Forecast:
+    """The step of ``profile`` with all that ``plan`` drops, also on devices that the profile does not count."""
+    profile = as_planned(profile, plan)
+    each_time = plan.names("recompute each time")
+    dropped = [index for index, value in enumerate(profile.values) if value.name in plan.dropped]
+    fleeting = [index for index in dropped if profile.values[index].name in each_time]
+    return with_replaying(profile, forecast(profile, dropped, fleeting))
+
+
+def _together(profiles: Sequence[Profile], plans: Sequence[CheckpointPlan]) -> CheckpointPlan:
+    """Every device decides about its own values."""
+    order = {value.name: index for index, value in enumerate(profiles[0].values) if value.name}
+    decisions = {decision.name: decision for plan in plans for decision in plan.decisions}
+    overlap = min((plan.overlap for plan in plans if plan.names("park")), default=0)
+    in_order = tuple(sorted(decisions.values(), key=lambda d: order.get(d.name, len(order))))
+    return replace(plans[0], decisions=in_order, overlap=overlap)

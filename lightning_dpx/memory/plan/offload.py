@@ -1,0 +1,123 @@
+"""Which values a plan would park if it drops them: those that cannot be computed again, or also others.
+
+Planners choose what to drop, each value at one price; how a dropped value comes back is decided before, in the profile.
+Copies beside the computation cost next to nothing until they take longer than it, so no price per value is right:
+instead, as many values as hide behind the computation are offered for that little, those first that take longest to
+compute for the time of their copy. The forecast then counts what the copies of a choice cost together.
+
+    parked                                   on their way at once    for
+    what hides, the dearest values first     OVERLAP                 the fastest plan
+    what cannot be computed again            0                       budgets without room for the look-ahead
+    the dearer half                          0                       smaller ones
+    everything                               0                       the smallest
+
+Related: vDNN (Rhu et al., 2016), which parks the inputs of layers, one layer ahead; Capuchin (Peng et al., 2020) and
+POET (Patil et al., 2022), which choose between parking and computing again.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
+from lightning_dpx.memory.plan.plan import CheckpointPlan
+from lightning_dpx.memory.plan.problem import Problem
+from lightning_dpx.memory.plan.replayed_steps import replayed
+from lightning_dpx.memory.profile.profiler import Profile
+
+OVERLAP = 2  # parked values on their way at once, in each direction
+_HIDES = 0.5  # of the computation is taken for copies: they come in bursts, and other devices use the same host
+
+
+def ways_to_park(profile: Profile) -> Iterator[Profile]:
+    """The same step with the values marked that would be parked; on the host, which has nowhere to park, one way."""
+    costs = _copying(profile)
+    if costs:
+        beside = min(profile.forward_seconds, profile.step_seconds - profile.forward_seconds)
+        hidden = _parked(profile, _dearest(profile, costs, _HIDES * beside), share=HIDDEN_SHARE)
+        yield replace(hidden, overlap=OVERLAP)
+    yield profile
+    if costs:
+        yield _parked(profile, _dearest(profile, costs, sum(costs.values()) / 2))
+        yield _parked(profile, _dearest(profile, costs, float("inf")))
+
+
+def as_planned(profile: Profile, plan: CheckpointPlan) -> Profile:
+    """The step with the calls replayed that ``plan`` replays, and those values marked that it parks."""
+    profile = replayed(profile, plan.replayed)
+    names = plan.names("park")
+    if not names:
+        return profile
+    values = profile.values
+    chosen = {index for index, v in enumerate(values) if v.name in names and (v.copying or v.storage < 0)}
+    return replace(_parked(profile, chosen), overlap=plan.overlap)
+
+
+def _parked(profile: Profile, chosen: Collection[int], share: float = 1.0) -> Profile:
+    values = tuple(
+        replace(value, parked=True, picked=False, inputs=(), seconds=share * 2 * value.copying)
+        if index in chosen
+        else value
+        for index, value in enumerate(profile.values)
+    )
+    return replace(profile, values=values)
+
+
+def _copying(profile: Profile) -> dict[int, float]:
+    """Seconds of a copy of each storage that can be parked, in the order of forward."""
+    copying: dict[int, list[float]] = {}
+    for value in profile.values:
+        if value.storage >= 0:
+            copying.setdefault(value.storage, []).append(value.copying)
+    spans = profile.storages
+    return {
+        storage: sum(seconds)
+        for storage, seconds in copying.items()
+        if all(seconds) and spans[storage].unused < spans[storage].freed
+    }
+
+
+def _dearest(profile: Profile, costs: dict[int, float], seconds: float) -> set[int]:
+    """Values whose copies together take no longer than that, those first that take longest to compute for their copy.
+
+    What cannot be computed again goes before all others, and takes nothing of the room that they have on the host.
+    """
+    again, forced = dict.fromkeys(costs, 0.0), {value.storage for value in profile.values if value.parked}
+    for value in profile.values:
+        if value.storage in again:
+            again[value.storage] += float("inf") if value.parked else value.seconds
+    room, chosen = profile.parking_room, set[int]()
+    for storage in sorted(costs, key=lambda storage: again[storage] / costs[storage], reverse=True):
+        size = 0 if storage in forced else profile.storages[storage].num_bytes
+        if costs[storage] <= seconds and size <= room:
+            seconds -= costs[storage]
+            room -= size
+            chosen.add(storage)
+    return {index for index, value in enumerate(profile.values) if value.storage in chosen}
+
+
+def least_seconds_with_parking(problem: Problem, budget: int) -> float:
+    """What any choice within ``budget`` costs at least.
+
+    At the moment of the unplanned peak some units must be missing; the cheapest, in parts if need be, and each without
+    what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments. What
+    leaves for the host while forward runs costs nothing, and the rest of what is parked one copy.
+    """
+    profile = problem.profile
+    moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
+    lacking, seconds, rates, copies = float(profile.peak - budget), 0.0, [], [float("inf")]
+    for unit in problem.units:
+        storage = profile.storages[profile.values[unit.values[0]].storage]
+        if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
+            values = [profile.values[index] for index in unit.values]
+            own, copying = sum(value.seconds for value in values), [value.copying for value in values]
+            if all(copying):
+                own = min(own, sum(copying))
+                copies.append(sum(copying) / unit.num_bytes)
+            rates.append((own / unit.num_bytes, unit.num_bytes))
+    lacking -= profile.forward_seconds / min(copies)
+    for rate, size in sorted(rates):
+        if lacking <= 0:
+            break
+        seconds += rate * min(size, lacking)
+        lacking -= size
+    return seconds

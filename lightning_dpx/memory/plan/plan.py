@@ -1,0 +1,331 @@
+"""What is kept and what is computed again, value by value: frozen, readable, editable, and checked."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import yaml  # type: ignore[import-untyped]
+from torch import nn
+
+from lightning_dpx.errors import PlanError
+from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
+
+Action = Literal["keep", "recompute", "recompute each time", "compress", "park", "replay"]
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """About one value that backward needs, or about all that is saved within a module call.
+
+    Attributes:
+        name: Of a call (``"blocks.0"``), where it is about that; else the module call that first saves the value
+            (``"blocks.0.norm"``, ``"cell#2"`` for the second call), a colon, and its number there.
+        operator: The autograd node that produced it; empty for what does not come from the graph.
+        num_bytes: Its size.
+        seconds: To compute it again from its inputs, or its share of a module call that is made again for it and
+            others; where it is parked, what of its copies nothing hides.
+        action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
+            of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
+            the host's memory; ``"replay"``, for a call: it is made again as a whole; for a value: with a call.
+        calls: The module calls that are made again for a value, where no operator can be repeated for it, or none is.
+    """
+
+    name: str
+    operator: str
+    num_bytes: int
+    seconds: float
+    action: Action
+    calls: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The path of the module."""
+        call, colon, _ = self.name.rpartition(":")
+        return (call if colon else self.name).partition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """The decisions for one model and what they lead to.
+
+    Attributes:
+        model: The class of the model.
+        fingerprint: Of the names and shapes of its parameters.
+        planner: Who decided.
+        budget: Bytes of activations that were allowed; ``None`` for as few as possible.
+        unplanned_peak: Bytes of activations at the most without a plan.
+        peak: With it, predicted; ``None`` after an edit, which makes the prediction void.
+        saved_bytes: Of activations that are kept from forward to backward; ``None`` likewise.
+        recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
+        least_share: What every plan for this budget costs at least; see bounds.py and programme.py.
+        decisions: One for every value.
+        overlap: How many parked values are on their way beside the computation, in each direction; with 0 the device
+            waits for every copy.
+        basis: What the figures rest on, if not on a step that was run and measured.
+    """
+
+    model: str
+    fingerprint: str
+    planner: str
+    budget: int | None
+    unplanned_peak: int
+    peak: int | None
+    saved_bytes: int | None
+    recompute_share: float | None
+    least_share: float | None
+    decisions: tuple[Decision, ...]
+    overlap: int = 0
+    basis: str = ""
+
+    def names(self, *actions: Action) -> frozenset[str]:
+        """The values with one of these actions."""
+        return frozenset(decision.name for decision in self.decisions if decision.action in actions)
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """The values that are not kept as they are."""
+        return self.names("recompute", "recompute each time", "compress", "park")
+
+    @property
+    def replayed(self) -> frozenset[str]:
+        """The module calls that are made again for everything that is saved within them."""
+        return frozenset(d.name for d in self.decisions if d.action == "replay" and not d.calls)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is computed again, parked or compressed."""
+        return not self.dropped and not self.replayed
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """The module calls that are made again."""
+        again = self.names("recompute", "recompute each time")
+        return frozenset(call for decision in self.decisions if decision.name in again for call in decision.calls)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as YAML, one line per value, to be read, edited and loaded again.
+
+        A file that is there already is replaced by the whole new one, or stays as it is.
+
+        Raises:
+            PlanError: the plan could not be loaded again; says why.
+        """
+        _check_sound(self, str(path))
+        comments = [
+            "Which activations are kept from forward to backward, and which are computed again.",
+            f"action: {', '.join(get_args(Action))}",
+        ]
+        try:
+            text = format_file(comments, _head_of(self), map(_row_of, self.decisions))
+        except ValueError as error:
+            raise PlanError(f"The plan cannot be saved in {path}: {error}.") from error
+        write_whole(path, text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "CheckpointPlan":
+        """Reads a plan.
+
+        Raises:
+            PlanError: the file is not a plan, or not a whole one; says what is wrong with it.
+        """
+        try:
+            content = read(path)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise PlanError(f"{path} cannot be read as a plan: {error}") from error
+        return from_mapping(content, str(path))
+
+    def check(self, module: nn.Module) -> None:
+        """Whether the plan belongs to ``module``.
+
+        Raises:
+            PlanError: the module has other parameters, or lacks a part that the plan names.
+        """
+        fingerprint = fingerprint_of(module)
+        if self.fingerprint != fingerprint:
+            raise PlanError(
+                f"The plan was made for a {self.model} with parameters {self.fingerprint}, and this "
+                f"{type(module).__name__} has {fingerprint}. Make a new plan for it."
+            )
+        paths = {path for path, _ in module.named_modules()}
+        for decision in self.decisions:
+            for path in (decision.module, *(call.partition("#")[0] for call in decision.calls)):
+                if path not in paths:
+                    raise PlanError(f"The plan names {decision.name!r}, but the model has no module {path!r}.")
+
+    def with_actions(self, actions: Mapping[str, Action]) -> "CheckpointPlan":
+        """A copy with other actions for some values; its predictions are void.
+
+        Raises:
+            PlanError: the plan has no such value.
+        """
+        unknown = set(actions) - {decision.name for decision in self.decisions}
+        if unknown:
+            known = ", ".join(repr(decision.name) for decision in self.decisions[:3])
+            raise PlanError(f"The plan has no value {min(unknown)!r}; it has {known or 'none'} and so on.")
+        changed = tuple(replace(d, action=actions.get(d.name, d.action)) for d in self.decisions)
+        return replace(self, decisions=changed, **_VOID)
+
+
+def to_mapping(plan: CheckpointPlan) -> dict[str, Any]:
+    """What a file of the plan holds, as lists, texts, numbers and ``None`` by name."""
+    return {**_head_of(plan), "decisions": [_row_of(decision) for decision in plan.decisions]}
+
+
+def from_mapping(content: Any, path: str) -> CheckpointPlan:
+    """The plan of a file with this content.
+
+    Args:
+        content: As :func:`to_mapping` gives it.
+        path: Where it comes from, for errors.
+
+    Raises:
+        PlanError: it is no plan; says what is wrong with it.
+    """
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise PlanError(f"{path} is not a plan of version {_VERSION}: it begins with {str(content)[:60]!r}.")
+    rows = content.get("decisions")
+    if not isinstance(rows, list):
+        raise PlanError(f"{path} has no list of decisions.")
+    decisions = tuple(_decision(row, f"{path}, decision {number}") for number, row in enumerate(rows, start=1))
+    expected = content.get("num_decisions", len(decisions))  # what older files lack
+    if expected != len(decisions):
+        raise PlanError(
+            f"{path} has {len(decisions)} decisions and says that it has {expected!r}: it is not whole. Load another "
+            'one; where lines were taken out on purpose, leave them in with "action: keep".'
+        )
+    _check_names(decisions, path)
+    head: dict[str, Any] = {}
+    for field, kinds in _HEAD.items():
+        head[field] = content.get(field, _OF_BEFORE.get(field))
+        if not isinstance(head[field], kinds) or not _is_sound(head[field]):
+            raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
+    plan = CheckpointPlan(**head, decisions=decisions)
+    if content.get("checksum") != _checksum(plan):
+        plan = replace(plan, **_VOID)
+    return plan
+
+
+_VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
+_NUMBER = (int, float)
+_OF_BEFORE: dict[str, Any] = {"overlap": 0, "basis": ""}  # what older files lack
+_HEAD: dict[str, Any] = {
+    "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
+    "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
+    "least_share": (*_NUMBER, type(None)), "overlap": int, "basis": str,
+}  # fmt: skip
+
+
+def _check_names(decisions: Sequence[Decision], path: str) -> None:
+    for name, times in Counter(decision.name for decision in decisions).items():
+        if times > 1:
+            raise PlanError(f"{path} decides twice about {name!r}.")
+
+
+def _check_sound(plan: CheckpointPlan, path: str) -> None:
+    """Refuses what could not be loaded again."""
+    _check_names(plan.decisions, path)
+    for decision in plan.decisions:
+        for field in ("num_bytes", "seconds"):
+            if not _is_sound(getattr(decision, field)):
+                raise PlanError(f"{path}: {field}={getattr(decision, field)!r} of {decision.name!r} is not allowed.")
+        if decision.action not in get_args(Action):
+            raise PlanError(f"{path}: action={decision.action!r} of {decision.name!r} is not allowed.")
+    for field in _HEAD:
+        if not _is_sound(getattr(plan, field)):
+            raise PlanError(f"{path}: {field}={getattr(plan, field)!r} is not allowed.")
+
+
+def _head_of(plan: CheckpointPlan) -> dict[str, Any]:
+    head = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "decisions"}
+    return {"version": _VERSION, **head, "num_decisions": len(plan.decisions), "checksum": _checksum(plan)}
+
+
+def _row_of(decision: Decision) -> dict[str, Any]:
+    row = {name: getattr(decision, name) for name in _FIELDS}
+    row["seconds"] = float(decision.seconds)
+    return {**row, "calls": decision.calls} if decision.calls else row
+
+
+_FIELDS = [field.name for field in fields(Decision) if field.name != "calls"]
+
+
+def _decision(row: Any, where: str) -> Decision:
+    if not isinstance(row, dict) or row.keys() - {"calls"} != set(_FIELDS):
+        raise PlanError(f"{where} must have exactly {', '.join(_FIELDS)}; it is {row!r}.")
+    if row["action"] not in get_args(Action):
+        raise PlanError(f"{where}: action={row['action']!r} is not allowed; give one of {', '.join(get_args(Action))}.")
+    for field, kinds in (("name", str), ("operator", str), ("num_bytes", int), ("seconds", _NUMBER)):
+        if not isinstance(row[field], kinds) or not _is_sound(row[field]):
+            raise PlanError(f"{where}: {field}={row[field]!r} is not allowed.")
+    calls = row.get("calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, str) for call in calls):
+        raise PlanError(f"{where}: calls={calls!r} is not allowed; give a list of names of module calls.")
+    return Decision(**{**row, "calls": tuple(calls)})
+
+
+def _is_sound(value: Any) -> bool:
+    """Texts, ``None``, and numbers that can be a size or a time."""
+    return not isinstance(value, int | float) or (not isinstance(value, bool) and 0 <= value < float("inf"))
+
+
+def _checksum(plan: CheckpointPlan) -> str:
+    text = "\n".join(f"{decision.name} {decision.action}" for decision in plan.decisions)
+    if plan.overlap:
+        text += f"\noverlap {plan.overlap}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint_of(module: nn.Module) -> str:
+    """Changes with the names, shapes and dtypes of the parameters."""
+    lines = [f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def format_plan(plan: CheckpointPlan, most_rows: int = 24) -> str:
+    """A table for people: per module what is dropped, what that saves, and what it costs; then the peaks."""
+    rows = list(_rows(plan))
+    shown = sorted(rows, key=lambda row: row[2], reverse=True)[:most_rows]
+    names = {row[0] for row in shown}
+    lines = [f"{'module':40} {'values':>7} {'saves MiB':>10} {'costs ms':>9}"]
+    lines += [
+        f"{name[:40]:40} {count:7} {size / 2**20:10.2f} {seconds * 1e3:9.3f}"
+        for name, count, size, seconds in rows
+        if name in names
+    ]
+    if len(rows) > len(shown):
+        rest = [row for row in rows if row[0] not in names]
+        lines.append(
+            f"{f'({len(rest)} smaller ones)':40} {sum(r[1] for r in rest):7} {sum(r[2] for r in rest) / 2**20:10.2f} "
+            f"{sum(r[3] for r in rest) * 1e3:9.3f}"
+        )
+    return "\n".join([*lines, summary(plan)])
+
+
+def summary(plan: CheckpointPlan) -> str:
+    """The peaks and the price, in one line."""
+    budget = "as few as possible" if plan.budget is None else f"{plan.budget / 2**20:.1f} MiB"
+    basis = f"; {plan.basis}" if plan.basis else ""
+    if plan.peak is None or plan.recompute_share is None:
+        return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB{basis}"
+    least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
+    if plan.least_share:
+        least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
+    sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "park"]
+    parked = f", {sum(sizes) / 2**20:.1f} MiB parked on the host" if sizes else ""
+    return (
+        f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
+        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{parked} ({plan.planner}{least}){basis}"
+    )
+
+
+def _rows(plan: CheckpointPlan) -> Iterator[tuple[str, int, int, float]]:
+    modules: dict[str, list[Decision]] = {}
+    for decision in plan.decisions:
+        if decision.action != "keep" and not (decision.action == "replay" and decision.calls):
+            modules.setdefault(decision.module or "(the step itself)", []).append(decision)
+    for name, decisions in modules.items():
+        yield name, len(decisions), sum(d.num_bytes for d in decisions), sum(d.seconds for d in decisions)

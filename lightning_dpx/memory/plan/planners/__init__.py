@@ -1,0 +1,1 @@
+"""Ways to choose: one file each, registered by name."""

@@ -1,0 +1,299 @@
+"""The least extra time within a budget as a mixed-integer programme.
+
+The programme is that of the note in :mod:`lightning_dpx.memory.plan.solvers.bounds`, and grows where it is too
+optimistic: solve, play the solution through in the forecast, add what was missing where the budget was exceeded, solve
+again.
+
+[Note: what comes back together]
+What is added at an event t holds for every choice, too, so the bound of the solver stays a bound of every choice:
+
+    computed   c[v] >= d[v] if v has been asked for by t. What has been computed had its inputs: c[s] >= c[v] if nobody
+               saves s, else c[s] >= c[v] + d[s] - 1.
+    there      p[s] >= c[s] - f[s] if s is asked for after t: what was computed stays until then, unless it is fleeting
+               (f <= d), that is, forgotten after every use. Likewise between the first and the last request for s.
+    time       A fleeting value is computed for every use: once for each request, and once for each value that is
+               computed from it: y >= f[s] + d[v] - 1. What is on the way to it is computed as often.
+
+Where that does not explain what is missing, because values are computed on the way or operators take memory inside
+while they are repeated, the part of the choice that is computed by t is forbidden as it is: all that can be reached
+from it through what is dropped, with what is kept around that. No decision beyond changes when its values come and go:
+
+    part       there(t) - sum of freed(t) (d' - d) over the other units - M k <= budget
+
+holds for every choice d', with k the number of decisions of that part in which it differs, and M large enough. So few
+units are solved to the end. Where there are more, the missing bytes are also added as they are; from then on the
+programme only searches, and proves no more.
+
+Related: Checkmate (Jain et al., 2020), with a variable for every pair of a value and a moment. Here they come only
+where the budget binds; sharing and forgetting are those of :mod:`lightning_dpx.memory.execute.values`.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+
+import numpy as np
+
+from lightning_dpx.memory.plan.forecast import timeline
+from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, crests, least_seconds
+from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
+
+_MOST_EVENTS, _MOST_VALUES = 24, 60  # that are added at once, and at each event
+_ROUNDS, _MOST_LEARNED = 12, 8000  # of the solver; terms, with more it takes far longer
+_LEAST_WORK, _MOST_WORK = 6e5, 2e6  # of the solver, about one second and about three
+_LARGE = 2**24  # bytes: a step with such a peak takes long enough to be planned for three seconds
+_TOLERANCE = 1e-6  # of the solver
+_FEW, _ROUNDS_OF_FEW = 12, 300  # units that are solved to the end
+
+
+class Programme:
+    """The choices within a budget, the cheapest first.
+
+    Args:
+        problem: What can be dropped.
+        budget: Bytes.
+
+    Attributes:
+        least: Seconds that no choice within the budget goes below; infinite if there is no such choice.
+
+    Raises:
+        UnsupportedError: HiGHS is not installed.
+    """
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self._solver, self._problem, self._values = Solver(), problem, problem.profile.values
+        self._model, self._size = Relaxation(problem), max(1, problem.profile.peak)
+        self._budget, self._proves = budget, True
+        self._work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._size / _LARGE))
+        if len(self._model.units) <= _FEW:
+            self._work = _MOST_WORK  # which few units never take
+        self.least = least_seconds(self._model, budget)
+        self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
+        self._users: dict[int, list[int]] = defaultdict(list)
+        for index, one in enumerate(self._values):
+            if index in self._model.unsaved or (index in self._model.column and index in self._model.requests):
+                for source in set(one.inputs):
+                    self._users[source].append(index)
+        self._users.default_factory = None
+        self._dropped = [self._solver.column(seconds * self._scale, integer=True) for seconds in self._model.seconds]
+        self._unsaved = {v: self._solver.column(self._values[v].seconds * self._scale) for v in self._model.unsaved}
+        self._fleeting = {value: self._solver.column(integer=True) for value in self._model.column}
+        for source, column in self._unsaved.items():
+            for user in self._users.get(source, ()):
+                self._solver.row({self._drop(user): 1, column: -1}, 0)
+        for value, column in self._fleeting.items():
+            self._add_uses(value, column)
+        asked = self._fleeting.keys() & self._model.requests.keys()
+        self._first = sorted((self._model.requests[value][0].event, value) for value in asked)
+        self._asked_again = [value for value in asked if len(self._model.requests[value]) > 1]
+        self._back: dict[int, frozenset[int]] = {}  # event -> what may have come back there, as far as it was added
+        self._rows: dict[int, tuple[int, dict[int, float]]] = {}  # event -> its last row, and the terms of it
+
+    def _drop(self, value: int) -> int:
+        """The column that says that ``value`` is computed."""
+        return self._unsaved[value] if value in self._unsaved else self._dropped[self._model.column[value]]
+
+    def _add_uses(self, value: int, fleeting: int) -> None:
+        """The price of forgetting ``value`` after every use."""
+        way = self._model.on_the_way[value]
+        self._solver.row({fleeting: 1, self._drop(value): -1}, 0)
+        if self._model.units[self._model.column[value]] not in self._problem.forgettable:
+            self._solver.row({fleeting: 1}, 0)
+        for source in {source for index in (value, *way) for source in self._values[index].inputs}:
+            if source in self._fleeting:  # one never rests on another
+                self._solver.row({fleeting: 1, self._fleeting[source]: 1}, 1)
+        if value not in self._model.requests:
+            return
+        price = self._scale * sum(self._values[index].seconds for index in (value, *way))
+        self._solver.add_cost(fleeting, price * (len(self._model.requests[value]) - 1))
+        for user in self._users.get(value, ()):
+            self._solver.row({fleeting: 1, self._drop(user): 1, self._solver.column(price): -1}, 1)
+
+    def solve(self) -> list[Choice]:
+        """Choices; only the last may be within the budget. Raises ``least`` on the way."""
+        found: list[Choice] = []
+        if not self._relax():
+            return found
+        known = self._solver.terms
+        for _ in range(_ROUNDS if len(self._model.units) > _FEW else _ROUNDS_OF_FEW):
+            if self._solver.work >= self._work or self._solver.terms - known > _MOST_LEARNED:
+                break
+            answer = self._run(integer=True)
+            if not len(answer.values):
+                break
+            found.append(self._choice(answer.values))
+            if self._problem.forecast(found[-1]).peak <= self._budget:
+                break
+            self._learn(found[-1], answer.activity)
+        return found
+
+    def _relax(self) -> bool:
+        """Adds events until the linear programme has none above the budget; whether it has a solution."""
+        shares = np.zeros(len(self._dropped))
+        while True:
+            crossed = crests(self._model.curve_of(shares), self._budget * (1 + _TOLERANCE), _MOST_EVENTS)
+            new = [event for event in crossed if event not in self._rows]
+            if not new:
+                return True
+            for event in new:
+                self._add_event(event)
+            answer = self._run(integer=False)
+            if not len(answer.values):
+                return False
+            shares = answer.values[self._dropped]
+
+    def _run(self, *, integer: bool) -> Answer:
+        answer = self._solver.run(integer=integer, work=self._work - self._solver.work)
+        if self._proves:
+            self.least = max(self.least, answer.least / self._scale * (1 - _TOLERANCE))
+        return answer
+
+    def _choice(self, values: np.ndarray) -> Choice:
+        units, fleeting = self._model.units, {value for value, column in self._fleeting.items() if values[column] > 0.5}
+        return Choice(
+            frozenset(unit for unit, column in zip(units, self._dropped, strict=True) if values[column] > 0.5),
+            frozenset(units[self._model.column[value]] for value in fleeting),
+        )
+
+    def _learn(self, choice: Choice, activity: np.ndarray) -> None:
+        """Adds what was missing at the events where ``choice`` exceeds the budget."""
+        dropped = self._problem.values_of(choice.dropped)
+        fleeting = self._problem.values_of(choice.fleeting)
+        curve = np.array(timeline(self._problem.profile, dropped, fleeting), dtype=np.float64)
+        crossed, news = crests(curve, self._budget, _MOST_EVENTS), False
+        for event in crossed:
+            known = self._back.get(event)
+            back = self._back_by(event, dropped) | (known or frozenset())
+            if back != known:
+                self._add_event(event, back)
+                news = True
+        if news:
+            return
+        for event in crossed:
+            self._forbid(event, curve[event], choice, dropped)
+        if len(self._model.units) <= _FEW:
+            return
+        self._proves = False
+        for event in crossed:
+            row, terms = self._rows[event]
+            unexplained = (curve[event] - self._model.curve[event]) / self._size - float(activity[row])
+            self._solver.row(terms, self._room(event) - unexplained)
+
+    def _forbid(self, event: int, there: float, choice: Choice, dropped: frozenset[int]) -> None:
+        """Forbids the part of ``choice`` that explains what is ``there``; see the note."""
+        units, freed = self._model.units, self._model.freed(event) / self._size
+        part = self._part_of(event, dropped)
+        terms, room, most = dict[int, float](), (self._budget - there) / self._size, (there - self._budget) / self._size
+        for at, unit in enumerate(units):
+            if at not in part:
+                is_dropped = unit in choice.dropped
+                terms[self._dropped[at]] = -float(freed[at])
+                room -= float(freed[at]) * is_dropped
+                most += max(0.0, float(freed[at] if is_dropped else -freed[at]))
+        for at in part:
+            decided = [(self._dropped[at], units[at] in choice.dropped)]
+            values = self._problem.units[units[at]].values
+            decided += [(self._fleeting[value], units[at] in choice.fleeting) for value in values]
+            for column, is_so in decided:  # each that differs counts one
+                terms[column] = most if is_so else -most
+                room += most * is_so
+        self._solver.row(terms, room)
+
+    def _part_of(self, event: int, dropped: frozenset[int]) -> set[int]:
+        """The columns of what is computed by ``event``, of what is dropped beside it, and of what is kept around."""
+        stack = list(self._model.computed_by(event, dropped))
+        seen, part = set(stack), set[int]()
+        while stack:
+            value = stack.pop()
+            at = self._model.column.get(value)
+            if at is not None:
+                part.add(at)
+            if at is not None and value not in dropped:
+                continue
+            beside = {*self._values[value].inputs, *self._users.get(value, ())}
+            if at is not None:
+                beside |= set(self._problem.units[self._model.units[at]].values)
+            stack += beside - seen
+            seen |= beside
+        return part
+
+    def _room(self, event: int) -> float:
+        return float(self._budget - self._model.curve[event]) / self._size
+
+    def _add_event(self, event: int, back: frozenset[int] | None = None) -> None:
+        """What is there at ``event`` fits; with what may have been computed early for others, where that is given."""
+        freed = self._model.freed(event) / self._size
+        terms = {self._dropped[at]: -float(freed[at]) for at in np.nonzero(freed)[0].tolist()}
+        if back is not None:
+            self._back[event] = back
+            for value in self._between_requests(event):
+                drop, share = self._drop(value), self._share(value)
+                terms[drop] = terms.get(drop, 0.0) + share
+                terms[self._fleeting[value]] = -share
+            terms |= {column: self._share(value) for value, column in self._there(event, back).items()}
+        self._rows[event] = self._solver.row(terms, self._room(event)), terms
+
+    def _share(self, value: int) -> float:
+        return self._values[value].num_bytes / self._size
+
+    def _between_requests(self, event: int) -> list[int]:
+        requests = self._model.requests
+        return [
+            value
+            for value in self._asked_again
+            if requests[value][0].event <= event <= requests[value][-1].event
+            and not any(start <= event < stop for start, stop in self._model.in_use(value))
+        ]
+
+    def _back_by(self, event: int, dropped: frozenset[int]) -> frozenset[int]:
+        """The values that ``event`` finds computed although they are asked for later, and the next to be asked for."""
+        later = bisect_right(self._first, (event, len(self._values)))
+        following = [value for _, value in self._first[later:]]
+        computed = self._model.computed_by(event, dropped)
+        return frozenset(following[:_MOST_VALUES]) | (computed & frozenset(following))
+
+    def _there(self, event: int, back: frozenset[int]) -> dict[int, int]:
+        """For each value of ``back`` the column that says whether it is there at ``event``; see the note."""
+        computed, there = dict[int, int](), dict[int, int]()
+        for value in sorted(back | self._unsaved_after(back), reverse=True):  # what is computed from it comes first
+            users = [user for user in self._users.get(value, ()) if user in computed or self._asked_by(user, event)]
+            columns = dict.fromkeys(computed.get(user, self._drop(user)) for user in users)
+            if not columns:
+                continue
+            if value in self._unsaved and len(columns) == 1:
+                computed[value] = next(iter(columns))
+                continue
+            computed[value] = self._solver.column()
+            for column in columns:
+                if value in self._unsaved:
+                    self._solver.row({column: 1, computed[value]: -1}, 0)
+                else:
+                    self._solver.row({column: 1, self._drop(value): 1, computed[value]: -1}, 1)
+            if value in back:
+                there[value] = self._solver.column()
+                self._solver.row({computed[value]: 1, self._fleeting[value]: -1, there[value]: -1}, 0)
+        return there
+
+    def _asked_by(self, user: int, event: int) -> bool:
+        return user in self._fleeting and self._model.requests[user][0].event <= event
+
+    def _unsaved_after(self, back: frozenset[int]) -> set[int]:
+        """What nobody saves and is computed from ``back`` before anything that is saved."""
+        stack, found = list(back), set[int]()
+        while stack:
+            new = {user for user in self._users.get(stack.pop(), ()) if user in self._unsaved} - found
+            found |= new
+            stack += new
+        return found
+
+
+def programmed(problem: Problem, budget: int) -> list[Choice]:
+    """Solutions of the programme, and ``problem.proved`` for this budget.
+
+    Raises:
+        UnsupportedError: HiGHS is not installed.
+    """
+    programme = Programme(problem, budget)
+    found = programme.solve()
+    problem.proved[budget] = programme.least
+    return found

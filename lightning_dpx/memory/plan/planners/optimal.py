@@ -1,0 +1,315 @@
+"""The least extra time within a budget: dynamic programming over stretches between cuts, and its rivals.
+
+    units      0  1  2  3 | 4  5  6  7 | 8  9 10 11 | ...           cut: what later units are computed from is kept
+    stretch    keep or drop each unit by its price; what is dropped comes back together when backward gets here
+
+Within a stretch a unit is dropped if computing it costs at most ``price`` seconds per byte. The programme chooses the
+cuts, and a price for every stretch. A partial solution is a pair (bytes kept so far, extra time), and only those that
+no other beats in both survive; a stretch is possible if what is kept before and in it, what comes back, and the
+gradients in flight fit together. That reaches past a fixed segment length: early stretches may be longer, because by
+then backward has freed the rest.
+
+Three variants compete: units that are computed from far away may be dropped or not, and cheap units may be forgotten
+after every use, so that a stretch comes back without them. The exact forecast decides, and also moves the target of
+the programme until the budget is met; then whatever still fits is kept, the dearest bytes first.
+
+Two more solutions stand beside these, the quickest first. The knapsack that gives the lower bound of the extra time is
+often within the budget as it is, or after a few steps, and then hardly above that bound; and where HiGHS is installed,
+so is the integer programme of :mod:`lightning_dpx.memory.plan.planners.milp`.
+
+The smallest peak is found by steps down from several starts; see :mod:`lightning_dpx.memory.plan.solvers.repair`. Every
+budget above it can be met: where nothing else does, its choice is filled up.
+
+Related: rotor (Beaumont et al., 2019) for chains; Checkmate (Jain et al., 2020), which solves such a choice as an
+integer programme.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_dpx.memory.plan.planners.milp import programmed
+from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, register_planner
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
+from lightning_dpx.memory.plan.solvers.highs import solver_installed
+from lightning_dpx.memory.plan.solvers.repair import LOWERING, REACHING, Descent, fill
+
+_HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
+_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _BISECTIONS, _STARTS, _BINS = 100, 24, 6, 9, 9, 3, 1024
+_CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
+
+
+@register_planner("optimal")
+class OptimalPlanner(Planner):
+    """Dynamic programming, a knapsack and, where HiGHS is installed, an integer programme, by the exact forecast."""
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """Without a budget, the lowest peak; see :func:`_smallest`."""
+        if budget is None:
+            return _smallest(problem)
+        relaxation = Relaxation(problem)
+        least, dropped = knapsack(relaxation, budget)
+        if least < float("inf"):
+            found, descent = [], Descent(relaxation, REACHING)
+            for rival in _rivals(relaxation, Choice(dropped), budget):
+                found.append(fill(problem, descent.reach(rival, budget), budget))
+                choice = best(problem, found, budget)
+                result = problem.forecast(choice)
+                least = max(least, problem.proved.get(budget, 0.0))
+                if result.peak <= budget and result.seconds <= (1 + _CLOSE) * least:
+                    break
+            if result.peak <= budget:
+                return choice
+        return fill(problem, _smallest(problem), budget)
+
+
+def _smallest(problem: Problem) -> Choice:
+    """The lowest peak to which steps lead from a few starts."""
+    if problem.smallest is None:
+        nominal = _nominal(problem)  # measured times vary from run to run, and the smallest peak should not
+        every, descent = frozenset(nominal.droppable), Descent(Relaxation(nominal), LOWERING)
+        starts = [*_lowest(nominal), Choice(every, nominal.forgettable), Choice()]
+        problem.smallest = best(nominal, [descent.lower(start) for start in starts], None)
+    return problem.smallest
+
+
+def _rivals(relaxation: Relaxation, first: Choice, budget: int) -> Iterator[Choice]:
+    """Choices near the budget, the quickest first."""
+    problem = relaxation.problem
+    yield first
+    if solver_installed() and (found := programmed(problem, budget)):
+        yield best(problem, found, budget)
+    yield _within(problem, budget)
+
+
+def _within(problem: Problem, budget: int) -> Choice:
+    choices = [Choice(frozenset(problem.droppable))]
+    for variant in _variants(problem):
+        choices += _aim(variant, budget)
+    return best(problem, choices, budget)
+
+
+def _lowest(problem: Problem) -> list[Choice]:
+    """The lowest of the solutions for ever smaller targets."""
+    found: dict[Choice, int] = {}
+    for variant in _variants(problem):
+        table, low, high = _Table(variant), 0, problem.profile.peak
+        for _ in range(_BISECTIONS):
+            middle = (low + high) // 2
+            choice = table.solve(middle)
+            low, high = (middle, high) if choice is None else (low, middle)
+            if choice is not None:
+                found[choice] = problem.forecast(choice).peak
+    return sorted(found, key=found.__getitem__)[:_STARTS]
+
+
+def _nominal(problem: Problem) -> Problem:
+    """The same problem with times by rule: one byte, one unit of time; ten for the output of a matrix product."""
+    values = tuple(
+        replace(v, seconds=1e-9 * v.num_bytes * (10 if _HEAVY.search(v.operator) else 1))
+        for v in problem.profile.values
+    )
+    return Problem(replace(problem.profile, values=values))
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The problem with some units pinned down.
+
+    Attributes:
+        droppable: Which units may be dropped here.
+        fleeting: Which of them would be forgotten after every use.
+    """
+
+    problem: Problem
+    droppable: np.ndarray
+    fleeting: np.ndarray
+
+
+def _variants(problem: Problem) -> list[_Variant]:
+    units = problem.units
+    can = np.array([unit.droppable for unit in units], bool)
+    rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units], float)
+    cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
+    cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is parked or compressed is not computed
+    nothing, fleeting = np.zeros(len(units), bool), np.zeros(len(units), bool)
+    for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
+        fleeting[index] = not any(fleeting[source] for source in units[index].inputs)
+    far = np.array([len(unit.inputs) > 4 for unit in units], bool)
+    found = [_Variant(problem, can, nothing), _Variant(problem, can, fleeting)]
+    if (far & can).any():
+        found += [_Variant(problem, can & ~far, nothing), _Variant(problem, can & ~far, fleeting)]
+    return found
+
+
+def _aim(variant: _Variant, budget: int) -> list[Choice]:
+    """Solutions for targets around the budget, which close in on it: the programme only estimates peaks."""
+    problem, choices, table = variant.problem, [], _Table(variant)
+    low, high, target = 0.5, 2.5, 1.0
+    for _ in range(_AIMS):
+        choice = table.solve(budget * target)
+        peak = problem.forecast(choice).peak if choice is not None else 0
+        if choice is not None:
+            choices.append(choice)
+        if peak <= budget:
+            low = target
+        else:
+            high = target
+        if 0.98 * budget <= peak <= budget or high - low < 0.02:
+            break
+        if peak > budget:
+            miss = max((peak - budget) / budget, 0.02)
+            target = max(target - miss, (low + high) / 2 if low > 0.5 else 0.5)
+        else:
+            target = (low + min(high, 1.5 * low)) / 2
+    return choices
+
+
+class _Table:
+    """What every price means for every unit, as sums from the beginning, and what crosses every cut."""
+
+    def __init__(self, variant: _Variant) -> None:
+        problem = variant.problem
+        units = problem.units
+        self._count = len(units)
+        self._fleeting = variant.fleeting
+        cuts = _thinned([cut for cut in problem.cuts if cut != len(units) - 1], _MOST_CUTS)
+        self._cuts = np.array([*cuts, len(units) - 1])
+        self._starts = np.concatenate([[-1], self._cuts[:-1]])
+        self._sizes = np.array([unit.num_bytes for unit in units], dtype=np.float64)
+        self._times = np.array([unit.seconds for unit in units])
+        overhead = np.append(_overheads(problem), 0.0)  # there may be no unit at all
+        # [cut, start] -> the most between them
+        highest = [np.maximum.accumulate(overhead[start + 1 :]) for start in self._starts.tolist()]
+        between = np.maximum(self._cuts[:, None] - self._starts - 1, 0)
+        self._over = np.stack([most[at] for most, at in zip(highest, between.T, strict=True)], axis=1)
+        self._drops: list[np.ndarray] = []
+        self._members: list[list[np.ndarray]] = []
+        # [cut] -> price x start: bytes kept, peak beyond what was kept before, extra time
+        rows: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
+        for price in _prices(self._times, self._sizes, variant.droppable):
+            rows.append(self._at_price(problem, variant.droppable & (self._times <= price * self._sizes)))
+        self._kept, self._peak, self._seconds = (
+            [np.stack([row[number][part] for row in rows]) for number in range(len(self._cuts))] for part in range(3)
+        )
+
+    def _at_price(self, problem: Problem, drop: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        last, shallow, inner = np.arange(self._count), np.zeros(self._count, bool), np.zeros(self._count, bool)
+        for index in np.nonzero(drop)[0].tolist():
+            sources = problem.units[index].inputs
+            for source in sources:
+                last[source] = max(last[source], index)
+                inner[source] = True
+            shallow[index] = not any(drop[source] for source in sources)
+        fleeting = drop & self._fleeting
+        cost = np.where(fleeting & inner, 2, 1) * self._times  # once on the way to others, once for itself
+        back = np.where(fleeting, 0.0, self._sizes)
+        kept, again, spent = (
+            np.concatenate([[0.0], np.cumsum(np.where(mask, column, 0.0))])
+            for mask, column in ((~drop, self._sizes), (drop, back), (drop, cost))
+        )
+        deep = drop & ~shallow
+        members, row = [], []
+        for number, cut in enumerate(self._cuts.tolist()):
+            starts = self._starts[: number + 1]
+            crossing = np.nonzero(deep[: cut + 1] & (last[: cut + 1] > cut))[0]
+            members.append(crossing)
+            first = np.searchsorted(crossing, starts, side="right")
+            tails = np.zeros((3, len(crossing) + 1))
+            for index, column in enumerate((self._sizes, back, cost)):
+                tails[index, :-1] = np.cumsum(column[crossing][::-1])[::-1]
+            held, held_back, saved = tails[:, first]
+            stays = kept[cut + 1] - kept[starts + 1] + held
+            peak = stays + again[cut + 1] - again[starts + 1] - held_back + self._over[number, : number + 1]
+            row.append((stays, peak, np.maximum(spent[cut + 1] - spent[starts + 1] - saved, 0.0)))
+        self._drops.append(drop)
+        self._members.append(members)
+        return row
+
+    def solve(self, budget: float) -> Choice | None:
+        """The least extra time, as far as sums can tell; ``None`` if nothing fits."""
+        kept, spent = np.zeros(1), np.zeros(1)  # of all points so far
+        owner = np.zeros(1, dtype=int)  # which start they stand at
+        origin: list[tuple[int, int, int]] = [(-1, 0, 0)]  # point before, price, cut
+        for number in range(len(self._cuts)):
+            fits = kept + self._peak[number][:, owner] <= budget
+            price, point = np.nonzero(fits)
+            then_kept = (kept + self._kept[number][:, owner])[fits]
+            then_spent = (spent + self._seconds[number][:, owner])[fits]
+            front = _front(then_kept, then_spent)
+            if number == len(self._cuts) - 1:
+                if not len(front):
+                    return None
+                winner = front[np.argmin(then_spent[front])]
+                return self._choice((int(point[winner]), int(price[winner]), number), origin)
+            kept, spent = np.concatenate([kept, then_kept[front]]), np.concatenate([spent, then_spent[front]])
+            owner = np.concatenate([owner, np.full(len(front), number + 1)])
+            origin += [(int(point[index]), int(price[index]), number) for index in front]
+        raise AssertionError("the last cut ends the loop")
+
+    def _choice(self, step: tuple[int, int, int], origin: list[tuple[int, int, int]]) -> Choice:
+        dropped: set[int] = set()
+        while step[0] >= 0:
+            point, price, number = step
+            before = origin[point]
+            start = -1 if before[0] < 0 else int(self._cuts[before[2]])
+            stop = int(self._cuts[number])
+            inside = np.nonzero(self._drops[price][start + 1 : stop + 1])[0] + start + 1
+            members = self._members[price][number]
+            dropped |= set(inside.tolist()) - set(members[members > start].tolist())
+            step = before
+        chosen = frozenset(dropped)
+        return Choice(chosen, chosen & frozenset(np.nonzero(self._fleeting)[0].tolist()))
+
+
+def _front(kept: np.ndarray, spent: np.ndarray) -> np.ndarray:
+    """Indices of the points that no other beats, thinned out evenly."""
+    if not len(kept):
+        return np.zeros(0, dtype=int)
+    bins = (kept * (_BINS / max(float(kept.max()), 1.0))).astype(int)  # sorting all of them would take long
+    lowest = np.full(_BINS + 2, np.inf)
+    np.minimum.at(lowest, bins + 1, spent)
+    below = np.minimum.accumulate(lowest)
+    rest = np.nonzero((spent == lowest[bins + 1]) & (spent < below[bins]))[0]
+    order = rest[np.lexsort((spent[rest], kept[rest]))]
+    lowest = np.minimum.accumulate(spent[order])
+    front: np.ndarray = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
+    if len(front) > _MOST_POINTS:
+        front = front[np.unique(np.linspace(0, len(front) - 1, _MOST_POINTS).round().astype(int))]
+    return front
+
+
+def _thinned(cuts: Sequence[int], most: int) -> list[int]:
+    if len(cuts) <= most:
+        return list(cuts)
+    return [cuts[round(index * (len(cuts) - 1) / (most - 1))] for index in range(most)]
+
+
+def _prices(times: np.ndarray, sizes: np.ndarray, droppable: np.ndarray) -> list[float]:
+    """Seconds per byte: a few between the cheapest and the dearest unit."""
+    rates = np.sort((times / np.maximum(sizes, 1))[droppable])
+    if not len(rates):
+        return [-1.0]
+    picks = np.unique(np.linspace(0, len(rates) - 1, _PRICES).round().astype(int))
+    return [-1.0, *(float(rates[pick]) * (1 + 1e-9) for pick in picks)]
+
+
+def _overheads(problem: Problem) -> np.ndarray:
+    """Bytes beside the units, at the most, while backward is at each unit: gradients in flight and the like."""
+    profile, units = problem.profile, problem.units
+    events, start = len(profile.curve), profile.forward_events
+    change, position = np.zeros(events + 1), np.full(events, -1)
+    for index, unit in enumerate(units):
+        span = profile.storages[profile.values[unit.values[0]].storage]
+        if span.unused < span.freed:
+            change[min(span.unused + 1, events)] += unit.num_bytes
+            change[min(span.freed, events)] -= unit.num_bytes
+        position[start : span.freed] = np.maximum(position[start : span.freed], index)
+    beside = np.array(profile.curve) - np.cumsum(change)[:events]
+    result = np.zeros(len(units))
+    for event in range(start, events):
+        if position[event] >= 0:
+            result[position[event]] = max(result[position[event]], beside[event])
+    return result

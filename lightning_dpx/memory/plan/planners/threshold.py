@@ -1,0 +1,67 @@
+"""Drops everything but the units at the marks where enough has gathered since the last mark.
+
+The rule of MXNet's memory monger: walk the values in the order of forward and add up their bytes; at a stage mark with
+more than the threshold since the last kept stage, keep that stage. Marks are the places where few bytes lead on, which
+in a chain of blocks are the outputs of the blocks.
+
+Source: T. Chen, B. Xu, C. Zhang, C. Guestrin: Training Deep Nets with Sublinear Memory Cost, 2016.
+"""
+
+from dataclasses import dataclass
+
+from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, register_planner
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorPlan:
+    """A choice with the sizes that guide the search for a better threshold.
+
+    Attributes:
+        choice: What to drop.
+        save_size: Bytes of the stages that are kept.
+        max_size: Bytes of the largest stretch between two of them.
+    """
+
+    choice: Choice
+    save_size: int
+    max_size: int
+
+
+def make_mirror_plan(problem: Problem, threshold: int) -> MirrorPlan:
+    """The rule for one threshold, in bytes."""
+    marks, kept = set(problem.cuts), set[int]()
+    leading_on = dict[int, int]()  # units that later ones are computed from, and the last of these
+    local_size = save_size = max_size = 0
+    for index, unit in enumerate(problem.units):
+        local_size += unit.num_bytes
+        if unit.droppable and problem.last_use[index] > index:
+            leading_on[index] = problem.last_use[index]
+        if index in marks and local_size > threshold:
+            leading_on = {member: last for member, last in leading_on.items() if last > index}
+            stage = list(leading_on)
+            leading_on.clear()  # each is kept once
+            kept.update(stage)
+            save_size += sum(problem.units[member].num_bytes for member in stage)
+            max_size, local_size = max(max_size, local_size), 0
+    max_size = max(max_size, local_size)
+    return MirrorPlan(Choice(frozenset(problem.droppable) - kept), save_size, max_size)
+
+
+@register_planner("threshold")
+class ThresholdPlanner(Planner):
+    """Stretches of a given size.
+
+    Args:
+        threshold: Bytes of a stretch; the square root of the total times its largest unit unless given.
+    """
+
+    def __init__(self, threshold: int | None = None) -> None:
+        self._threshold = threshold
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """One walk; the budget does not matter."""
+        threshold = self._threshold
+        if threshold is None:
+            free = make_mirror_plan(problem, 0)
+            threshold = round((free.save_size * free.max_size / 2) ** 0.5)
+        return make_mirror_plan(problem, threshold).choice

@@ -1,0 +1,198 @@
+"""What planners have in common: the profile as a list of units, their registry, and the choice among them.
+
+A unit is one storage with the values in it: dropping a part of a storage frees nothing. Units stand in the order of
+forward. A planner is a pure function from a profile and a budget to the units to drop.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from lightning_dpx.memory.plan.forecast import Forecast, forecast
+from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.progress import at
+from lightning_dpx.registry import Registry
+
+P = TypeVar("P", bound="type[Planner]")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Values that share a storage.
+
+    Attributes:
+        values: Their indices in the profile.
+        num_bytes: What dropping them frees.
+        seconds: To compute them again from other units.
+        inputs: These other units.
+        droppable: Whether that is possible and frees anything.
+    """
+
+    values: tuple[int, ...]
+    num_bytes: int
+    seconds: float
+    inputs: tuple[int, ...]
+    droppable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to drop.
+
+    Attributes:
+        dropped: Units.
+        fleeting: Those of them that are forgotten after every use, for less memory and more time.
+    """
+
+    dropped: frozenset[int] = frozenset()
+    fleeting: frozenset[int] = frozenset()
+
+
+class Problem:
+    """A profile, as planners see it.
+
+    Attributes:
+        profile: Where it comes from.
+        units: In the order of forward.
+        proved: For each budget, seconds that no choice within it goes below, where a planner has found that out.
+        smallest: The choice with the lowest peak, where a planner has looked for it.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.proved: dict[int, float] = {}
+        self.smallest: Choice | None = None
+        self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
+        members: dict[int, list[int]] = {}
+        for index, value in enumerate(profile.values):
+            if value.storage >= 0:
+                members.setdefault(value.storage, []).append(index)
+        self._unit_of = {value: unit for unit, values in enumerate(members.values()) for value in values}
+        self.units = [self._unit(number, storage, values) for number, (storage, values) in enumerate(members.items())]
+
+    def _unit(self, number: int, storage: int, values: list[int]) -> Unit:
+        everything, seconds, inputs = self.profile.values, 0.0, set()
+        stack, seen = list(values), set(values)
+        while stack:  # through what nobody saves, up to other units
+            index = stack.pop()
+            seconds += everything[index].seconds
+            for source in everything[index].inputs:
+                unit = self._unit_of.get(source)
+                if unit is None:
+                    if source not in seen:
+                        seen.add(source)
+                        stack.append(source)
+                elif unit != number:
+                    inputs.add(unit)
+        span = self.profile.storages[storage]
+        droppable = span.unused < span.freed and not any(everything[index].refused for index in values)
+        stays = sum(everything[index].compact for index in values)
+        return Unit(tuple(values), span.num_bytes - stays, seconds, tuple(sorted(inputs)), droppable)
+
+    def values_of(self, units: Iterable[int]) -> frozenset[int]:
+        """Indices of the values in ``units``."""
+        return frozenset(value for unit in units for value in self.units[unit].values)
+
+    def forecast(self, choice: Choice) -> Forecast:
+        """The step with this choice."""
+        return self.forecast_values(self.values_of(choice.dropped), self.values_of(choice.fleeting))
+
+    def forecast_values(self, dropped: Collection[int], fleeting: Collection[int]) -> Forecast:
+        """The same, in values; answers are remembered."""
+        key = frozenset(dropped), frozenset(fleeting)
+        if key not in self._forecasts:
+            at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
+            self._forecasts[key] = forecast(self.profile, *key)
+        return self._forecasts[key]
+
+    @cached_property
+    def droppable(self) -> tuple[int, ...]:
+        """The units that may be dropped."""
+        return tuple(index for index, unit in enumerate(self.units) if unit.droppable)
+
+    @cached_property
+    def forgettable(self) -> frozenset[int]:
+        """The units that may be fleeting; what is parked or compressed comes back in one way."""
+        values = self.profile.values
+        computed = [
+            not any(values[index].parked or values[index].compact for index in unit.values) for unit in self.units
+        ]
+        return frozenset(index for index in self.droppable if computed[index])
+
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """The last unit that is computed from each unit; the unit itself where there is none."""
+        last = list(range(len(self.units)))
+        for index, unit in enumerate(self.units):
+            if unit.droppable:
+                for source in unit.inputs:
+                    last[source] = max(last[source], index)
+        return tuple(last)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Units after which few bytes lead on: where a stretch that is computed again may well begin."""
+        crossing, width, leaving = 0, [], [0] * (len(self.units) + 1)
+        for index, unit in enumerate(self.units):
+            if unit.droppable and self.last_use[index] > index:
+                crossing += unit.num_bytes
+                leaving[self.last_use[index]] += unit.num_bytes
+            crossing -= leaving[index]
+            width.append(crossing)
+        return tuple(
+            index
+            for index in range(len(width) - 1)
+            if width[index] <= width[max(0, index - 1)] and width[index] <= width[index + 1]
+        )
+
+
+class Planner(ABC):
+    """Chooses what to drop.
+
+    Attributes:
+        name: By which it is known.
+        replays: Whether it is asked about steps in which module calls are replayed as a whole, too.
+    """
+
+    name: str
+    replays = False
+
+    @abstractmethod
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """What to drop.
+
+        Args:
+            problem: What can be dropped.
+            budget: Bytes of activations; ``None`` for as few as this planner can reach.
+
+        Returns:
+            The best choice within the budget, or the one with the lowest peak if none is.
+        """
+
+
+PLANNERS: Registry[Planner] = Registry("planner")
+
+
+def register_planner(name: str) -> Callable[[P], P]:
+    """A class decorator that makes a :class:`Planner` available as ``planner=name``."""
+
+    def add(planner: P) -> P:
+        planner.name = name
+        return PLANNERS.register(name)(planner)  # type: ignore[return-value]
+
+    return add
+
+
+def rank(problem: Problem, choice: Choice, budget: int | None) -> tuple[bool, float, float]:
+    """Lower is better: the fastest within the budget, then the smallest."""
+    result = problem.forecast(choice)
+    if budget is None or result.peak > budget:
+        return True, result.peak, result.seconds
+    return False, result.seconds, result.peak
+
+
+def best(problem: Problem, choices: Sequence[Choice], budget: int | None) -> Choice:
+    """The fastest choice within the budget, else the smallest."""
+    return min(choices, key=lambda choice: rank(problem, choice, budget))

@@ -1,0 +1,116 @@
+"""Which module calls to replay as a whole, beside what is dropped value by value.
+
+To replay every block is what people write by hand; here it is one point among others. For each kind of calls the step
+with all of them replayed is looked at; from there calls are left alone again, the last ones first, as long as the
+budget allows; and a planner decides about what is left, value by value, with some, most or all of them replayed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.replayed_steps import replayed
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
+from lightning_dpx.memory.profile.profiler import Profile
+
+Choose = Callable[[Problem, int | None], Choice]
+_WORTH = 0.05  # of the peak: what the calls of a kind must hold
+_MOST_KINDS = 2  # that a planner is asked about
+_GAIN = 0.97  # of the extra time: what could be saved at best is worth asking it
+_WITHIN_REACH = 1.5  # times the budget
+
+
+class Mixed(NamedTuple):
+    """A choice of calls to replay and values to drop.
+
+    Attributes:
+        names: Of the calls.
+        problem: The step with these replayed, as planners see it.
+        choice: What is dropped of the rest.
+    """
+
+    names: frozenset[str]
+    problem: Problem
+    choice: Choice
+
+    @property
+    def peak(self) -> int:
+        """Bytes of activations at the most."""
+        return self.problem.forecast(self.choice).peak
+
+    @property
+    def seconds(self) -> float:
+        """Extra time of a step."""
+        return self.problem.forecast(self.choice).seconds + self.problem.profile.replaying
+
+    def rank(self, budget: int | None) -> tuple[bool, float, float]:
+        """Lower is better: the fastest within the budget, then the smallest."""
+        if budget is None or self.peak > budget:
+            return True, self.peak, self.seconds
+        return False, self.seconds, self.peak
+
+
+def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Choose) -> Mixed:
+    """The best that is found with some calls replayed, or ``plain``, which replays none.
+
+    Args:
+        profile: The step.
+        plain: What was found value by value.
+        budget: Bytes; ``None`` for as few as possible.
+        choose: Decides about values.
+    """
+    groups = _groups(profile)
+    if not groups:
+        return plain
+    found = [plain]
+    if budget is None:
+        lowest = min((_mixed(profile, names) for names in groups), key=lambda mixed: mixed.peak)
+        if lowest.peak <= _WITHIN_REACH * plain.peak:
+            found += [lowest, lowest._replace(choice=choose(lowest.problem, None))]
+        return min(found, key=lambda mixed: mixed.rank(None))
+    whole = [_mixed(profile, names) for names in groups]
+    fitting = [_with_fewer(profile, mixed, budget) for mixed in whole if mixed.peak <= budget]
+    found += fitting
+    near = sorted((mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.rank(budget))
+    for mixed in near[:_MOST_KINDS]:
+        for names in _parts(profile, mixed.names):
+            part, leader = _mixed(profile, names), min(found, key=lambda mixed: mixed.rank(budget))
+            bound = part.problem.profile.replaying + least_seconds(Relaxation(part.problem), budget)
+            if leader.peak > budget or bound < _GAIN * leader.seconds:
+                found.append(part._replace(choice=choose(part.problem, budget)))
+    return min(found, key=lambda mixed: mixed.rank(budget))
+
+
+def _mixed(profile: Profile, names: frozenset[str]) -> Mixed:
+    return Mixed(names, Problem(replayed(profile, names)), Choice())
+
+
+def _groups(profile: Profile) -> list[frozenset[str]]:
+    """The calls of each kind that hold enough together."""
+    names, sizes = dict[str, set[str]](), dict[str, int]()
+    for call in profile.calls:
+        names.setdefault(call.kind, set()).add(call.name)
+        sizes[call.kind] = sizes.get(call.kind, 0) + call.small + sum(size for size, _ in call.again)
+    least = _WORTH * profile.peak
+    return list(dict.fromkeys(frozenset(names[kind]) for kind, size in sizes.items() if size >= least))
+
+
+def _in_order(profile: Profile, names: frozenset[str]) -> list[str]:
+    return [call.name for call in profile.calls if call.name in names]
+
+
+def _with_fewer(profile: Profile, mixed: Mixed, budget: int) -> Mixed:
+    """Leaves calls alone while the budget allows it, the last first: backward comes back to them soonest."""
+    for name in reversed(_in_order(profile, mixed.names)):
+        fewer = mixed.names - {name}
+        if replayed(profile, fewer).peak <= budget:
+            mixed = mixed._replace(names=fewer)
+    return _mixed(profile, mixed.names)
+
+
+def _parts(profile: Profile, names: frozenset[str]) -> Iterator[frozenset[str]]:
+    """All of them, but for the last, and the first half."""
+    order: Sequence[str] = _in_order(profile, names)
+    for count in dict.fromkeys((len(order) - 1, len(order) - len(order) // 4, len(order) // 2, len(order))):
+        if count > 0:
+            yield frozenset(order[:count])

@@ -1,0 +1,1 @@
+"""What the planners calculate with: bounds, descents, and HiGHS where it is installed."""

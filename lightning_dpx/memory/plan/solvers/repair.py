@@ -1,0 +1,116 @@
+"""Moves a choice towards the budget by the exact forecast: drops more above it, keeps more below it."""
+
+import numpy as np
+
+from lightning_dpx.memory.plan.forecast import timeline
+from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation
+
+_FEW, _FEWEST_FORECASTS, _MOST_MISSES = 4, 20, 12
+_WITHIN_REACH = 1.5  # times the budget
+LOWERING, REACHING = 5e5, 2e5  # events and values of all forecasts together: about 0.6 s and 0.2 s
+_SHARES = (0.1, 0.05, 0.02, 0.01, 0.005)  # of the peak
+
+
+class Descent:
+    """Steps down, each the best of a few for the highest event.
+
+    A step drops what is kept there: the cheapest bytes that are enough, or one of the cheapest or largest units. Of
+    what is there only because others are computed from it, it keeps one of the largest (what that is computed from
+    stays away), or forgets it after every use.
+
+    The best step is the one that leaves least above the target, over all events: many of them may be equally high, and
+    a step takes one of them down.
+
+    Args:
+        relaxation: What can be dropped.
+        work: Events and values of all forecasts together. Not time: a plan must not depend on how busy the machine is.
+    """
+
+    def __init__(self, relaxation: Relaxation, work: float) -> None:
+        self._relaxation, self._problem = relaxation, relaxation.problem
+        profile = self._problem.profile
+        self._left = max(_FEWEST_FORECASTS, int(work / max(1, len(profile.curve) + len(profile.values))))
+
+    def reach(self, choice: Choice, budget: int) -> Choice:
+        """Takes the budget where ``choice`` is near it, or comes as near as steps lead."""
+        if not budget < self._problem.forecast(choice).peak <= _WITHIN_REACH * budget:
+            return choice
+        curve = self._curve(choice)
+        while curve.max() > budget:
+            steps = self._steps(choice, curve, budget)[: max(0, self._left)]
+            attempts = [(step, self._curve(step)) for step in steps]
+            after = min(attempts, key=lambda attempt: self._rank(attempt, budget), default=(choice, curve))
+            if _above(after[1], budget) >= _above(curve, budget):
+                break
+            choice, curve = after
+        return choice
+
+    def lower(self, choice: Choice) -> Choice:
+        """As low as steps lead from ``choice``: first by large ones, then by ever smaller ones."""
+        peak = self._problem.forecast(choice).peak
+        for share in _SHARES:
+            while self._left > 0:
+                after = self.reach(choice, int((1 - share) * peak))
+                if self._problem.forecast(after).peak >= peak:
+                    break
+                choice, peak = after, self._problem.forecast(after).peak
+        return choice
+
+    def _curve(self, choice: Choice) -> np.ndarray:
+        self._left -= 1
+        problem = self._problem
+        curve = timeline(problem.profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
+        return np.array(curve, dtype=np.float64)
+
+    def _rank(self, attempt: tuple[Choice, np.ndarray], budget: int) -> tuple[float, float]:
+        above = _above(attempt[1], budget)
+        return above, 0.0 if above else self._problem.forecast(attempt[0]).seconds
+
+    def _steps(self, choice: Choice, curve: np.ndarray, budget: int) -> list[Choice]:
+        units, event = self._relaxation.units, int(np.argmax(curve))
+        freed = self._relaxation.freed(event)
+        kept = self._relaxation.cheapest(np.where([unit in choice.dropped for unit in units], 0, freed))
+        enough = int(np.searchsorted(np.cumsum(freed[kept]), curve[event] - budget)) + 1
+        found = [Choice(choice.dropped | {units[at] for at in kept[:enough].tolist()}, choice.fleeting)]
+        large = kept[np.argsort(-freed[kept], kind="stable")]
+        for at in (*kept[:_FEW].tolist(), *large[:_FEW].tolist()):
+            found.append(Choice(choice.dropped | {units[at]}, choice.fleeting))
+        for unit in self._early(event, choice, freed)[: 2 * _FEW]:
+            found.append(Choice(choice.dropped - {unit}, choice.fleeting - {unit}))
+            found.append(Choice(choice.dropped, choice.fleeting | ({unit} & self._problem.forgettable)))
+        return [step for step in dict.fromkeys(found) if step != choice]
+
+    def _early(self, event: int, choice: Choice, freed: np.ndarray) -> list[int]:
+        """The units that are there because others were computed from them, the largest first."""
+        relaxation = self._relaxation
+        there = relaxation.computed_by(event, self._problem.values_of(choice.dropped))
+        there &= relaxation.requests.keys() & relaxation.column.keys()
+        columns = {relaxation.column[value] for value in there if relaxation.requests[value][-1].event > event}
+        order = sorted((at for at in columns if freed[at] > 0), key=lambda at: (-freed[at], at))
+        return [relaxation.units[at] for at in order]
+
+
+def _above(curve: np.ndarray, budget: int) -> float:
+    return float(np.maximum(curve - budget, 0).sum())
+
+
+def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
+    """Keeps what still fits, the dearest bytes first; in handfuls, halved when one does not fit."""
+    result = problem.forecast(choice)
+    if result.peak > budget:
+        return choice
+    units = problem.units
+    waiting = sorted(choice.dropped, key=lambda i: units[i].seconds / max(1, units[i].num_bytes), reverse=True)
+    size, misses = max(1, len(waiting) // 4), 0
+    while waiting and misses < _MOST_MISSES:
+        handful = frozenset(waiting[:size])
+        attempt = Choice(choice.dropped - handful, choice.fleeting - handful)
+        after = problem.forecast(attempt)
+        if after.peak <= budget and after.seconds <= result.seconds:
+            choice, result, waiting = attempt, after, waiting[len(handful) :]
+        elif size > 1:
+            size = max(1, size // 2)
+        else:
+            waiting, misses = waiting[1:], misses + 1
+    return choice

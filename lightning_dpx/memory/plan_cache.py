@@ -1,0 +1,346 @@
+"""Profiles and plans of earlier runs, found again by what they were made from.
+
+    key of a step     its module, batch and surroundings; see python_objects/digest.py     -> its profiles
+    key of plans      the profiles, budgets, planner                                       -> the plans
+
+A plan is a function of what its key is made of. A profile depends on more than anybody can see (numbers in tensors, the
+machine's mood), so a plan that was made from one that was found must be watched in its first steps, as one from a file
+is. Entries are JSON, one file each, written whole; the ones that were not used for longest go when there are too many.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dpx.devices import is_host
+from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.memory.plan.make_plan import plan_profile
+from lightning_dpx.memory.plan.plan import CheckpointPlan, from_mapping, to_mapping
+from lightning_dpx.memory.plan.plan_file import MOST_BYTES, write_whole
+from lightning_dpx.memory.plan.problem import Planner
+from lightning_dpx.memory.profile import profiler as profiles_module
+from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.python_objects.digest import Digest
+
+_FORMAT = 1
+_MOST_ENTRIES, _MOST_TOTAL = 256, 512 * 2**20  # files, and bytes of all of them
+_SUFFIX = ".json"
+Say = Callable[[str], None]
+
+
+def default_folder() -> Path:
+    """Where entries are kept unless told otherwise: in the user's folder for caches."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    if given and Path(given).is_absolute():
+        base = Path(given)
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path.home() / ".cache"
+    return base / "lightning_dpx" / "plans"
+
+
+class PlanCache:
+    """Entries in a folder, or none at all.
+
+    Args:
+        where: The folder; ``True`` for the user's own, ``False`` for none.
+        say: Told, in a sentence, what cannot be read or written; users of the cache tell it what was found.
+
+    Attributes:
+        say: Likewise.
+
+    Raises:
+        ConfigurationError: ``where`` is none of these.
+    """
+
+    def __init__(self, where: bool | str | os.PathLike[str] = True, say: Say = lambda _: None) -> None:
+        if not isinstance(where, bool | str | os.PathLike) or where == "":
+            raise ConfigurationError(
+                f"plan_cache={where!r} is not allowed; give True, False, or the path of a folder for plans."
+            )
+        self._where, self.say = where, say
+        self._is_broken = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is looked for and kept."""
+        return self._where is not False
+
+    @property
+    def folder(self) -> Path:
+        """Where the entries are."""
+        return default_folder() if isinstance(self._where, bool) else Path(self._where).expanduser()
+
+    def path_of(self, key: str) -> Path:
+        """The file of an entry."""
+        return self.folder / f"{key}{_SUFFIX}"
+
+    def load(self, key: str) -> Any:
+        """What was kept under ``key``; ``None`` where nothing was, or nothing that can be read."""
+        if not self.is_on or not key:
+            return None
+        path = self.path_of(key)
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                return None
+            head, _, text = path.read_text(encoding="utf-8").partition("\n")
+            if head != _checksum(text):
+                self.say(f"dpx: {path} is not whole, and is made anew.")
+                return None
+            os.utime(path)  # it is in use
+            return json.loads(text)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # what cannot be written either is told then
+        except (OSError, ValueError, RecursionError) as error:
+            self.say(f"dpx: {path} cannot be read ({error}), and is made anew.")
+            return None
+
+    def save(self, key: str, content: Any) -> None:
+        """Keeps ``content``, of lists, texts, numbers and ``None``; says so, once, where that cannot be done."""
+        if not self.is_on or not key or self._is_broken:
+            return
+        text = json.dumps(content, separators=(",", ":"), default=_plain)
+        if len(text) > MOST_BYTES - 128:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(self.path_of(key), f"{_checksum(text)}\n{text}")
+            self._remove_oldest()
+        except OSError as error:
+            self._is_broken = True
+            self.say(f"dpx: memory plans cannot be kept in {self.folder} ({error}): the next run plans again.")
+
+    def forget(self, *keys: str) -> None:
+        """These were wrong."""
+        for key in filter(None, keys):
+            try:
+                self.path_of(key).unlink(missing_ok=True)
+            except OSError as error:
+                self.say(f"dpx: {self.path_of(key)} does not fit its step and cannot be removed ({error}).")
+
+    def _remove_oldest(self) -> None:
+        entries: list[tuple[float, int, Path]] = []
+        for path in self.folder.iterdir():
+            if path.suffix == _SUFFIX or path.suffix == ".new":
+                try:
+                    state = path.stat()
+                except FileNotFoundError:  # another process has removed it
+                    continue
+                entries.append((state.st_mtime, state.st_size, path))
+        total = 0
+        for place, (_, size, path) in enumerate(sorted(entries, key=lambda entry: -entry[0])):
+            total += size
+            if place >= _MOST_ENTRIES or total > _MOST_TOTAL:
+                path.unlink(missing_ok=True)
+
+    # ---- profiles ----
+
+    def profiles(self, key: str) -> list[Profile] | None:
+        """Those of a step."""
+        content = self.load(key)
+        if content is None:
+            return None
+        try:
+            found = [_decoded(each) for each in content["profiles"]]
+            return found if found and all(isinstance(each, Profile) for each in found) else None
+        except (IndexError, KeyError, TypeError, ValueError):
+            return None
+
+    def keep_profiles(self, key: str, profiles: Sequence[Profile]) -> None:
+        """For the next run."""
+        if self.is_on and key:
+            self.save(key, {"profiles": [_encoded(profile) for profile in profiles]})
+
+    def profile(self, key: str, make: Callable[[], Profile]) -> Profile:
+        """That of a step, or what ``make`` gives, which is kept."""
+        found = self.profiles(key)
+        if found is not None and len(found) == 1:
+            return found[0]
+        made = make()
+        self.keep_profiles(key, [made])
+        return made
+
+    # ---- plans ----
+
+    def plans(self, key: str, module: nn.Module) -> tuple[list[CheckpointPlan], list[int]] | None:
+        """Those of a module, and what else was kept with them; ``None`` where they are not for ``module``."""
+        content = self.load(key)
+        if content is None:
+            return None
+        try:
+            plans = [from_mapping(each, str(self.path_of(key))) for each in content["plans"]]
+            for plan in plans:
+                plan.check(module)
+            return plans, [int(number) for number in content["numbers"]]
+        except (KeyError, TypeError, ValueError, PlanError) as error:
+            self.say(f"dpx: the plan in {self.path_of(key)} is not for this module ({error}): it is planned anew.")
+            return None
+
+    def keep_plans(self, key: str, plans: Sequence[CheckpointPlan], numbers: Sequence[int] = ()) -> None:
+        """For the next run."""
+        if self.is_on and key:
+            self.save(key, {"plans": [to_mapping(plan) for plan in plans], "numbers": list(numbers)})
+
+
+def found_or_planned(
+    cache: PlanCache, module: nn.Module, profile: Profile, budget: int | None, planner: str | Planner
+) -> tuple[CheckpointPlan, str]:
+    """The plan for ``module``, whose step is ``profile``, and the key that it was found by; empty where it was made.
+
+    Args:
+        cache: Where it may be.
+        module: What is planned for.
+        profile: Of its step.
+        budget: Bytes; ``None`` for as few as possible.
+        planner: Who decides.
+
+    Raises:
+        BudgetError: the budget cannot be met.
+    """
+    key = key_of_plans([profile], planner, budget) if cache.is_on else ""
+    found = cache.plans(key, module)
+    if found is not None and len(found[0]) == 1:
+        return found[0][0], key
+    plan = plan_profile(module, profile, budget, planner)
+    cache.keep_plans(key, [plan])
+    return plan, ""
+
+
+def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: Any) -> str:
+    """The key of a step's profiles; empty where nobody can tell what the step depends on.
+
+    Args:
+        module: What runs.
+        batch: On which data; their shapes count, and not their numbers.
+        device: Whose memory is looked at.
+        others: What else the step depends on.
+    """
+    digest = Digest()
+    digest.add(_FORMAT, *_versions(), *_surroundings(device))
+    try:
+        digest.add(module)
+        digest.add_batch(batch)
+        digest.add(*others)
+    except Exception:  # noqa: BLE001  a look at an object of the user's may run its code, and that may fail
+        return ""
+    return digest.text() if digest.is_whole else ""
+
+
+def key_of_plans(profiles: Iterable[Profile], planner: str | Planner, *others: Any) -> str:
+    """The key of the plans that are made from these profiles.
+
+    Args:
+        profiles: Of all steps.
+        planner: Who decides.
+        others: What else the plans depend on, such as budgets.
+    """
+    digest = Digest()
+    digest.add(_FORMAT, *_versions(), planner if isinstance(planner, str) else _of_planner(planner), *others)
+    for profile in profiles:
+        digest.add(hashlib.sha256(json.dumps(_encoded(profile), default=_plain).encode()).hexdigest())
+    return digest.text() if digest.is_whole else ""
+
+
+def _of_planner(planner: Planner) -> tuple[Any, ...]:
+    return type(planner).__qualname__, dict(vars(planner)), type(planner).choose
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """Of all that a profile and a plan come from; of this package also its files, which somebody may be working on."""
+    folder = Path(__file__).parents[1]
+    files = sorted(path for path in folder.rglob("*.py"))
+    own = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    try:
+        solver = version("highspy")
+    except PackageNotFoundError:
+        solver = ""
+    here = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    return torch.__version__, np.__version__, sys.version, solver, here
+
+
+def _surroundings(device: torch.device) -> tuple[Any, ...]:
+    """What operators on ``device`` depend on beside their arguments."""
+    backends: Any = torch.backends
+    sdp = (getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn"))
+    cudnn = backends.cudnn
+    flags = (
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, *sdp,
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+    )  # fmt: skip
+    return (*flags, torch.get_num_threads(), _kind_of(device))
+
+
+def _kind_of(device: torch.device) -> tuple[str, ...]:
+    """The model of a device, or of the processor."""
+    if is_host(device) or device.type == "meta":
+        return device.type, platform.machine(), str(torch.backends.cpu.get_cpu_capability())
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type, "" if named is None else str(named(device))
+
+
+_CLASSES: dict[str, Any] = {name: kind for name, kind in vars(profiles_module).items() if is_dataclass(kind)}
+
+
+def _plain(number: np.generic) -> Any:
+    return number.item()
+
+
+def _encoded(value: Any) -> Any:
+    """As JSON: a dataclass of a profile is a list that begins with its name."""
+    if isinstance(value, tuple):
+        if value and is_dataclass(value[0]):
+            kind = type(value[0]).__name__
+            return ["each", kind, [_fields_of(one) for one in value]]
+        return ["tuple", [_encoded(one) for one in value] if _holds_tuples(value) else list(value)]
+    if is_dataclass(value):
+        return ["one", type(value).__name__, _fields_of(value)]
+    return value
+
+
+def _holds_tuples(value: tuple[Any, ...]) -> bool:
+    return any(isinstance(one, tuple) for one in value)
+
+
+def _fields_of(value: Any) -> list[Any]:
+    return [_encoded(getattr(value, name)) for name in _names_of(type(value))]  # type: ignore[arg-type]
+
+
+@cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    if value[0] == "tuple":
+        return tuple(map(_decoded, value[1]))
+    kind = _CLASSES[value[1]]
+    if value[0] == "one":
+        return kind(**_named(kind, value[2]))
+    return tuple(kind(**_named(kind, one)) for one in value[2])
+
+
+def _named(kind: type, values: list[Any]) -> dict[str, Any]:
+    return dict(zip(_names_of(kind), map(_decoded, values), strict=True))

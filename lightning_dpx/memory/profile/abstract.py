@@ -1,0 +1,139 @@
+"""The profile of a step for a device, or of a size, that is not there: on fake tensors, or else on few rows."""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_dpx.devices import canonical_device
+from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
+from lightning_dpx.memory.profile.fake import RatedMeter, faked, place_for
+from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
+from lightning_dpx.memory.profile.scaling import extrapolate
+
+Cut = Callable[[int], Any]
+
+
+def profile_absent(
+    module: nn.Module,
+    batch: Any,
+    target: torch.device,
+    step: Callable[[Any], Run],
+    *,
+    here: torch.device,
+    few: Callable[[], tuple[int, Cut]],
+    accumulates: bool = False,
+) -> Profile:
+    """A step of ``module`` on ``batch`` as it would be on ``target``; with times from rates, see rates.py.
+
+    Nothing is allocated where fake tensors can run the step. Where they cannot, a warning says why, and two real steps
+    on a quarter and an eighth of the rows are scaled.
+
+    Args:
+        module: What is profiled.
+        batch: Its input: real tensors, fakes, or tensors on the meta device.
+        target: What is planned for.
+        step: The step on such a batch.
+        here: Where the fakes are: on ``target``, or the host.
+        few: Asked if fakes cannot: the number of rows of ``batch``, and what gives its first rows, as many as wanted.
+        accumulates: As :func:`profile_step` takes it.
+
+    Raises:
+        PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
+    """
+    try:
+        with faked(module, batch, target, here) as (inputs, meter):
+            return profile_step(
+                module,
+                step(inputs),
+                meter.device,
+                context=meter.as_on_target,
+                meter=meter,
+                accumulates=accumulates,
+            )
+    except DPXError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # torch, where a fake has no answer
+        why = _reason(error)
+        tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+        if any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors):
+            raise PlanError(
+                f"Fake tensors cannot run this step ({why}), and real ones are not there: the module or the batch is "
+                "on the meta device or fake. Take what needs numbers out of the step, such as .item() and branches on "
+                "tensors, or give a real module and batch; a part of the rows is then run."
+            ) from error
+    rows, cut = few()
+    warnings.warn(
+        f"Fake tensors cannot run this step of {type(module).__name__} ({why}): a real one runs on few rows of the "
+        f"batch, and what it takes is scaled to all {rows}.",
+        stacklevel=4,
+    )
+    return _on_few_rows(module, target, step, rows, cut, accumulates)
+
+
+def _reason(error: Exception) -> str:
+    """What failed, and the last line of it that is neither torch's nor ours."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    lines = [
+        f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
+    ]
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" + (f", at {lines[-1]}" if lines else "")
+
+
+def _on_few_rows(
+    module: nn.Module, target: torch.device, step: Callable[[Any], Run], rows: int, cut: Cut, accumulates: bool
+) -> Profile:
+    def on(count: int) -> Profile:
+        given = cut(count)
+        tensors = (*module.parameters(), *tree_leaves(given))
+        here = canonical_device(next(t.device for t in tensors if isinstance(t, torch.Tensor)))
+        meter = RatedMeter(here, target)
+        return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter, accumulates=accumulates)
+
+    rule = f"for {target}: times by FLOPs and bytes"
+    if all(tensor.device.type != target.type for tensor in module.parameters()):
+        rule += ", what operators take inside by rule"
+    if rows <= 4:
+        return replace(on(rows), basis=f"from a real step {rule}")
+    few, more = max(rows // 8, 2), max(rows // 4, 4)
+    found = extrapolate(on(few), on(more), (few, more), rows)
+    return replace(found, basis=f"from real steps on {few} and {more} of {rows} rows, scaled, {rule}")
+
+
+def first_rows(batch: Any) -> tuple[int, Cut]:
+    """How many rows the tensors of ``batch`` have along dim 0, by the first of them, and what cuts them.
+
+    Raises:
+        ConfigurationError: there is no tensor with rows.
+    """
+    sizes = [leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not sizes:
+        raise ConfigurationError("The batch has no tensor with rows; give one, or plan without device.")
+    rows = sizes[0]
+
+    def cut(count: int) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: t[:count] if t.ndim and t.size(0) == rows else t, batch)
+
+    return rows, cut
+
+
+def target_of(device: torch.device | str) -> torch.device:
+    """What a name stands for.
+
+    Raises:
+        ConfigurationError: there is no such type of device.
+    """
+    try:
+        target = torch.device(device)
+        place_for(target)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"device={device!r} is not allowed; give 'cuda', 'cuda:1' or 'cpu'.") from error
+    return target

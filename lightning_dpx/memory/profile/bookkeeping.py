@@ -1,0 +1,193 @@
+"""What a planned step spends beside its operators: on noting what is dropped, and on finding it again.
+
+It is measured once in a process, on a model of small tensors whose operators cost next to nothing: the time of a
+planned step, less that of the same step without a plan and of the operators that are repeated. Where
+operators run beside Python, as on accelerators, such time is hidden and does not count.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.replays import Replays
+from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.python_objects.untouched import CopyOnWrite
+
+_ROWS, _WIDTH, _BLOCKS, _ROUNDS, _WARM = 32, 64, 8, 7, 3
+_RECIPES, _TENSORS = 5, 10  # of a block: values that are made again, and tensors that autograd saves
+_STEPS, _ENOUGH = 2, 0.5  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """Seconds of processor time.
+
+    Attributes:
+        value: For a value that is made again, beside its operator.
+        call: For a call that is replayed as a whole, beside the replay itself.
+        tensor: Likewise, for each tensor that is saved within it.
+    """
+
+    value: float = 0.0
+    call: float = 0.0
+    tensor: float = 0.0
+
+    def of_call(self, tensors: int) -> float:
+        """For a call that saves so many tensors: each is given out twice, to autograd and back."""
+        return self.call + 2 * tensors * self.tensor
+
+
+class _Block(nn.Module):
+    """Some of everything that models are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return added
+
+
+@cache
+def measured_bookkeeping() -> Bookkeeping:
+    """On the host, of a small network all of whose values are dropped, and all of whose blocks are replayed."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        module = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+        x = torch.ones(_ROWS, _WIDTH, device="cpu", requires_grad=True)
+        plain = _seconds(lambda: module(x).sum().backward())
+        forward = _seconds(lambda: module(x))
+        with torch.no_grad():
+            again = _seconds(lambda: module(x))
+        values = _everything_dropped(module, x)
+        try:
+            planned = _seconds(partial(_planned_step, values, module, x))
+        finally:
+            values.remove()
+        blocks = [str(number) for number in range(_BLOCKS)]
+        each = _replayed_forward(module, x, blocks) - forward
+        whole = nn.Sequential(module)
+        once = _replayed_forward(whole, x, ["0"]) - forward
+    tensor = max(0.0, once) / (_BLOCKS * _TENSORS)
+    return Bookkeeping(
+        value=max(0.0, planned - plain - again) / (_BLOCKS * _RECIPES),
+        call=max(0.0, each / _BLOCKS - _TENSORS * tensor),
+        tensor=tensor,
+    )
+
+
+def _everything_dropped(module: nn.Module, x: Tensor) -> Practised:
+    """Hooks that drop all that comes from the graph."""
+    names = CallNames(module)
+    seen = _Seen(names)
+    with seen.active():
+        module(x)
+    return Practised(names, set(seen.operators.values()), list(seen.operators))
+
+
+class _Seen(Rematerialisation):
+    """Drops nothing, and notes the names and operators of what could be."""
+
+    def __init__(self, names: CallNames) -> None:
+        super().__init__(names)
+        self.operators: dict[str, str] = {}
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        """Keeps it."""
+        if node is not None:
+            self.operators[value.name] = value.operator
+        return False
+
+
+def _replayed_forward(module: nn.Module, x: Tensor, names: list[str]) -> float:
+    replays = Replays(module, names)
+
+    def forward() -> None:
+        with replays.active():
+            module(x)
+
+    try:
+        return _seconds(forward)
+    finally:
+        replays.remove()
+
+
+def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:
+    with values.active():
+        result = module(x).sum()
+    result.backward()
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds that what runs there takes: processor time on the host, where others may be at work at that moment.
+
+    Of this thread, because the others that share in its operators only work while it does.
+    """
+    return time.thread_time if is_host(device) else time.perf_counter
+
+
+def step_seconds(
+    run: Callable[[], Tensor | None],
+    backward: Callable[[Tensor], None],
+    device: torch.device,
+    alone: Callable[[bool], AbstractContextManager[CopyOnWrite | None]],
+) -> tuple[float, float]:
+    """The least time of one or two steps, and that of their forward, after one that is not counted.
+
+    Args:
+        run: A forward; ``None`` from a step that runs all its backwards itself.
+        backward: What to do with its result.
+        device: Where it runs.
+        alone: Around a step: it begins at the same state as the others, and leaves nothing behind. Given whether
+            writes to tensors are watched, it yields what has seen them.
+    """
+    best, spent, watches = (float("inf"), 0.0), 0.0, True
+    for turn in range(1 + _STEPS):
+        with alone(watches) as writes:
+            whole, forward = _timed_step(run, backward, device)
+            watches = writes is not None and writes.has_seen_any  # else the next one writes to nothing either
+        if not turn:
+            continue
+        best = min(best, (whole, forward))
+        spent += whole
+        if spent > _ENOUGH:
+            break
+    return best
+
+
+def _timed_step(
+    run: Callable[[], Tensor | None], backward: Callable[[Tensor], None], device: torch.device
+) -> tuple[float, float]:
+    clock = clock_of(device)
+    synchronize(device)
+    start = clock()
+    result = run()
+    synchronize(device)
+    middle = clock()
+    if result is not None:
+        backward(result)
+    synchronize(device)
+    return clock() - start, middle - start
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of processor time, the median of a few runs after the first ones."""
+    found = []
+    for turn in range(_WARM + _ROUNDS):
+        start = time.thread_time()
+        run()
+        if turn >= _WARM:
+            found.append(time.thread_time() - start)
+    return statistics.median(found)

@@ -1,0 +1,65 @@
+"""What a module call takes while it is made again, whichever of its tensors are wanted.
+
+A tensor of the call that is wanted stays to the call's end; another goes when the call itself has no more use for it.
+So one call that is watched while nothing is wanted tells the peak for every choice: it is divided into stretches that
+end where one of these tensors goes, each with the most bytes that were there, and what is wanted adds to all stretches
+after its own.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_dpx.memory.execute.calls import Again, Key
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.memory.execute.values import Value, repeat
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+
+
+@dataclass(frozen=True, slots=True)
+class CallCourse:
+    """The memory of a call.
+
+    Attributes:
+        stretches: Bytes at the most in each, while nothing is wanted.
+        gone: For a tensor of the call, the first stretch without it.
+    """
+
+    stretches: tuple[int, ...]
+    gone: Mapping[Key, int]
+
+
+def most_with(stretches: Sequence[int], wanted: Collection[tuple[int, int]]) -> int:
+    """Bytes at the most, if these are ``wanted``: for each the first stretch without it, and its bytes."""
+    stays = [0] * (len(stretches) + 1)
+    for gone, num_bytes in wanted:
+        stays[min(gone, len(stretches))] += num_bytes
+    most = there = 0
+    for stretch, more in zip(stretches, stays, strict=False):
+        there += more
+        most = max(most, stretch + there)
+    return most
+
+
+def course_of(call: Value, trace: MemoryTrace) -> CallCourse:
+    """Makes ``call`` again, watched by ``trace``, and keeps nothing of it.
+
+    Raises:
+        NotRecomputable: it talks to other processes, which would not answer.
+    """
+    assert isinstance(call.make, Again), "it is a call"
+    spans: dict[Key, Allocation] = {}
+    with trace, call.make.told(lambda key, tensor: _note(spans, key, trace.allocation_of(tensor.untyped_storage()))):
+        repeat(call)
+    if trace.communicates:
+        raise NotRecomputable(f"{call.operator} talks to other processes")
+    end = len(trace.curve)
+    died = {key: end if span.died is None else span.died for key, span in spans.items()}
+    ends = sorted(set(died.values()))
+    stretches = [max(trace.curve[start:stop], default=0) for start, stop in pairwise([0, *ends, end])]
+    return CallCourse(tuple(stretches), {key: ends.index(event) + 1 for key, event in died.items()})
+
+
+def _note(spans: dict[Key, Allocation], key: Key, span: Allocation | None) -> None:
+    if span is not None:
+        spans[key] = span

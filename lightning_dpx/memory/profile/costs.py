@@ -1,0 +1,183 @@
+"""How a step is watched and its operators are tried: by running them where the step runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
+from lightning_dpx.memory.execute.offload import copy_seconds
+from lightning_dpx.memory.execute.replays import Replay
+from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, clock_of, measured_bookkeeping, step_seconds
+from lightning_dpx.memory.profile.call_course import CallCourse, course_of
+from lightning_dpx.memory.profile.noted_calls import ReplayTrial
+from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, Reach, untouched
+
+
+class Trial(NamedTuple):
+    """What making a value again gave.
+
+    Attributes:
+        tensor: The value.
+        seconds: That it took.
+        most: Bytes that were there at once, the result's own among them.
+    """
+
+    tensor: torch.Tensor
+    seconds: float
+    most: int
+
+
+class Meter:
+    """Measures on a device.
+
+    Args:
+        device: Where the tensors of the step are.
+
+    Attributes:
+        basis: What the figures rest on, if not on a step that was measured.
+        kinds: Types of the tensors of the step.
+        times_steps: Whether steps are timed as they are, and not by the trace.
+        parks: Whether what is planned for is a device that can leave tensors in the host's memory.
+    """
+
+    basis = ""
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._account = device, account_of(device)
+        self.parks = not is_host(device)
+        self.times_steps = is_host(device)
+        self._writes: CopyOnWrite | None = None
+        self._reach: tuple[nn.Module, Reach] | None = None
+        if why := hidden_on(device):
+            self.basis = f"without what operators take inside: {why}"
+
+    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around a run that :meth:`trace` follows: the module and random generators are put back."""
+        return self._untouched(module)
+
+    def reach_of(self, module: nn.Module) -> Reach:
+        """What ``module`` leads to, looked for once: every run puts it back as it was."""
+        if self._reach is None or self._reach[0] is not module:
+            self._reach = module, Reach(module)
+        return self._reach[1]
+
+    def forget_reach(self) -> None:
+        """Holds nothing of the module any longer, such as fakes that stand in for its tensors."""
+        self._reach = None
+
+    @contextmanager
+    def _untouched(self, module: nn.Module) -> Iterator[None]:
+        with untouched(module, reach=self.reach_of(module)) as self._writes:
+            try:
+                yield
+            finally:
+                self._writes = None
+
+    def trace(self) -> MemoryTrace:
+        """Follows the storages of a run."""
+        return self._watch()
+
+    def trying(self) -> AbstractContextManager[object]:
+        """Around the repetition of operators."""
+        return nullcontext()
+
+    def tried(self, value: Value) -> Trial:
+        """What making ``value`` again gives and takes: the better time of two, the second by the allocator's account.
+
+        The first may fill caches, for example of what a library compiled for these shapes.
+        """
+        best = self._repeated(value)[1]
+        token = self._account.start()
+        try:
+            tensor, seconds = self._repeated(value)
+        finally:
+            taken = self._account.stop(token)
+        return Trial(tensor, min(best, seconds), taken.most)
+
+    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
+        """Makes a call again, as backward will; with a trace of its memory, or timed."""
+        clock = clock_of(self.device)
+        synchronize(self.device)
+        trace = self._watch() if watched else None
+        start = clock()
+        with nullcontext() if trace is None else trace:
+            found = replay.replay()
+        synchronize(self.device)
+        return ReplayTrial(found, clock() - start, trace)
+
+    def _repeated(self, value: Value) -> tuple[torch.Tensor, float]:
+        clock = clock_of(self.device)
+        synchronize(self.device)
+        start = clock()
+        tensor = repeat(value)
+        synchronize(self.device)
+        return tensor, clock() - start
+
+    def step_seconds(
+        self,
+        module: nn.Module,
+        run: Callable[[], torch.Tensor | None],
+        backward: Callable[[torch.Tensor], None],
+    ) -> tuple[float, float]:
+        """The time of a step, and that of its forward."""
+        return step_seconds(run, backward, self.device, partial(self._alone, module))
+
+    @contextmanager
+    def _alone(self, module: nn.Module, watches: bool) -> Iterator[CopyOnWrite | None]:
+        with self.nothing_changed(module):
+            writes = self._writes
+            with nullcontext() if writes is None or not watches else BeforeWrites(writes):
+                yield writes
+
+    def bookkeeping(self) -> Bookkeeping:
+        """What a planned step spends beside its operators."""
+        return measured_bookkeeping() if is_host(self.device) else Bookkeeping()
+
+    def course_of(self, call: Value) -> CallCourse:
+        """What ``call`` takes while it is made again.
+
+        Raises:
+            NotRecomputable: it talks to other processes, which would not answer.
+        """
+        return course_of(call, self._watch())
+
+    def _watch(self) -> MemoryTrace:
+        return MemoryTrace(self.device, self._writes)
+
+    def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
+        """Whether a tensor that was made again is right: to the bit on the host."""
+        tolerance = 0.0
+        if not is_host(self.device) and again.dtype.is_floating_point:
+            tolerance = 4 * torch.finfo(again.dtype).eps
+        scale = float(original.abs().max()) if tolerance and original.numel() else 1.0
+        return torch.allclose(again, original, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+    def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
+        """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
+        clock = clock_of(self.device)
+        start = clock()
+        trial = Value(value.name, "")
+        trial.tensor = value.tensor
+        if not compress(trial):
+            return None
+        run_recipe(trial)
+        return trial.inputs[0].nbytes, clock() - start
+
+    def copy_seconds(self, tensor: torch.Tensor) -> float:
+        """To the host's memory or back, the slower of the two."""
+        return copy_seconds(tensor)
+
+    def parking_room(self) -> int:
+        """Bytes of the host's memory for what could be computed again as well."""
+        return free_bytes(_HOST) // (2 * max(1, len(accelerators()))) if self.parks else 0
+
+
+_HOST = torch.device("cpu")

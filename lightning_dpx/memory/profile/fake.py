@@ -1,0 +1,360 @@
+"""A step on fake tensors: sizes without memory, for a batch, a model or a device that is not there.
+
+Forward and backward run as always, operator by operator and through autograd's own engine, so every storage comes and
+goes as in a real step; only nothing is computed. [Note: where fakes are] They are on the device that is planned for
+where torch can reach it, else on the CPU: a build of torch without a device's runtime ends the process as soon as
+autograd meets a tensor that claims to be there. Sizes are the same, and where the operators are not, they are replaced
+(:class:`AsOnAccelerators`) or not trusted.
+
+Memory is taken on the host only, where operators are tried one by one (:mod:`lightning_dpx.memory.profile.probe`).
+
+What no fake can tell: numbers. So nobody proves here that a repeated operator gives the same ones; masks are known from
+the operator that draws them, and times from FLOPs and bytes. Nor can a step look at its numbers (``.item()``, a branch
+on a tensor), or call an operator that has no rule for fakes. What libraries of other devices need beside is estimated,
+which kernel attention takes is assumed, and ``torch.autocast`` of an absent device does nothing.
+"""
+
+import gc
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.memory.execute.replays import Replay
+from lightning_dpx.memory.execute.values import Value, repeat
+from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
+from lightning_dpx.memory.profile.costs import Meter, Trial
+from lightning_dpx.memory.profile.noted_calls import ReplayTrial
+from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
+from lightning_dpx.memory.profile.roofline import OperatorSeconds, rates_of
+from lightning_dpx.memory.tracing.allocator_account import Account, Taken
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.scratch import inside_bytes
+from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
+
+aten = torch.ops.aten
+
+
+class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
+    """With times from rates, and what operators take inside by rule where the target's cannot be asked.
+
+    Args:
+        device: Where the tensors of the step are.
+        target: What is planned for.
+        writes: What is told before an operator writes to a tensor.
+        fake: Whether these tensors are, so that operators take nothing.
+        probe: What tries operators of fakes for real, where the target is there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        target: torch.device,
+        writes: CopyOnWrite | None = None,
+        *,
+        fake: bool = False,
+        probe: Probe | None = None,
+    ) -> None:
+        super().__init__(device, writes)
+        self._rates, self._target, self._probe = rates_of(target), target, probe
+        self._probed: Probed | None = None  # the operator that is being looked at
+        self._by_rule = fake or device.type != target.type
+        if self._by_rule:
+            self._account = Account()
+
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+        """The results of an operator, and what it would take."""
+        out, _, taken = super().observed(func, args, kwargs)
+        self._probed = None if self._probe is None else self._probe.of(func, args, kwargs, out)
+        if self._probed is not None:
+            out, taken = as_probed(out, self._probed), self._probed.taken
+        return out, self._rates.seconds(func, args, kwargs, out), taken
+
+    def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
+        if self._by_rule and self._probed is None:
+            return inside_bytes(func, args, out, self._target.type)
+        return super()._inside(func, args, out, counted)
+
+
+class RatedMeter(Meter):
+    """Runs a step here, for another device: times come from that device's rates.
+
+    Args:
+        here: Where the tensors of the step are.
+        target: What is planned for.
+    """
+
+    def __init__(self, here: torch.device, target: torch.device) -> None:
+        super().__init__(here)
+        self.rates, self._target = rates_of(target), target
+        self.parks, self.elsewhere = not is_host(target), here.type != target.type
+        self.times_steps = False  # nothing runs as fast here as it would there
+        self._costs = OperatorSeconds(self.rates)
+
+    def as_on_target(self) -> AbstractContextManager[Any]:
+        """Around a forward: keeps what the target's operators would."""
+        return AsOnAccelerators() if self.elsewhere and self.parks else nullcontext()
+
+    def _watch(self) -> RatedTrace:
+        return RatedTrace(self.device, self._target, self._writes)
+
+    def tried(self, value: Value) -> Trial:
+        """The tensor of ``value``, made again, and what that would take.
+
+        Raises:
+            NotRecomputable: the device has another operator for it, which no recipe repeats.
+        """
+        if self.elsewhere and "ForCpu" in value.operator:
+            raise NotRecomputable("the device that is planned for has another operator")
+        self._costs.seconds = 0.0
+        trace = self._watch()
+        with trace, self._costs:
+            tensor = repeat(value)
+        return Trial(tensor, self._costs.seconds, max(trace.curve, default=0))
+
+    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
+        """Makes a call again; its time is that of its operators there."""
+        self._costs.seconds, trace = 0.0, self._watch()
+        with trace, self._costs:
+            found = replay.replay()
+        return ReplayTrial(found, self._costs.seconds, trace)
+
+    def bookkeeping(self) -> Bookkeeping:
+        """On the host as here; devices work while Python does."""
+        return Bookkeeping() if self.parks else measured_bookkeeping()
+
+    def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
+        """As the host does."""
+        return None if self.parks or not self.is_mask(value, span) else self._mask_costs(value)
+
+    def is_mask(self, value: Value, span: Allocation) -> bool:
+        """Whether it is one number or zero everywhere."""
+        return super().compressed(value, span) is not None
+
+    def _mask_costs(self, value: Value) -> tuple[int, float]:
+        assert value.tensor is not None, "the profile keeps everything"
+        return value.tensor.numel(), 3 * value.tensor.nbytes / self.rates.bytes
+
+    def copy_seconds(self, tensor: torch.Tensor) -> float:
+        """To the host's memory or back."""
+        return tensor.nbytes / self.rates.host_bytes
+
+    def parking_room(self) -> int:
+        """None: what the host of that device has free is not known here."""
+        return 0
+
+
+class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
+    """Also notes what nobody can read from fakes later.
+
+    Attributes:
+        masks: Storages with zeros and one other number, as a dropout draws them.
+    """
+
+    def __init__(self, device: torch.device, target: torch.device, probe: Probe | None) -> None:
+        super().__init__(device, target, fake=True, probe=probe)
+        self.masks: set[Allocation] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # fakes are asked for their device by an operator
+            return func(*args)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            allocation = self._made(args[0])
+            if func in _IN_PLACE and allocation is not None and args[0].nbytes == allocation.num_bytes:
+                self.masks.add(allocation)
+            elif not _scales(func, args) and allocation is not None:
+                self.masks.discard(allocation)
+        elif _fills(func, args) and (allocation := self._made(out)) is not None:
+            self.masks.add(allocation)
+        return out
+
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+        """Refuses tensors on absent devices, before autograd sees them; see [Note: where fakes are]."""
+        if func is aten.mkldnn_rnn_layer.default:
+            raise RuntimeError("what a recurrent layer's library keeps is not known to fake tensors")
+        out, seconds, taken = super().observed(func, args, kwargs)
+        for leaf in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self._device.type, "cpu", "meta"):
+                raise RuntimeError(f"the step makes a tensor on {leaf.device}; write device=x.device, or self.device")
+        return out, seconds, taken
+
+    def _made(self, tensor: torch.Tensor) -> Allocation | None:
+        return self.allocation_of(tensor.untyped_storage())
+
+
+_IN_PLACE = {aten.bernoulli_.float, aten.zero_.default, aten.fill_.Scalar}
+_CONSTANTS = {
+    aten.zeros, aten.zeros_like, aten.new_zeros, aten.ones, aten.ones_like, aten.new_ones, aten.full, aten.full_like,
+    aten.new_full,
+}  # fmt: skip
+
+
+def _fills(func: Any, args: Any) -> bool:
+    """Whether an operator makes a tensor of zeros and one other number."""
+    return func.overloadpacket in _CONSTANTS or (func is aten._to_copy.default and args[0].dtype is torch.bool)
+
+
+def _scales(func: Any, args: Any) -> bool:
+    """Whether an operator in place multiplies by a number."""
+    if func not in (aten.div_.Scalar, aten.div_.Tensor, aten.mul_.Scalar, aten.mul_.Tensor):
+        return False
+    return not isinstance(args[1], torch.Tensor) or args[1].ndim == 0
+
+
+class FakeMeter(RatedMeter):
+    """Watches a step on fake tensors.
+
+    Args:
+        mode: Whose fakes they are.
+        here: The device that they claim to be on.
+        target: What is planned for.
+    """
+
+    kinds = (torch.Tensor, FakeTensor)
+
+    def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
+        super().__init__(here, target)
+        self._mode, self._traces = mode, list[_FakeTrace]()
+        # Of an accelerator nothing is taken while it is planned for: others may be at work there.
+        self._probe = Probe(here, self.rates) if is_host(target) else None
+        inside = "by rule" if self._probe is None else "tried one by one"
+        self.basis = (
+            f"from fake tensors for {target}: times by FLOPs and bytes, what operators take inside {inside}, "
+            "recomputation not proven here"
+        )
+
+    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """The module's tensors are none of its own: all else is put back."""
+        return untouched(module, tensors=False, reach=self.reach_of(module))
+
+    def trace(self) -> MemoryTrace:
+        """Follows the storages of a run."""
+        self._traces.append(_FakeTrace(self.device, self._target, self._probe))
+        return self._traces[-1]
+
+    def _watch(self) -> RatedTrace:
+        return RatedTrace(self.device, self._target, fake=True, probe=self._probe)
+
+    @property
+    def left_behind(self) -> int:
+        """How many of the storages that were watched are still there."""
+        return sum(allocation.died is None for trace in self._traces for allocation in trace.allocations)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """What operators make when they are repeated is fake, too."""
+        with self._mode:
+            yield
+
+    def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
+        """Assumed."""
+        return True
+
+    def is_mask(self, value: Value, span: Allocation) -> bool:
+        """Whether a dropout has drawn it."""
+        return span in self._traces[-1].masks
+
+
+def place_for(target: torch.device) -> torch.device:
+    """Where the fakes of a step for ``target`` are; see [Note: where fakes are]."""
+    there = is_host(target) or torch.get_device_module(target).is_available()
+    return canonical_device(target if there else "cpu")
+
+
+@contextmanager
+def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.device) -> Iterator[tuple[Any, FakeMeter]]:
+    """Inside, the parameters and buffers of ``module`` are fakes, and it works on fakes only.
+
+    Its tensors may also be on the meta device, or fakes of somebody else's. All its attributes are put back.
+
+    Args:
+        module: Any module.
+        batch: Any nested structure with tensors, real ones or not.
+        target: What is planned for.
+        here: Where the fakes are.
+
+    Yields:
+        The batch as fakes, and what watches a step on it.
+
+    Raises:
+        TypeError: a tensor has no fake: it is sparse, of a subclass, not initialized, or in a ScriptModule.
+    """
+    if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
+        raise TypeError("a ScriptModule takes no fake tensors")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    meter = FakeMeter(mode, here, target)
+    known: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = _fake_of(tensor, here)
+        return known[id(tensor)]
+
+    with _put_back(module), mode:
+        tensors = [found for child in module.modules() for found in _tensors_of(child)]
+        for child, name, _ in tensors:
+            for own in (child._parameters, child._buffers):
+                if name in own:
+                    own[name] = None
+        module.to(here)  # there is nothing to move, but a LightningModule remembers the device
+        for child, name, tensor in tensors:
+            setattr(child, name, fake(tensor))  # recurrent layers notice
+        yield tree_map_only(torch.Tensor, fake, batch), meter
+    tensors.clear()
+    known.clear()
+    gc.collect()
+    if meter.left_behind:
+        warnings.warn(
+            f"The step left {meter.left_behind} fake tensors in something outside of the module that outlives it, such "
+            "as a cache; do not run real steps in this process.",
+            stacklevel=6,
+        )
+
+
+def _tensors_of(child: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Its own, with their names."""
+    places = child._parameters, child._buffers, vars(child)
+    return [(child, name, e) for place in places for name, e in place.items() if isinstance(e, torch.Tensor)]
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Every attribute of every submodule, with what the plain lists, dicts and sets among them contain."""
+    states: list[tuple[Any, Any]] = []
+    for child in module.modules():
+        own = vars(child)
+        states.append((own, dict(own)))
+        for value in own.values():
+            if type(value) in (dict, OrderedDict, defaultdict):
+                states.append((value, dict(value)))
+            elif type(value) in (list, set, deque):
+                states.append((value, list(value)))
+    try:
+        yield
+    finally:
+        for container, content in states:
+            container.clear()
+            container.extend(content) if isinstance(container, list | deque) else container.update(content)
+
+
+def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Made in the mode that is active."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"there is no fake of a {type(tensor).__name__} with layout {tensor.layout}")
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    made.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        made._is_param = True  # type: ignore[attr-defined]  # as nn.Parameter marks what is no plain tensor
+        if tensor.grad is not None and tensor.grad.layout is torch.strided:
+            made.grad = torch.empty_like(made)
+    return made

@@ -1,0 +1,380 @@
+"""The calls of modules in a profiled step, and what it takes to replay each as a whole.
+
+Every call that nobody could tell from a second one, and that saves several tensors, is made once more before backward
+begins: that gives its time and its memory, and shows that all tensors come out the same.
+"""
+
+import statistics
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from lightning_dpx.memory.execute.calls import Call
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.replays import Replay
+from lightning_dpx.memory.execute.values import Unnamed, Value, View
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+
+_FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price
+_LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
+_MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCall:
+    """A call of a module that can be replayed as a whole.
+
+    Attributes:
+        name: Of the call.
+        kind: Calls of one kind do the same to tensors of the same sizes.
+        parent: The number of the innermost call among these that it is made in; -1 without one.
+        begin: The event at which it begins.
+        end: The event at which it is over.
+        tensors: That autograd saves within it.
+        seconds: To make it again.
+        most: Bytes at the most while it is made again, those that stay for backward among them.
+        again: What stays for backward then: bytes, and the event at which they go.
+        small: Bytes of what it saves that is no value of its own, and that stays as long as the call's.
+        given: Storages of the profile that it takes.
+        given_beside: What it takes and nobody saves: bytes, and the event at which they would go.
+        state: Bytes of the states of random generators that are kept for it.
+    """
+
+    name: str
+    kind: str
+    parent: int
+    begin: int
+    end: int
+    tensors: int
+    seconds: float
+    most: int
+    again: tuple[tuple[int, int], ...]
+    small: int
+    given: tuple[int, ...]
+    given_beside: tuple[tuple[int, int], ...]
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Autograd holds a value.
+
+    Attributes:
+        name: Of the value.
+        module_call: The name of the call that runs when it is saved.
+        call: The number of the innermost call that can be replayed; -1 without one.
+        asked: The event at which backward first asks for it; -1 if it never does.
+        end: The event at which autograd lets go of it.
+    """
+
+    name: str
+    module_call: str
+    call: int
+    asked: int
+    end: int
+
+
+class ReplayTrial:
+    """What a call gave when it was made again.
+
+    Attributes:
+        found: What it saved.
+        seconds: That it took.
+        trace: What has watched it, if anything has.
+    """
+
+    def __init__(self, found: list[torch.Tensor | None], seconds: float, trace: MemoryTrace | None) -> None:
+        self.found, self.seconds, self.trace = found, seconds, trace
+
+
+class TriesReplays(Protocol):
+    """A meter, as far as this file knows it."""
+
+    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
+        """Makes a call again."""
+
+    def bookkeeping(self) -> Bookkeeping:
+        """What a planned step spends beside its operators."""
+
+    def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
+        """Whether a tensor that was made again is right."""
+
+
+@dataclass(slots=True)
+class _Noted:
+    """A call of the step that is watched.
+
+    Attributes:
+        call: Which.
+        parent: The one that it is made in.
+        begin: Event.
+        first: The number of the first tensor that autograd saves in it.
+        given: What it takes: the tensor or a copy of it, or the value that is saved; in the order of its arguments.
+        allocations: Of what it takes.
+        end: Event.
+        count: Tensors that are saved in it.
+        random: The state of the generators when the last of them was saved.
+    """
+
+    call: Call
+    parent: int
+    begin: int
+    first: int
+    given: list[Any] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+    end: int = -1
+    count: int = 0
+    random: int | None = None
+    seconds: float = 0.0
+    most: int = 0
+    again: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by storage: bytes, numbers of tensors
+
+
+class NotedCalls:
+    """Watches the calls of a step.
+
+    Args:
+        names: Tells of them.
+        trace: Tells of the memory.
+        find: The value of a tensor, if it is one.
+    """
+
+    def __init__(
+        self, names: CallNames, trace: MemoryTrace, find: Callable[[torch.Tensor], Value | View | None]
+    ) -> None:
+        self._names, self._trace, self._find = names, trace, find
+        self._noted: list[_Noted] = []
+        self._open: list[int] = []
+        self._packs: list[tuple[Any, int]] = []  # what autograd holds, weakly; and its elements
+        self._hold_of: dict[int, int] = {}  # by the number of the tensor
+        self._holds: list[tuple[str, str, int]] = []  # name, running call, number of the noted one
+        self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
+        self._tried: list[int] = []
+
+    def begins(self, call: Call) -> None:
+        """A call begins."""
+        parent = self._open[-1] if self._open else -1
+        self._open.append(len(self._noted))
+        noted = _Noted(call, parent, self._trace.now, len(self._packs))
+        self._noted.append(noted)
+        if call.obstacle or self._names.compiled:
+            return
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            for argument in call.arguments:
+                tensor = argument.tensor()
+                if tensor is None:
+                    noted.given.clear()
+                    return
+                allocation = self._trace.allocation_of(tensor.untyped_storage())
+                argument.watch(tensor)
+                if allocation is not None:
+                    noted.allocations.append(allocation)
+                noted.given.append(tensor.detach() if allocation is None else tensor.clone())
+
+    def ends(self, call: Call) -> None:
+        """It is over."""
+        noted = self._noted[self._open.pop()]
+        if noted.call is not call:  # some call has ended without telling
+            self._open.clear()
+            self._noted.clear()
+            return
+        noted.call = call.apart()
+        noted.end, noted.count = self._trace.now, len(self._packs) - noted.first
+        if call.obstacle or noted.count < _FEWEST_TENSORS:
+            noted.given = []
+            return
+        if self._random is not None and self._random[0] >= noted.first:
+            noted.random = self._random[1]
+        for at, argument in enumerate(call.arguments):
+            tensor = argument.tensor()
+            value = None if tensor is None else self._find(tensor)
+            if value is not None and noted.given:
+                noted.given[at] = weakref.ref(value)
+
+    def packed(self, tensor: torch.Tensor, held: Any, hold: int, name: str) -> None:
+        """Autograd saves a tensor, and holds ``held`` for it."""
+        number = len(self._packs)
+        self._packs.append((weakref.ref(held), tensor.numel()))
+        innermost = self._open[-1] if self._open else -1
+        if innermost >= 0 and not self._noted[innermost].call.obstacle:
+            self._random = number, self._noted[innermost].call.generators()
+        if hold >= 0:
+            self._hold_of[number] = hold
+            stack = self._names.stack
+            self._holds.append((name, stack[-1][0] if stack else "", innermost))
+
+    def try_all(self, meter: TriesReplays) -> None:
+        """Makes calls again, outer ones first; those that do not give the same are no longer considered.
+
+        All of a kind are tried or none: a plan is to treat equal layers alike.
+        """
+        left, most = _MOST_TRIES * len(self._packs), _LARGEST_PART * len(self._packs)
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for number, noted in enumerate(self._noted):
+            if noted.end >= 0 and noted.given and noted.count <= most and self._saves_values(noted):
+                kinds.setdefault(self._kind(noted), []).append(number)
+        for numbers in sorted(kinds.values(), key=lambda numbers: -self._noted[numbers[0]].count):
+            tensors = sum(self._noted[number].count for number in numbers)
+            if tensors > left:
+                continue
+            left -= tensors
+            alike: list[_Noted] = []
+            for number in numbers:
+                if self._is_faithful(self._noted[number], meter, alike[0] if alike else None):
+                    alike.append(self._noted[number])
+                    self._tried.append(number)
+            typical = statistics.median_low([noted.seconds for noted in alike]) if alike else 0.0
+            for noted in alike:
+                noted.seconds = typical + meter.bookkeeping().of_call(noted.count)
+        self._tried.sort()
+        for noted in self._noted:
+            noted.given = []
+
+    def _is_faithful(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
+        try:
+            return self._is_right(noted, meter, like)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+            return False
+        except Exception:  # noqa: BLE001  a call of a module runs whatever its author wrote
+            return False
+
+    def _saves_values(self, noted: _Noted) -> bool:
+        return any(at in self._hold_of for at in range(noted.first, noted.first + noted.count))
+
+    def _numbered(self, noted: _Noted) -> list[tuple[int, tuple[Any, int]]]:
+        return [(at, self._packs[at]) for at in range(noted.first, noted.first + noted.count)]
+
+    def _kind(self, noted: _Noted) -> tuple[Any, ...]:
+        sizes = tuple(size for _, (_, size) in self._numbered(noted))
+        return type(noted.call.module), len(noted.call.arguments), noted.call.draws, sizes
+
+    def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
+        for argument in noted.call.arguments:
+            argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
+        given = [_tensor_of(one) for one in noted.given]
+        if any(tensor is None for tensor in given):
+            return False
+        sizes = [size for _, (_, size) in self._numbered(noted)]
+
+        def replay() -> Replay:
+            return Replay.noted(noted.call, [one for one in given if one is not None], sizes, noted.random)
+
+        if like is None:
+            watched = meter.replayed(replay(), watched=True)
+            self._watch(noted, watched)
+            if not self._are_right(noted, watched.found, meter):
+                return False
+        else:
+            noted.most = like.most
+            noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
+        trial = meter.replayed(replay(), watched=False)
+        noted.seconds = trial.seconds
+        return self._are_right(noted, trial.found, meter)
+
+    def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], meter: TriesReplays) -> bool:
+        """Whether these are what the call saved; of bytes, some may be what a library keeps and nobody writes."""
+        for again, (_, (held, _)) in zip(found, self._numbered(noted), strict=True):
+            original = _tensor_of(held)
+            if original is None or again is None or again.dtype == torch.uint8:
+                continue
+            if again.shape != original.shape or again.dtype != original.dtype or not meter.is_same(again, original):
+                return False
+        return True
+
+    def _watch(self, noted: _Noted, trial: ReplayTrial) -> None:
+        """Notes what a call takes that was watched while it was made again."""
+        trace = trial.trace
+        assert trace is not None, "it was asked for"
+        noted.most = max(trace.curve, default=0)
+        for at, tensor in enumerate(trial.found):
+            if tensor is None or tensor.layout is not torch.strided:
+                continue
+            allocation = trace.allocation_of(tensor.untyped_storage())
+            if allocation is not None:
+                noted.again.setdefault(id(allocation), (allocation.num_bytes, []))[1].append(at)
+
+    def holds(self, asked: Sequence[int], ends: Sequence[int]) -> tuple[Hold, ...]:
+        """What autograd has held, in order.
+
+        Args:
+            asked: For each the event at which backward first asked for it, or -1.
+            ends: For each the event at which autograd let go of it.
+        """
+        place = {number: at for at, number in enumerate(self._tried)}
+        found = []
+        for at, (name, module_call, noted) in enumerate(self._holds):
+            while noted >= 0 and noted not in place:
+                noted = self._noted[noted].parent
+            found.append(Hold(name, module_call, place.get(noted, -1), asked[at], ends[at]))
+        return tuple(found)
+
+    def calls(self, ends: Sequence[int], storages: dict[int, int], end: int) -> tuple[SavedCall, ...]:
+        """Those that can be replayed, in the order in which they begin.
+
+        Args:
+            ends: As in :meth:`holds`.
+            storages: The numbers of the profile's storages, by the id of their memory.
+            end: Of the step.
+        """
+        place = {number: at for at, number in enumerate(self._tried)}
+        found = []
+        for number in self._tried:
+            noted, parent = self._noted[number], self._noted[number].parent
+            while parent >= 0 and parent not in place:
+                parent = self._noted[parent].parent
+            again, small = [], 0
+            for size, numbers in noted.again.values():
+                holds = [self._hold_of[noted.first + at] for at in numbers if noted.first + at in self._hold_of]
+                if holds:
+                    again.append((size, max(ends[hold] for hold in holds)))
+                else:
+                    small += size
+            saved = {id(one): storages[id(one)] for one in noted.allocations if id(one) in storages}
+            beside = {id(one): one for one in noted.allocations if id(one) not in storages}
+            found.append(
+                SavedCall(
+                    noted.call.name,
+                    type(noted.call.module).__qualname__,
+                    place.get(parent, -1),
+                    noted.begin,
+                    noted.end,
+                    noted.count,
+                    noted.seconds,
+                    noted.most,
+                    tuple(again),
+                    small,
+                    tuple(saved.values()),
+                    tuple((one.num_bytes, end if one.died is None else one.died) for one in beside.values()),
+                    noted.call.state_bytes,
+                )
+            )
+        return tuple(found)
+
+
+def _tensor_of(held: Any) -> torch.Tensor | None:
+    """The tensor itself, behind weak references and values."""
+    if isinstance(held, weakref.ref):
+        held = held()
+    if isinstance(held, Unnamed | Value):
+        return held.tensor
+    if isinstance(held, View):
+        return None if held.value.tensor is None else held.read()
+    return held if isinstance(held, torch.Tensor) else None
+
+
+def outermost(calls: Sequence[SavedCall], chosen: Collection[str]) -> set[int]:
+    """The numbers of the ``chosen`` calls that are in no other chosen one."""
+    found = set()
+    for at, call in enumerate(calls):
+        parent = call.parent
+        while parent >= 0 and calls[parent].name not in chosen:
+            parent = calls[parent].parent
+        if parent < 0 and call.name in chosen:
+            found.add(at)
+    return found

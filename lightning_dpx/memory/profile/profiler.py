@@ -1,0 +1,905 @@
+"""What a step saves, what it would cost to compute it again, and when it is needed: the input of every planner.
+
+One run in which autograd keeps copies that nobody counts tells how long each tensor lives anyway. One in which
+everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
+proves on the spot that the result is the same. A :class:`Meter` watches and tries, on a device or without one.
+
+A step may run any number of backwards of its own: forces are gradients of an energy, a GAN optimizes twice. Whenever
+one begins, what was saved since the last one is tried, because it will soon be gone::
+
+    forward of F, grad(F, create_graph=True) -> B, backward of F and B
+
+    saves F | tries F | asks for F, saves B | tries B | asks for B and F again
+
+What is asked for several times is computed as often, unless something else keeps it in between: see ``saves``.
+"""
+
+import statistics
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.devices import synchronize
+from lightning_dpx.errors import PlanError
+from lightning_dpx.memory.execute.calls import Again, Argument, pick
+from lightning_dpx.memory.execute.gc_pause import COLLECTOR
+from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
+from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, used
+from lightning_dpx.memory.profile.call_course import CallCourse
+from lightning_dpx.memory.profile.costs import Meter
+from lightning_dpx.memory.profile.noted_calls import Hold, NotedCalls, SavedCall
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.progress import at
+
+Run = Callable[[], torch.Tensor | None]
+_NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
+_PARKED = "it cannot be made again, and a step that runs a backward of its own parks nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A tensor that backward needs, or one on the way to such a tensor that nobody saves.
+
+    Attributes:
+        name: The module call that saves it, and a number; empty where nobody does.
+        operator: The autograd node that produced it.
+        num_bytes: Of the tensor, made anew.
+        storage: Values with the same number share one storage; -1 where nobody saves it.
+        inputs: Indices of the values that it is computed from.
+        seconds: That this takes, without the inputs.
+        refused: Why it cannot be computed again; empty if it can.
+        compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
+        parked: Whether it is not computed again but comes back from the host's memory.
+        copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be parked.
+        saved: The event of forward before which it was saved first.
+        call: The module call that is made again for it; it stands for all that is picked from that call.
+        beside: Bytes that come and go while it is made, beyond its own.
+        picked: Whether it is a part of its only input, a call, and takes no memory of its own.
+        stretches: Of a call: bytes at the most in each of its stretches, while nothing is picked; see call_course.py.
+        gone: The first stretch of its call without what is picked.
+        within: The call that is replayed as a whole and saves it, if one is; see replayed_steps.py.
+    """
+
+    name: str
+    operator: str
+    num_bytes: int
+    storage: int
+    inputs: tuple[int, ...]
+    seconds: float
+    refused: str
+    compact: int = 0
+    parked: bool = False
+    copying: float = 0.0
+    saved: int = 0
+    call: str = ""
+    beside: int = 0
+    picked: bool = False
+    stretches: tuple[int, ...] = ()
+    gone: int = 0
+    within: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """The memory behind one or several values.
+
+    Attributes:
+        num_bytes: Its size.
+        unused: The event of the step after which it is only kept for backward.
+        freed: The event at which it goes if it is kept.
+    """
+
+    num_bytes: int
+    unused: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Backward asks for a value.
+
+    Attributes:
+        event: When.
+        value: Which.
+        released: The event at which it has no more use for it.
+        hold: The number of what autograd holds for it among the profile's; -1 where nobody knows.
+    """
+
+    event: int
+    value: int
+    released: int
+    hold: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step, seen from its memory. Events are numbered through forward and backward.
+
+    Attributes:
+        values: In the order in which forward made them known.
+        storages: What they occupy.
+        requests: Of backward, in order.
+        curve: Bytes at every event, if all is kept; without what outlives the step.
+        forward_events: How many of the events belong to forward.
+        step_seconds: Time in the operators of forward and backward.
+        scale: Rows of the real batch for each row that was profiled.
+        forward_seconds: The part of forward in the time of the step.
+        parking_room: Bytes that may be parked where they could be computed again as well.
+        overlap: How many parked values are on their way at once, in each direction; see parking.py.
+        basis: What all this rests on, in words; empty for a step that was run and measured.
+        saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
+            that the requests tell how long a value is waited for.
+        operators: Event and name of every operator, in order; empty where nobody noted them.
+        calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
+        holds: What autograd holds, in order; empty if nothing can be replayed.
+        replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
+    """
+
+    values: tuple[SavedValue, ...]
+    storages: tuple[SavedStorage, ...]
+    requests: tuple[Request, ...]
+    curve: tuple[int, ...]
+    forward_events: int
+    step_seconds: float
+    scale: float = 1.0
+    forward_seconds: float = 0.0
+    parking_room: int = 0
+    overlap: int = 0
+    basis: str = ""
+    saves: tuple[tuple[int, int], ...] = ()
+    operators: tuple[tuple[int, str], ...] = ()
+    calls: tuple[SavedCall, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    replaying: float = 0.0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of activations at the most, if all is kept."""
+        return max(self.curve, default=0)
+
+
+class _Every:
+    """Contains all names."""
+
+    def __contains__(self, _name: object) -> bool:
+        return True
+
+
+class _Dead:
+    """A value that forward itself let go, because nothing leads from it to the loss."""
+
+    def __init__(self, value: Value, span: Allocation, saved: int, refused: str) -> None:
+        assert value.tensor is not None, "the profile keeps everything"
+        self.name, self.operator, self.num_bytes = value.name, value.operator, value.tensor.nbytes
+        self.span, self.saved = span, saved
+        self.sources = [weakref.ref(source) for source in value.sources]
+        self.refused = "" if value.make is not None else refused or "it does not come from the graph"
+
+
+class _Traced:
+    """Tells when autograd lets go of it."""
+
+    __slots__ = ("entry", "index", "notes")
+
+    def __init__(self, entry: Value | View, index: int, notes: "_Profiler") -> None:
+        self.entry, self.index, self.notes = entry, index, notes
+
+    def __del__(self) -> None:
+        self.notes.released(self.index, self.entry)
+
+
+class _AsksItselfError(Exception):
+    """A run in which nothing was kept has a backward of its own."""
+
+
+class _Profiler(Rematerialisation):
+    """Keeps everything and notes who asks for it; or, for the first run, nothing, or ``copies`` that nobody counts.
+
+    Attributes:
+        asks_itself: Whether a backward of the step's own found nothing.
+        spans: The memory of every value that was saved, by name.
+        values: What was found out about them, and about what they are computed from.
+        memories: The name of the first value in each storage, and its memory.
+        asks: The event of every request, and what autograd holds that it was for.
+        uses: By the event of a request, the one at which what autograd got is gone; of backwards of the step's own.
+        numbers: By what autograd holds, the number of the value.
+        ends: By what autograd holds, the event at which it let go of it.
+    """
+
+    def __init__(self, names: CallNames, trace: MemoryTrace, meter: Meter, *, keep: bool, copies: bool = False) -> None:
+        super().__init__(names)
+        self.kinds = meter.kinds
+        self._trace, self._meter, self._keep, self._copies = trace, meter, keep, copies
+        self.asks_itself = False
+        self.spans: dict[str, Allocation | None] = {}
+        self.saved: dict[str, int] = {}  # the events, by name
+        self.values: list[SavedValue] = []
+        self.memories: list[tuple[str, Allocation]] = []
+        self.storages: dict[int, int] = {}  # by the id of the memory
+        self.asks: list[tuple[int, int]] = []
+        self.uses: dict[int, int] = {}
+        self.is_over = False  # and the backward that comes is the last one
+        self.numbers: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        # Weak, because the step lets go of values as it would without anybody watching.
+        self._found: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()
+        self._untried: list[tuple[int, weakref.ref[Value]]] = []  # of what autograd holds
+        self._tried: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # their numbers
+        self._held: list[int] = []  # the event at which autograd got each of the things that it holds
+        self._watched: list[Any] = []
+        self._holders: dict[str, int] = {}  # how often autograd holds a value
+        self.dead: list[_Dead] = []  # what forward itself lets go
+        self.calls = NotedCalls(names, trace, self._saved_as)
+
+    def _saved_as(self, tensor: torch.Tensor) -> Value | None:
+        """The value that is that tensor, if autograd has saved it."""
+        known = self._values.get(identity_of(tensor))
+        return None if known is None else known()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = self._packed(tensor)
+        if self._keep:
+            if isinstance(packed, _Traced):
+                value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
+                self.calls.packed(tensor, packed.entry, packed.index, value.name)
+            else:
+                self.calls.packed(tensor, packed, -1, "")
+        return packed
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return Unnamed(tensor.detach(), tensor._version)  # a fake one has no type, a frozen one needs no name
+        packed = super().pack(tensor)
+        if isinstance(packed, Unnamed):
+            return packed
+        value = packed if isinstance(packed, Value) else packed.value
+        if value.name not in self.spans:
+            self.spans[value.name] = self._trace.allocation_of(tensor.untyped_storage())
+            if self._keep:
+                self._found[value] = self.spans[value.name]
+                self.saved[value.name] = self._trace.now
+            elif self._copies:
+                self._keep_copy(value, tensor if tensor._base is None else tensor._base)
+        if not self._keep:
+            if not self._copies:
+                value.let_go(tensor)
+            return packed
+        self._holders[value.name] = self._holders.get(value.name, 0) + 1
+        self._untried.append((len(self._held), weakref.ref(value)))
+        self._held.append(self._trace.now)
+        return _Traced(packed, len(self._held) - 1, self)
+
+    def _keep_copy(self, value: Value, tensor: torch.Tensor) -> None:
+        """A backward of the step's own finds the numbers, and ``tensor`` goes when nothing else needs it."""
+        if value.tensor is None:
+            return
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            copied = value.tensor.clone()
+        value.let_go(tensor)
+        value.keep(copied)
+        self.know_again(value, copied)  # where a backward that records gradients saves it once more
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        if self._keep and value not in self._tried:
+            self.find_recipe(value, node, output)
+        return False
+
+    def keep_constant(self, tensor: torch.Tensor) -> Value:
+        value = super().keep_constant(tensor)
+        self._found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
+        return value
+
+    def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
+        """A copy of it that nobody counts, so that the tensor itself goes when it would go without a plan."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            argument.watch(tensor)
+            value = super().keep_argument(argument, copy_as_it_lies(tensor))
+        self._found[value] = self._trace.allocation_of(tensor.untyped_storage())
+        return value
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Traced):
+            if not self._keep and not self._copies:
+                self.asks_itself = True
+                raise _AsksItselfError
+            return super().unpack(saved)
+        self.try_new_values()
+        event = self._trace.mark()
+        self.asks.append((event, saved.index))
+        if self.is_over:
+            return super().unpack(saved.entry)
+        return self._copy_for(event, saved.entry, super().unpack(saved.entry))
+
+    def _copy_for(self, event: int, entry: Value | View, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that nobody counts: autograd may ask once more, so only the end of what it got tells that it is done.
+
+        Args:
+            event: Of the request.
+            entry: What was asked for.
+            tensor: It.
+        """
+        value = entry if isinstance(entry, Value) else entry.value
+        if value.tensor is None:
+            return tensor
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            copied = value.tensor.clone()
+            found = copied if isinstance(entry, Value) else entry.look(copied)
+        if torch.is_grad_enabled():
+            self.know_again(value, copied)
+        self._watched.append(weakref.ref(copied.untyped_storage(), lambda _: self._used(event)))
+        return found
+
+    def _used(self, event: int) -> None:
+        self.uses[event] = self._trace.mark()
+
+    def packed(self, node: Any, saved: Any) -> Any:
+        found = super().packed(node, saved)
+        return found.entry if isinstance(found, _Traced) else found
+
+    def released(self, index: int, entry: Value | View) -> None:
+        self.ends[index] = self._trace.mark()
+        value = entry if isinstance(entry, Value) else entry.value
+        if value in self._found:  # which no backward has begun to need
+            self._let_die(value)
+
+    def _let_die(self, value: Value) -> None:
+        """A part of the graph goes while forward still runs: nothing leads from it to the loss.
+
+        What only that part has saved goes as well, unless others are made from it.
+        """
+        self._holders[value.name] -= 1
+        value.wanted_by -= 1
+        if self._holders[value.name] or value.wanted_by:
+            return
+        span = self._found.pop(value)
+        if span is not None:
+            self.dead.append(_Dead(value, span, self.saved[value.name], self.refused.get(value.name, "")))
+
+    def try_new_values(self) -> None:
+        """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
+        if not self._untried:
+            return
+        self._holders.clear()
+        synchronize(self._meter.device)
+        try:
+            with torch.utils._python_dispatch._disable_current_modes(), self._meter.trying():
+                tried = _measure(self, dict(self._found), self._tried, self._meter)
+                if self.is_over and not self.asks:
+                    self.calls.try_all(self._meter)
+        finally:
+            self._found.clear()  # also where memory runs out: then all that is held goes
+        for index, reference in self._untried:
+            value = reference()
+            if value is not None and value in self._tried:
+                self.numbers[index] = self._tried[value]
+        self._untried.clear()
+        for value in tried:
+            value.learn(None, ())  # they would keep each other longer than autograd does
+
+    def requests(self, end: int) -> tuple[list[Request], list[tuple[int, int]]]:
+        """What autograd has asked for in a step of ``end`` events; and what it has saved, if that was not once each."""
+        times = Counter(index for _, index in self.asks)
+        requests = []
+        for event, index in self.asks:
+            if index in self.numbers:
+                ends = self.ends if times[index] == 1 else {}
+                released = ends.get(index, self.uses.get(event, self.ends.get(index, end)))
+                requests.append(Request(event, self.numbers[index], released, index))
+        if max(times.values(), default=0) < 2:
+            return requests, []
+        return requests, [(event, self.numbers[i]) for i, event in enumerate(self._held) if i in self.numbers]
+
+    def calls_of(self, end: int) -> tuple[tuple[SavedCall, ...], tuple[Hold, ...]]:
+        """What can be replayed as a whole in a step of ``end`` events, and what autograd holds."""
+        asked = [-1] * len(self._held)
+        for event, index in reversed(self.asks):
+            asked[index] = event
+        ends = [self.ends.get(index, end) for index in range(len(self._held))]
+        calls = self.calls.calls(ends, self.storages, end)
+        return calls, self.calls.holds(asked, ends) if calls else ()
+
+    def park_nothing(self) -> None:
+        """A copy to the host's memory is awaited when the forward is over, and here a backward may come before that."""
+        for number, value in enumerate(self.values):
+            if value.copying:
+                refused = _PARKED if value.parked else value.refused
+                self.values[number] = replace(value, copying=0.0, parked=False, refused=refused)
+
+
+def profile_step(
+    module: nn.Module,
+    run: Run,
+    device: torch.device,
+    *,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    meter: Meter | None = None,
+    accumulates: bool = False,
+) -> Profile:
+    """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
+
+    Args:
+        module: The model; names of values are relative to it.
+        run: One forward that returns the loss, or any tensor that requires grad; ``None`` from a step that runs all
+            its backwards itself.
+        device: Where to look at the memory.
+        backward: What to do with the result of ``run``.
+        context: Entered for every forward, for example autocast.
+        meter: What watches the step; one that measures on ``device`` unless given.
+        accumulates: Whether every parameter that is trained has a gradient already, to which backward adds another
+            that is there at the same time. Unless given, those have that have one now.
+
+    Raises:
+        PlanError: the step leads to no backward.
+    """
+    if compiled := [path or "the model itself" for path, _ in compiled_parts(module)]:
+        warnings.warn(
+            f"{compiled[0]} is compiled ({len(compiled)} such parts): the memory of the step is that of its operators "
+            "one by one, and what the compiled code saves instead is kept. The peak may be another one.",
+            stacklevel=2,
+        )
+    with COLLECTOR.resting():  # it would search all that is watched, again and again, for a third of the time
+        meter = meter or Meter(device)
+        try:
+            return _profiled(module, run, meter, backward, context, accumulates, bool(compiled))
+        finally:
+            meter.forget_reach()
+
+
+def _profiled(
+    module: nn.Module,
+    run: Run,
+    meter: Meter,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+    accumulates: bool,
+    compiled: bool,
+) -> Profile:
+    with torch.utils._python_dispatch._disable_current_modes():
+        meter.bookkeeping()  # before hooks of ours are on
+    # Compiled code that meets the mode of a trace is given up for good.
+    uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
+    times = None
+    if meter.times_steps:
+        at("timing steps")
+        with uncompiled, torch.enable_grad():
+            times = _times(module, run, meter, backward, context)
+    names = CallNames(module)
+    try:
+        # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
+        at("watching a forward")
+        by_hand = not getattr(module, "automatic_optimization", True)
+        try:
+            with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+                lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=by_hand)
+        except _AsksItselfError as asked:
+            traceback.clear_frames(asked.__traceback__)
+            with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+                lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=True)
+        with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+            at("watching a step")
+            COLLECTOR.collect_young()
+            names.again = _Every()
+            _stand_in_for_gradients(module, accumulates)
+            profile = _full_step(module, names, run, meter, backward, context, lifetimes, operators)
+    finally:
+        names.listener = None
+        names.remove()
+    return profile if times is None else replace(profile, step_seconds=times[0], forward_seconds=times[1])
+
+
+def _times(
+    module: nn.Module,
+    run: Run,
+    meter: Meter,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[float, float]:
+    """Of a step, and its forward, as they are without anybody who watches."""
+
+    def forward() -> torch.Tensor | None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        with context():
+            result = run()
+        if result is not None and not result.requires_grad:
+            raise PlanError(_NO_LOSS)
+        return result
+
+    return meter.step_seconds(module, forward, backward)
+
+
+def _stand_in_for_gradients(module: nn.Module, accumulates: bool) -> None:
+    """Zeros in place of the gradients that backward will add to; elsewhere it leaves its own, as in a first step."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = torch.zeros_like(parameter.grad)
+        elif accumulates and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class _Gradients:
+    """The memory of the parameters' gradients, also of those that the step forgets: it is no activation.
+
+    Attributes:
+        allocations: Ids of what they have occupied.
+    """
+
+    def __init__(self, module: nn.Module, trace: MemoryTrace) -> None:
+        self._parameters, self._trace = list(module.parameters()), trace
+        self._handles: list[Any] = []
+        self.allocations: set[int] = set()
+
+    def __enter__(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            self.allocations.add(id(self._trace.allocation_of(gradient.untyped_storage())))
+
+
+def _natural_lifetimes(
+    names: CallNames,
+    run: Run,
+    meter: Meter,
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    copies: bool = False,
+) -> tuple[dict[str, int | None], int]:
+    """The operator after which each value is no longer used by the run itself, and the number of operators.
+
+    Raises:
+        _AsksItselfError: the run has a backward of its own, for which ``copies`` of what autograd saves must be kept.
+    """
+    trace = meter.trace().follow_storages_only()
+    profiler = _Profiler(names, trace, meter, keep=False, copies=copies)
+    with trace, context(), profiler.active():
+        result = run()
+        count = len(trace.operators)
+    if profiler.asks_itself:  # and somebody has caught it
+        raise _AsksItselfError
+    lives = {name: (span.died_operator if span is not None else None) for name, span in profiler.spans.items()}
+    del result
+    return lives, count
+
+
+def _full_step(
+    module: nn.Module,
+    names: CallNames,
+    run: Run,
+    meter: Meter,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+    lifetimes: dict[str, int | None],
+    operators: int,
+) -> Profile:
+    trace = meter.trace()
+    profiler = _Profiler(names, trace, meter, keep=True)
+    names.listener = profiler.calls
+    gradients = _Gradients(module, trace)
+    with trace, gradients:
+        with context(), profiler.active():
+            result = run()
+        synchronize(meter.device)
+        forward_events, forward_operators, forward_seconds = trace.now, len(trace.operators), trace.seconds
+        asks_itself, profiler.is_over = bool(profiler.asks), True
+        same = forward_operators == operators
+        if result is None:  # by hand; without a backward that needs what was saved, all of it is a forward
+            forward_events = profiler.asks[0][0] if profiler.asks else forward_events
+        elif not result.requires_grad:
+            raise PlanError(_NO_LOSS)
+        else:
+            profiler.try_new_values()
+            backward(result)
+        synchronize(meter.device)
+    end = trace.now
+    del result
+    if asks_itself:
+        profiler.park_nothing()
+    storages = []
+    for name, span in profiler.memories:
+        unused = lifetimes.get(name) if same else forward_operators  # nobody knows: it may be used to the last
+        freed = end if span.died is None else min(span.died, end)  # some go with the step itself
+        last_forward = trace.operators[unused - 1] if unused else None
+        storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
+    requests, saves = profiler.requests(end)
+    calls, holds = ((), ()) if asks_itself or saves else profiler.calls_of(end)
+    return Profile(
+        values=tuple(profiler.values),
+        storages=tuple(storages),
+        requests=tuple(requests),
+        curve=tuple(trace.passing(gradients.allocations)[:end]),
+        forward_events=forward_events,
+        step_seconds=trace.seconds,
+        forward_seconds=forward_seconds,
+        parking_room=meter.parking_room(),
+        basis=meter.basis,
+        saves=tuple(saves),
+        operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
+        calls=calls,
+        holds=holds,
+    )
+
+
+def _measure(
+    profiler: _Profiler,
+    found: dict[Value, Allocation | None],
+    tried: "weakref.WeakKeyDictionary[Value, int]",
+    meter: Meter,
+) -> list[Value]:
+    """Makes every value again that can be; in the order of backward, because that is when it will happen.
+
+    Args:
+        profiler: Gets what is found out.
+        found: The values, with their memory.
+        tried: The numbers of those of earlier backwards; gets those of the new ones.
+        meter: Tries them.
+
+    Returns:
+        The new values, with those that nobody saves on the way to them.
+    """
+    compact, seconds = dict[Value, int](), dict[Value, float]()
+    for value, span in found.items():
+        if not value.operator and span is not None and (known := meter.compressed(value, span)) is not None:
+            compact[value], seconds[value] = known
+            if value.make is pick:  # masks are small in another way than by making their call again
+                value.inputs[0].make.forgo(value.inputs[1])
+                forget_recipe(value)
+    order: dict[Value, int] = dict(tried)
+    new = _in_order(found, order, len(profiler.values))
+    seconds, memory = dict.fromkeys(order, 0.0) | seconds, _Beside()
+    sizes = {value: _bytes_on(meter.device, value) for value in order}
+    refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in new}
+    for number, value in enumerate(reversed(list(found))):
+        at("trying operators", number, len(found))
+        if value.make is None:
+            refused[value] = "" if value in compact else refused[value] or "it does not come from the graph"
+            continue
+        try:
+            refused[value] = _try(value, meter, seconds, sizes, memory)  # also elsewhere: others may be made from it
+        except torch.OutOfMemoryError:
+            raise  # fewer rows may do, and the caller knows how to get them
+        except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
+            refused[value] = f"{value.operator} failed when repeated: {error}"
+    _judge_calls(found, refused)
+    copying = {}
+    if meter.parks:
+        named = [value for value, span in found.items() if value.name and span is not None]
+        copying = _copying(named, meter)
+    parked = {value for value in copying if refused[value]}
+    for value in parked:
+        seconds[value], refused[value] = 2 * copying[value], ""
+    seconds, beside_operators = _typical(seconds, sizes), meter.bookkeeping().value
+    for value in new:
+        if isinstance(value.make, Again):
+            seconds[value] += meter.bookkeeping().call
+        elif value.make is not None or value in compact:
+            seconds[value] += beside_operators
+    numbers: dict[Value, int] = {}
+    for value, span in found.items():
+        if span is None:
+            here = value.tensor is None or value.tensor.device == meter.device
+            refused[value] = refused[value] or ("it was there before the step" if here else "it is on another device")
+            continue
+        if id(span) not in profiler.storages:
+            profiler.storages[id(span)] = len(profiler.memories)
+            profiler.memories.append((value.name, span))
+        numbers[value] = profiler.storages[id(span)]
+    profiler.values += [
+        SavedValue(
+            value.name,
+            value.operator,
+            sizes[value],
+            numbers.get(value, -1),
+            () if value in parked else tuple(order[source] for source in value.sources),
+            seconds[value],
+            refused[value] if value in found else "",
+            compact.get(value, 0),
+            value in parked,
+            copying.get(value, 0.0),
+            profiler.saved.get(value.name, 0),
+            value.make.call.name if isinstance(value.make, Again) else "",
+            memory.beside.get(value, 0),
+            value.make is pick and value not in parked,
+            memory.stretches_of(value),
+            memory.gone_of(value),
+        )
+        for value in new
+    ]
+    tried.update((value, order[value]) for value in new)
+    # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
+    if profiler.is_over:
+        profiler.values += [_dead_value(dead, order, profiler.storages, profiler.memories) for dead in profiler.dead]
+    return new
+
+
+def _dead_value(
+    dead: _Dead, order: dict[Value, int], storages: dict[int, int], spans: list[tuple[str, Allocation]]
+) -> SavedValue:
+    """It is never asked for, so that it can be dropped for nothing; that it comes out the same need not be shown."""
+    if id(dead.span) not in storages:
+        storages[id(dead.span)] = len(spans)
+        spans.append((dead.name, dead.span))
+    sources = [source for reference in dead.sources if (source := reference()) is not None]
+    return SavedValue(
+        dead.name,
+        dead.operator,
+        dead.num_bytes,
+        storages[id(dead.span)],
+        tuple(order[source] for source in sources if source in order),
+        0.0,
+        dead.refused,
+        saved=dead.saved,
+    )
+
+
+def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
+    """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
+    picked = [value for value in refused if value.make is pick]
+    unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
+    for value in picked:
+        if value.inputs[0] in unfaithful:
+            refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
+    right = {
+        value.inputs[0]
+        for value in picked
+        if value in found and not refused[value] and value.tensor is not None and value.tensor.is_floating_point()
+    }
+    for value in picked:
+        if _is_scratch(value) and value.inputs[0] in right:
+            refused[value] = ""
+
+
+def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value, float]:
+    """The median time of all values that the same operator makes from as many bytes: one of them may have been hit by
+    whatever else the machine did at that moment, and a plan for twenty equal layers should not depend on it."""
+    alike: dict[tuple[Any, ...], list[float]] = {}
+    kinds = {value: (value.operator, sizes[value], *(sizes[source] for source in value.sources)) for value in seconds}
+    for value, spent in seconds.items():
+        if spent:
+            alike.setdefault(kinds[value], []).append(spent)
+    medians = {kind: statistics.median(spent) for kind, spent in alike.items()}
+    return {value: medians[kinds[value]] if spent else spent for value, spent in seconds.items()}
+
+
+def _in_order(found: Iterable[Value], order: dict[Value, int], first: int) -> list[Value]:
+    """Numbers ``found`` and what they are computed from, but for what is in ``order`` already; inputs first."""
+    new: list[Value] = []
+    for value in found:
+        stack = [value]
+        while stack:
+            top = stack[-1]
+            missing = [source for source in top.sources if source not in order]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if top not in order:
+                order[top] = first + len(new)
+                new.append(top)
+    return new
+
+
+class _Beside:
+    """What values take beyond themselves while they are made.
+
+    Attributes:
+        beside: Bytes at the most.
+        courses: Of calls.
+    """
+
+    def __init__(self) -> None:
+        self.beside: dict[Value, int] = {}
+        self.courses: dict[Value, CallCourse] = {}
+
+    def stretches_of(self, value: Value) -> tuple[int, ...]:
+        """Of a call."""
+        return self.courses[value].stretches if value in self.courses else ()
+
+    def gone_of(self, value: Value) -> int:
+        """The first stretch of its call without a tensor that is picked."""
+        course = self.courses.get(value.inputs[0]) if value.make is pick else None
+        return 0 if course is None else course.gone.get(value.inputs[1], len(course.stretches))
+
+
+def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
+    """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
+    stack = [source for source in value.sources if source.tensor is None]
+    while stack:
+        top = stack[-1]
+        if top.tensor is not None:
+            stack.pop()
+            continue
+        missing = [source for source in top.sources if source.tensor is None]
+        if missing:
+            stack += missing
+            continue
+        if isinstance(top.make, Again):
+            for argument in top.make.call.arguments:
+                argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
+            memory.courses[top] = _course_of(top, meter)
+        top.tensor, seconds[top], most = meter.tried(top)
+        sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
+        memory.beside[top] = max(0, most - sizes[top])
+        stack.pop()
+        used(top)
+    again, seconds[value], most = meter.tried(value)
+    memory.beside[value] = max(0, most - sizes[value])
+    used(value)
+    original = value.tensor
+    assert original is not None, "the profile keeps everything"
+    operator = value.operator or "the call that saves it"
+    if again.shape != original.shape or again.dtype != original.dtype:
+        return f"{operator} gave another shape or dtype when repeated"
+    return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
+
+
+def _course_of(call: Value, meter: Meter) -> CallCourse:
+    try:
+        return meter.course_of(call)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+        raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
+
+
+def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of ``tensor``: what a call makes of its arguments may depend on them."""
+    whole = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            whole = whole.narrow(dim, 0, 1)
+    # Where windows overlap, each place is written several times with the same number.
+    copied = tensor.new_empty_strided(whole.size(), whole.stride())  # of a fake a fake one
+    return copied.copy_(whole).expand(tensor.size())
+
+
+def _bytes_on(device: torch.device, value: Value) -> int:
+    """What the tensor of ``value`` takes there: nothing if it is on another device, as in parts that are shifted."""
+    return value.tensor.nbytes if value.tensor is not None and value.tensor.device == device else 0
+
+
+def _copying(values: Iterable[Value], meter: Meter) -> dict[Value, float]:
+    """What a copy of each takes; equal sizes are measured once."""
+    by_size: dict[int, float] = {}
+    found: dict[Value, float] = {}
+    for value in values:
+        if (tensor := value.tensor) is not None:
+            if tensor.nbytes not in by_size:
+                by_size[tensor.nbytes] = meter.copy_seconds(tensor)
+            found[value] = by_size[tensor.nbytes]
+    return found
+
+
+def _is_scratch(value: Value) -> bool:
+    """Whether it may be what a library keeps for itself: bytes, some of which nobody ever writes or reads.
+
+    They differ from call to call; that the call's other results are the same tells that they will do.
+    """
+    return value.make is pick and not value.operator and value.tensor is not None and value.tensor.dtype == torch.uint8
+
+
+def _is_view_of(value: Value) -> bool:
+    assert value.tensor is not None, "just computed"
+    if isinstance(value.make, Again):
+        return False
+    address = value.tensor.untyped_storage()._cdata
+    given = [*(source.tensor for source in value.sources), *value.inputs]
+    given += [one.tensor for one in value.inputs if isinstance(one, Unnamed)]
+    return any(one.untyped_storage()._cdata == address for one in given if isinstance(one, torch.Tensor))

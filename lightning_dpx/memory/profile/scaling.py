@@ -1,0 +1,116 @@
+"""The profile of a batch that is too large to be tried, from two small ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_dpx.memory.profile.noted_calls import SavedCall
+from lightning_dpx.memory.profile.profiler import Profile, SavedValue
+
+
+def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int) -> Profile:
+    """The step on ``target`` rows, from those on ``rows``: every size and time is a line through two points.
+
+    Where the two steps did not do the same things in the same order, everything is taken in proportion to the larger
+    one; what does not depend on the batch is then overestimated.
+    """
+
+    def line(low: float, high: float) -> float:
+        return max(0.0, high + (high - low) / (rows[1] - rows[0]) * (target - rows[1]))
+
+    same = (
+        len(few.curve) == len(more.curve)
+        and list(map(_described, few.values)) == list(map(_described, more.values))
+        and len(few.storages) == len(more.storages)
+        and few.requests == more.requests
+        and list(map(_described_call, few.calls)) == list(map(_described_call, more.calls))
+    )
+    if not same:
+        return scaled(more, target / rows[1])
+    return replace(
+        more,
+        values=tuple(
+            replace(
+                b,
+                num_bytes=round(line(a.num_bytes, b.num_bytes)),
+                seconds=line(a.seconds, b.seconds),
+                compact=round(line(a.compact, b.compact)),
+                copying=line(a.copying, b.copying),
+                beside=round(line(a.beside, b.beside)),
+                stretches=tuple(round(line(*pair)) for pair in zip(a.stretches, b.stretches, strict=True)),
+            )
+            for a, b in zip(few.values, more.values, strict=True)
+        ),
+        storages=tuple(
+            replace(b, num_bytes=round(line(a.num_bytes, b.num_bytes)))
+            for a, b in zip(few.storages, more.storages, strict=True)
+        ),
+        curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
+        step_seconds=max(line(few.step_seconds, more.step_seconds), more.step_seconds),  # measured times jitter
+        scale=target / rows[1],
+        forward_seconds=max(line(few.forward_seconds, more.forward_seconds), more.forward_seconds),
+        calls=tuple(_between(a, b, line) for a, b in zip(few.calls, more.calls, strict=True)),
+    )
+
+
+def _between(few: SavedCall, more: SavedCall, line: Callable[[float, float], float]) -> SavedCall:
+    def sizes(low: Sequence[tuple[int, int]], high: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple((round(line(a[0], b[0])), b[1]) for a, b in zip(low, high, strict=True))
+
+    return replace(
+        more,
+        seconds=line(few.seconds, more.seconds),
+        most=round(line(few.most, more.most)),
+        again=sizes(few.again, more.again),
+        small=round(line(few.small, more.small)),
+        given_beside=sizes(few.given_beside, more.given_beside),
+    )
+
+
+def _described_call(call: SavedCall) -> tuple[object, ...]:
+    """What a call is, whatever its size."""
+    gone = [event for _, event in (*call.again, *call.given_beside)]
+    return call.name, call.parent, call.begin, call.end, call.given, len(call.again), *gone
+
+
+def _described(value: SavedValue) -> tuple[object, ...]:
+    """What a value is, whatever its size."""
+    order = len(value.stretches), value.gone
+    return value.name, value.operator, value.storage, value.inputs, value.refused, value.call, *order
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """Everything in proportion."""
+    if factor == 1:
+        return profile
+    return replace(
+        profile,
+        values=tuple(
+            replace(
+                v,
+                num_bytes=round(v.num_bytes * factor),
+                seconds=v.seconds * factor,
+                compact=round(v.compact * factor),
+                copying=v.copying * factor,
+                beside=round(v.beside * factor),
+                stretches=tuple(round(stretch * factor) for stretch in v.stretches),
+            )
+            for v in profile.values
+        ),
+        storages=tuple(replace(s, num_bytes=round(s.num_bytes * factor)) for s in profile.storages),
+        curve=tuple(round(size * factor) for size in profile.curve),
+        step_seconds=profile.step_seconds * factor,
+        scale=profile.scale * factor,
+        forward_seconds=profile.forward_seconds * factor,
+        calls=tuple(_scaled(call, factor) for call in profile.calls),
+    )
+
+
+def _scaled(call: SavedCall, factor: float) -> SavedCall:
+    return replace(
+        call,
+        seconds=call.seconds * factor,
+        most=round(call.most * factor),
+        again=tuple((round(size * factor), event) for size, event in call.again),
+        small=round(call.small * factor),
+        given_beside=tuple((round(size * factor), event) for size, event in call.given_beside),
+    )

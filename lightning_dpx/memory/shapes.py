@@ -1,0 +1,189 @@
+"""One plan for steps of several shapes: in each of them within the budget, so buckets share what the worst needs.
+
+Values have the same names whatever the shape, so a plan made for one shape can be forecast for the others. Where none
+that was made for a single shape does for all, plans are put together: every value is decided about where it is largest,
+or dropped where any plan drops it. What then exceeds its budget somewhere is planned for less.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+
+from torch import nn
+
+from lightning_dpx.errors import BudgetError
+from lightning_dpx.memory.apply import forecast_plan
+from lightning_dpx.memory.plan.forecast import Forecast
+from lightning_dpx.memory.plan.joint import plan_places, with_figures
+from lightning_dpx.memory.plan.make_plan import lower_bound, plan_profile
+from lightning_dpx.memory.plan.plan import CheckpointPlan, Decision
+from lightning_dpx.memory.plan.problem import Planner
+from lightning_dpx.memory.profile.profiler import Profile
+
+_ATTEMPTS = 5  # to find plans that do for all once each shape has its own
+_LEAST = 0.02  # of a room, by which it is made smaller at least: what is dropped is never a few bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlan:
+    """What was decided for S shapes of a step on P devices.
+
+    Attributes:
+        plans: P, which decide alike, each with the figures of its device in the step that leaves least room there.
+        worst: P, the index of that step.
+    """
+
+    plans: tuple[CheckpointPlan, ...]
+    worst: tuple[int, ...]
+
+
+def plan_shapes(
+    module: nn.Module,
+    steps: Sequence[Sequence[Profile]],
+    budgets: Sequence[Sequence[int]],
+    planner: str | Planner = "auto",
+    now: CheckpointPlan | None = None,
+) -> SharedPlan:
+    """The plan that is followed now, if it does for all shapes; otherwise a new one.
+
+    Args:
+        module: The module whose steps were profiled.
+        steps: S x P profiles: S shapes, each seen from P devices; the latest shape last.
+        budgets: S x P bytes of activations.
+        planner: Who decides.
+        now: The plan that is followed.
+
+    Raises:
+        BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells on which device.
+    """
+    rooms, own = [list(each) for each in budgets], dict[int, CheckpointPlan]()
+    if now is None:
+        plans = plan_places(module, steps[-1], rooms[-1], planner)
+        if len(steps) == 1:
+            return SharedPlan(tuple(plans), (0,) * len(plans))
+        now = own[len(steps) - 1] = plans[0]
+    candidates, least = [now], set[int]()  # steps whose plans take as little as can be
+    for _ in range(1 + len(steps) + _ATTEMPTS):
+        plan, found = min(((plan, _forecasts(steps, plan)) for plan in candidates), key=partial(_rank, budgets=budgets))
+        excess = _excess(found, budgets)
+        step = max(range(len(steps)), key=lambda index: max(excess[index]))
+        if max(excess[step]) <= 0:
+            return _with_figures(plan, steps, budgets, found)
+        if step not in own:
+            own[step] = plan_places(module, steps[step], rooms[step], planner)[0]
+        elif len(least) == len(steps):
+            break
+        else:  # too much, beside what the others want: all give way
+            part = max(_LEAST, *(more / max(1, room) for more, room in zip(excess[step], budgets[step], strict=True)))
+            for index in set(range(len(steps))) - least:
+                rooms[index] = [int(room * (1 - part)) for room in rooms[index]]
+                own[index], meets = _nearest(module, steps[index], rooms[index], planner, own.get(index, now))
+                if not meets:
+                    least.add(index)
+        each = [own.get(index, now) for index in range(len(steps))]
+        candidates = [_completed(own[step], plan), _by_size(each, steps), reduce(_together, each)]
+    place = max(range(len(excess[step])), key=lambda index: excess[step][index])
+    raise BudgetError(
+        f"A budget of {budgets[step][place]} bytes for activations was not met for all shapes of batches together: "
+        f"plans that meet each take {found[step][place].peak}. Allow more, or use batches of more equal shapes.",
+        found[step][place].peak,
+        place,
+    )
+
+
+def complete_plan(
+    module: nn.Module, plan: CheckpointPlan, profiles: Sequence[Profile], planner: str | Planner = "auto"
+) -> CheckpointPlan:
+    """``plan``, and as few activations as possible also of what it does not know and other steps save.
+
+    Args:
+        module: The module whose steps were profiled.
+        plan: Made for one of them.
+        profiles: Of its steps.
+        planner: Who decides.
+    """
+    for profile in profiles:
+        known = {decision.name for decision in plan.decisions}
+        if any(value.name and value.storage >= 0 and value.name not in known for value in profile.values):
+            plan = _completed(plan, plan_profile(module, profile, None, planner))
+    return plan
+
+
+def _nearest(
+    module: nn.Module,
+    profiles: Sequence[Profile],
+    rooms: Sequence[int],
+    planner: str | Planner,
+    before: CheckpointPlan,
+) -> tuple[CheckpointPlan, bool]:
+    """The plan for these rooms, or for the least that can be, if that is found; and whether it meets them."""
+    reachable = list(rooms)
+    for _ in range(1 + len(profiles)):
+        try:
+            return plan_places(module, profiles, reachable, planner)[0], reachable == rooms
+        except BudgetError as error:
+            if error.smallest is None:
+                break
+            reachable[error.place] = max(error.smallest, reachable[error.place])
+    return before, False
+
+
+def _forecasts(steps: Sequence[Sequence[Profile]], plan: CheckpointPlan) -> list[list[Forecast]]:
+    return [[forecast_plan(profile, plan) for profile in profiles] for profiles in steps]
+
+
+def _excess(found: Sequence[Sequence[Forecast]], budgets: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [
+        [result.peak - budget for result, budget in zip(results, allowed, strict=True)]
+        for results, allowed in zip(found, budgets, strict=True)
+    ]
+
+
+def _rank(judged: tuple[CheckpointPlan, list[list[Forecast]]], budgets: Sequence[Sequence[int]]) -> tuple[bool, float]:
+    """What fits, the fastest first; then what comes nearest to it."""
+    most = max(map(max, _excess(judged[1], budgets)))
+    return most > 0, most if most > 0 else sum(result.seconds for results in judged[1] for result in results)
+
+
+def _completed(own: CheckpointPlan, other: CheckpointPlan) -> CheckpointPlan:
+    """``own``, and what ``other`` decides about values that are not there in the steps ``own`` was made for."""
+    known = {decision.name for decision in own.decisions}
+    return replace(own, decisions=(*own.decisions, *(d for d in other.decisions if d.name not in known)))
+
+
+def _by_size(plans: Sequence[CheckpointPlan], steps: Sequence[Sequence[Profile]]) -> CheckpointPlan:
+    """What the plan of that step decides about a value in which it is largest."""
+    sizes = [Counter[str]() for _ in steps]
+    for size, profiles in zip(sizes, steps, strict=True):
+        for value in (value for profile in profiles for value in profile.values if value.name):
+            size[value.name] += value.num_bytes
+    chosen: dict[str, tuple[int, Decision]] = {}
+    for plan, size in zip(plans, sizes, strict=True):
+        for decision in plan.decisions:
+            if decision.name not in chosen or chosen[decision.name][0] < size[decision.name]:
+                chosen[decision.name] = size[decision.name], decision
+    return replace(plans[-1], decisions=tuple(decision for _, decision in chosen.values()))
+
+
+def _together(own: CheckpointPlan, other: CheckpointPlan) -> CheckpointPlan:
+    """Drops what either drops."""
+    theirs = {decision.name: decision for decision in other.decisions}
+    both = [theirs.get(mine.name, mine) if mine.action == "keep" else mine for mine in own.decisions]
+    return _completed(replace(own, decisions=tuple(both)), other)
+
+
+def _with_figures(
+    plan: CheckpointPlan,
+    steps: Sequence[Sequence[Profile]],
+    budgets: Sequence[Sequence[int]],
+    found: Sequence[Sequence[Forecast]],
+) -> SharedPlan:
+    plans, worst = [], []
+    for place in range(len(steps[0])):
+        step = max(range(len(steps)), key=lambda index: found[index][place].peak / max(1, budgets[index][place]))
+        profile, budget, result = steps[step][place], budgets[step][place], found[step][place]
+        least = lower_bound(profile, budget) / profile.step_seconds
+        plans.append(with_figures(plan, profile, budget, result, least))
+        worst.append(step)
+    return SharedPlan(tuple(plans), tuple(worst))

@@ -1,0 +1,1 @@
+"""What a run allocates and frees, watched from outside."""

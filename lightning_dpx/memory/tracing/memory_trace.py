@@ -1,0 +1,278 @@
+"""Which storages a stretch of code allocates, and when they go: the memory of a step as a curve over its events.
+
+Works on every device, also where the allocator counts nothing (the host), because it watches operators, not the
+allocator. What an operator allocates and frees inside is added from the allocator's reports; see account.py.
+
+[Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out
+of place, and otherwise in place: into the term that it has got first, the first operand of the sum, unless that is a
+view, or others hold its memory. So if that one goes right after the sum, it was the sum. Its formulas for what was
+gathered, indexed or sorted do likewise with the zeros that they have just made and fill.
+"""
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
+from lightning_dpx.python_objects.untouched import CopyOnWrite
+
+aten = torch.ops.aten
+_COLLECTIVES = {"c10d", "_c10d_functional"}
+_QUIET = {aten.detach.default, aten.alias.default}  # what pack hooks do themselves
+_CONSTANTS = {aten.new_zeros, aten.zeros, aten.zeros_like}
+_FILLING = {aten.index_add, aten.index_put, aten.put, aten.scatter, aten.scatter_add}
+
+
+class Allocation:
+    """One storage: its bytes, and the events at which it came and went (``None``: it is still there)."""
+
+    __slots__ = ("born", "born_operator", "died", "died_operator", "num_bytes")
+
+    def __init__(self, num_bytes: int, born: int, born_operator: int) -> None:
+        self.num_bytes, self.born, self.born_operator = num_bytes, born, born_operator
+        self.died: int | None = None
+        self.died_operator: int | None = None
+
+
+class _Course:
+    """What an operator took that also made what stays, such as the gradient of a parameter.
+
+    At the moment when it had most inside, that may not have been there yet.
+    """
+
+    __slots__ = ("_before", "_made", "_taken")
+
+    def __init__(self, before: int, taken: Taken, made: list[Allocation]) -> None:
+        self._before, self._taken, self._made = before, taken, made
+
+    def most_of_passing(self) -> int:
+        """Bytes at the most while it ran, without those of its results that are still there."""
+        lasting = [allocation.num_bytes for allocation in self._made if allocation.died is None]
+        most = there = 0
+        for size, before in self._taken.until_each_stays():
+            most = max(most, before - there)
+            if size in lasting:
+                lasting.remove(size)
+                there += size
+        return self._before + most
+
+
+class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages on one device, from now on.
+
+    Args:
+        device: Which.
+        writes: What is told before an operator writes to a tensor.
+
+    Attributes:
+        live: Bytes that were allocated since and are still there.
+        curve: The most bytes at every event; an event is an operator, the end of a storage, or a :meth:`mark`.
+        operators: The event of every operator.
+        called: Every operator.
+        seconds: Spent in operators.
+        communicates: Whether an operator was one of several processes.
+    """
+
+    def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._writes, self._account = device, writes, account_of(device)
+        self._on_host = is_host(device)
+        self._clock = time.thread_time if self._on_host else time.perf_counter
+        self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._constant: Allocation | None = None  # the last one that was made
+        self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
+        self.allocations: list[Allocation] = []
+        self.live, self.seconds, self.communicates = 0, 0.0, False
+        self.curve: list[int] = []
+        self._courses: dict[int, _Course] = {}
+        self.operators: list[int] = []
+        self.called: list[Any] = []
+        self._lock = threading.RLock()  # backward has a thread per device
+
+    def follow_storages_only(self) -> "MemoryTrace":
+        """Without what operators take inside, which costs as much as a small operator; returns itself."""
+        self._account = Account()
+        return self
+
+    @property
+    def now(self) -> int:
+        """The number of events so far."""
+        return len(self.curve)
+
+    def mark(self) -> int:
+        """An event of the caller's."""
+        with self._lock:
+            self._settle()
+            return self._event()
+
+    def _event(self, inside: int = 0) -> int:
+        self.curve.append(self.live + inside)
+        return len(self.curve) - 1
+
+    def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
+        """What is known of ``storage``; nothing if it was there before."""
+        entry = self._present.get(storage._cdata)
+        return entry[1] if entry is not None else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._writes is not None:
+            self._writes.before(func, args, kwargs)
+        out, seconds, taken = self.observed(func, args, kwargs or {})
+        with self._lock:
+            self.seconds += seconds
+            if func not in _QUIET:
+                self._see(func, out, args, kwargs, taken)
+        return out
+
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+        """The results of an operator, the seconds that it took, and the memory."""
+        token = self._account.start()
+        start = self._clock()
+        try:
+            out = func(*args, **kwargs)
+            if not self._on_host:
+                synchronize(self._device)
+        finally:
+            seconds = self._clock() - start
+            taken = self._account.stop(token)
+        return out, seconds, taken
+
+    def _see(self, func: Any, out: Any, args: Any, kwargs: Any, taken: Taken) -> None:
+        self._settle()
+        before, earlier = self.live, len(self.allocations)
+        self.communicates |= func.namespace in _COLLECTIVES
+        self.called.append(func)
+        given: set[int] | None = None
+        if (func is aten.add.Tensor or func.overloadpacket in _FILLING) and _called_by_engine():
+            terms = args[:1] if func is aten.add.Tensor else self._constant_among(args[:1])
+            self._sum = self._term_of_sum(out, terms)
+            if self._sum is not None:
+                self.operators.append(self._event(max(0, taken.most - out.untyped_storage().nbytes())))
+                return
+        for leaf in _tensors_in((out,)):
+            if leaf.device != self._device or leaf.layout is not torch.strided:
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata in self._present:
+                continue
+            if given is None:
+                given = {_identity(x) for x in _tensors_in((*args, *(kwargs or {}).values()))}
+            if storage._cdata not in given:
+                self._add(storage)
+                if func.overloadpacket in _CONSTANTS:
+                    self._constant = self.allocations[-1]
+        inside = self._inside(func, args, out, taken.most - (self.live - before))
+        if inside and len(self.allocations) > earlier:
+            self._courses[self.now] = _Course(before, taken, self.allocations[earlier:])
+        self.operators.append(self._event(inside))
+
+    def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
+        """The most bytes that an operator has beyond its results; by the allocator's account it is ``counted``."""
+        return max(0, counted)
+
+    def _constant_among(self, tensors: Any) -> list[torch.Tensor]:
+        """Of ``tensors``, the constant that was made last."""
+        known = self._constant
+        return [x for x in tensors if _identity(x) and known and self.allocation_of(x.untyped_storage()) is known]
+
+    def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
+        """The memory of the sum, and that of the term into which it may have been added."""
+        for term in terms:
+            if not _identity(term) or not _identity(out) or term._is_view():
+                continue
+            known = self.allocation_of(term.untyped_storage())
+            if known is not None and known.num_bytes == out.untyped_storage().nbytes():
+                return out.untyped_storage(), known
+        return None
+
+    def _settle(self) -> None:
+        """The last term of the last sum is still there: others hold it, so it was no sum in place."""
+        if self._sum is not None:
+            storage, self._sum = self._sum[0], None
+            self._add(storage)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        allocation = Allocation(storage.nbytes(), self.now, len(self.operators))
+        self.allocations.append(allocation)
+        self.live += allocation.num_bytes
+        self._follow(storage, allocation)
+
+    def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
+        reference = weakref.ref(storage, self._gone(storage._cdata, allocation))
+        self._present[storage._cdata] = reference, allocation
+
+    def _gone(self, address: int, allocation: Allocation) -> Callable[[Any], None]:
+        def forget(_reference: Any) -> None:
+            with self._lock:
+                entry = self._present.get(address)
+                if entry is not None and entry[1] is allocation:
+                    del self._present[address]
+                if self._sum is not None and allocation is self._sum[1]:
+                    storage, self._sum = self._sum[0], None
+                    self._follow(storage, allocation)
+                    return
+                self.live -= allocation.num_bytes
+                allocation.died, allocation.died_operator = self._event(), len(self.operators)
+
+        return forget
+
+    def peak_of_passing(self) -> int:
+        """The most bytes at any time of what is gone by now: activations and what backward needs in between.
+
+        Gradients of parameters, the loss and other results are still there and do not count.
+        """
+        return max(self.passing(), default=0)
+
+    def passing(self, apart: Collection[int] = ()) -> list[int]:
+        """The curve without the allocations that are still there, and without those whose ids are ``apart``."""
+        lasting = [0] * (len(self.curve) + 1)
+        for allocation in self.allocations:
+            if allocation.died is None or id(allocation) in apart:
+                lasting[allocation.born] += allocation.num_bytes
+                if allocation.died is not None:
+                    lasting[allocation.died] -= allocation.num_bytes
+        result, sum_so_far = [], 0
+        for event, live in enumerate(self.curve):
+            before, sum_so_far = sum_so_far, sum_so_far + lasting[event]
+            result.append(live - sum_so_far)
+            if lasting[event] and event in self._courses:
+                result[-1] = max(result[-1], self._courses[event].most_of_passing() - before)
+        return result
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_BETWEEN = {"__torch_dispatch__", "_fn", "inner"}  # modes, and torch's own wrapping of them
+
+
+def _called_by_engine() -> bool:
+    """Whether autograd's engine itself calls the mode, and no Python code that runs in backward."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _BETWEEN:
+        frame = frame.f_back
+    return frame is None or frame.f_code is _ENGINE  # a thread of the engine has no other frames
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Of what an operator takes or gives: tensors, and lists of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return found
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

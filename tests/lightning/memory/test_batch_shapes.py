@@ -1,0 +1,184 @@
+"""Batches of several shapes share one plan, which keeps the worst of them within the budget."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.lightning.memory.batch_shapes import MOST_STEPS, KnownShapes, most_demanding
+from tests.conftest import assert_equal, make_trainer
+
+MIB = 2**20
+
+
+def batch(left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four rows each, of sequences (L, 128) and (R, 128)."""
+    generator = torch.Generator().manual_seed(left)
+    return torch.randn(4, left, 128, generator=generator), torch.randn(4, right, 128, generator=generator)
+
+
+class Twins(LightningModule):
+    """Sequences (B, L, 128) through one tower and (B, R, 128) through another: a batch says which is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128)) for _ in range(6)))
+            for _ in range(2)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        left, right = batch
+        return F.mse_loss(self.left(left), left) + F.mse_loss(self.right(right), right)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(model: LightningModule, shapes: list[tuple[int, int]], **options: Any) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(max_epochs=1, **options)
+    trainer.fit(model, DataLoader([batch(*shape) for shape in shapes], batch_size=None))
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def twins() -> Twins:
+    torch.manual_seed(0)
+    return Twins()
+
+
+A, B = (512, 32), (32, 512)
+
+
+def plans_told(caplog: Any) -> list[str]:
+    return [record.message for record in caplog.records if "dpx: memory of sim:0" in record.message]
+
+
+@pytest.mark.parametrize("budget", [16, 11])
+def test_alternating_shapes_are_planned_once_each_and_all_fit(budget: int, sim: Any, caplog: Any) -> None:
+    on_sim: dict[str, Any] = {"accelerator": "sim", "devices": 1}
+    peaks = []
+
+    class Peaks(Twins):
+        def on_train_batch_start(self, *_: Any) -> None:
+            gc.collect()
+            sim.reset_peak_memory_stats(0)
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            peaks.append(sim.max_memory_allocated(0))
+
+    torch.manual_seed(0)
+    model = Peaks()
+    with caplog.at_level("INFO"):
+        strategy = dpx.DPXStrategy(memory_budget=f"{budget}MiB")
+        ours = trained(model, [A, B, (16, 512), A, B, (512, 16), A], strategy=strategy, **on_sim)
+    told = plans_told(caplog)
+    assert len(told) == 2
+    assert "the worst of 2 shapes" in told[1]
+    assert max(peaks[2:]) <= budget * MIB, "the first two steps were profiled, with everything kept"
+    assert_equal(ours, trained(twins(), [A, B, (16, 512), A, B, (512, 16), A], strategy="dpx", **on_sim), bitwise=True)
+
+
+def test_a_shape_that_the_plan_has_room_for_keeps_it(sim: Any, caplog: Any) -> None:
+    seen: list[Any] = []
+    strategy = dpx.DPXStrategy(memory_budget="16MiB")
+
+    class Peek(Twins):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(next(iter(strategy.memory_plans.values()))[0].decisions)
+
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        trained(Peek(), [A, (256, 64), (16, 300)], strategy=strategy, accelerator="sim", devices=1)
+    assert len(plans_told(caplog)) == 3
+    assert seen[0] == seen[1], "other shapes may have values of their own, which are kept"
+    assert {d for d in seen[2] if d.action != "keep"} == {d for d in seen[0] if d.action != "keep"}
+
+
+def test_the_callback_plans_for_all_shapes(caplog: Any) -> None:
+    planner = dpx.ActivationPlanner(budget="10MiB")
+    found: list[Any] = []
+
+    class Peek(Twins):
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.append(planner.plan)
+
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        ours = trained(Peek(), [A, B, A, B], callbacks=[planner])
+    assert_equal(ours, trained(twins(), [A, B, A, B]), bitwise=True)
+    assert sum("dpx: memory plan for cpu" in record.message for record in caplog.records) == 2
+    model = twins()
+    for shape in (A, B):
+        assert dpx.estimate_cost(model, found[-1], batch(*shape))["peak"] <= 10 * MIB
+    assert dpx.estimate_cost(model, found[0], batch(*B))["peak"] > 10 * MIB, "one shape alone was not enough"
+
+
+def test_as_few_as_possible_follows_the_largest(caplog: Any) -> None:
+    planner = dpx.ActivationPlanner()
+    with caplog.at_level("INFO"):
+        trained(twins(), [(64, 32), A, (32, 64)], callbacks=[planner])
+    assert planner.profile is not None
+    assert planner.plan is not None
+    assert planner.plan.unplanned_peak == planner.profile.peak > 20 * MIB
+
+
+def test_what_is_within_a_known_shape_is_known() -> None:
+    known = KnownShapes()
+    assert not known.hold(batch(2, 8))
+    known.add(batch(2, 8))
+    assert known.hold(batch(2, 8))
+    assert known.hold(batch(1, 4))
+    assert not known.hold(batch(8, 2)), "larger in one dim is larger, with as many elements in all"
+    known.add(batch(8, 2))
+    assert known.hold(batch(2, 8))
+    assert known.hold(batch(6, 1))
+    assert not known.hold(batch(3, 3))
+    assert not known.hold(batch(1, 1)[0]), "another number of tensors"
+    known.add(batch(9, 9))
+    assert known.hold(batch(8, 2))
+
+
+def test_few_steps_are_remembered_the_demanding_ones() -> None:
+    steps = [3, 9, 1, 8, 7, 5, 6, 4, 10, 2]
+    kept = most_demanding(steps, float)
+    assert len(kept) == MOST_STEPS
+    assert kept == [9, 8, 7, 5, 6, 4, 10, 2], "and the last one"
+    assert most_demanding([1, 2], float) == [1, 2]
+
+
+def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
+    shapes = [(512 - 50 * index, 32 + 50 * index) for index in range(MOST_STEPS + 2)]
+    with caplog.at_level("INFO"):
+        trained(twins(), [*shapes, *shapes], strategy=dpx.DPXStrategy(memory_budget="12MiB"), accelerator="sim")
+    assert len(plans_told(caplog)) == len(shapes)
+    assert f"the worst of {MOST_STEPS} shapes" in plans_told(caplog)[-1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the finder's
+def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) -> None:
+    """As the batch size finder does: it goes on, in the same run, with fewer rows than were refused."""
+    found: list[int] = []
+    strategy = dpx.DPXStrategy(memory_budget="9MiB")
+
+    class Grows(Twins):
+        batch_size = 8
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            left, right = torch.randn(512, 128, 128), torch.randn(512, 4, 128)
+            return DataLoader(TensorDataset(left[:, :32], right), self.batch_size)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.append(sum(len(plan.dropped) for plan, _ in strategy.memory_plans.values()))
+
+    torch.manual_seed(0)
+    finder = BatchSizeFinder(mode="binsearch", init_val=8, steps_per_trial=1, max_trials=6)
+    options: dict[str, Any] = {"callbacks": [finder], "limit_train_batches": 2, "accelerator": "sim", "max_epochs": 1}
+    make_trainer(strategy=strategy, **options).fit(Grows())
+    assert found[-1] > 0, "the last batches follow a plan"

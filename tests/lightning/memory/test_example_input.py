@@ -1,0 +1,187 @@
+"""Planning at setup: from ``example_batch``, and what ``example_input_array`` and no example at all tell."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_dpx as dpx
+from tests.conftest import assert_equal, make_trainer
+from tests.lightning.memory.test_planning import MIB, Tower, fit, loader
+
+# The tower counts what every replica sees.
+pytestmark = pytest.mark.filterwarnings("ignore:dpx. .*_step on .* is not what it is on one device.*self.seen")
+
+
+def rows(num_rows: int) -> Any:
+    return next(iter(loader(num_rows)))
+
+
+class Watched(Tower):
+    """Notes when data are asked for, and what forward sees."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.loaded = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x.flatten(0, -2)))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.loaded = True
+        return loader()
+
+    val_dataloader = train_dataloader
+
+
+def watched(example: torch.Tensor | None = None, **options: Any) -> Watched:
+    torch.manual_seed(0)
+    model = Watched(**options)
+    if example is not None:
+        model.example_input_array = example
+    return model
+
+
+def refused(model: Watched, **options: Any) -> BaseException:
+    """Why a fit is refused, before any data."""
+    with pytest.raises((dpx.PlanError, dpx.UnsupportedError)) as error:
+        make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(**options)).fit(model)
+    assert not model.loaded
+    return error.value
+
+
+def told(caplog: Any, start: str) -> list[str]:
+    return [record.message for record in caplog.records if record.message.startswith(f"dpx: {start}")]
+
+
+def test_a_budget_without_room_for_parameters_is_refused_before_data_are_loaded() -> None:
+    error = refused(watched(), memory_budget="1MiB")
+    assert "parameters, gradients and optimizer state alone take" in str(error)
+
+
+def test_an_example_batch_that_cannot_fit_is_refused_before_data_are_loaded() -> None:
+    error = refused(watched(), memory_budget="10MiB", example_batch=rows(512))
+    assert "smallest that can is" in str(error)
+    assert any("at setup, where memory is planned from example_batch" in note for note in error.__notes__)
+
+
+def test_one_row_of_the_example_input_that_cannot_fit_is_refused() -> None:
+    example = torch.randn(7, 4000, 256)  # seven rows; and one row has 4000 positions
+    error = refused(watched(example), memory_budget="18MiB")
+    assert "smallest that can is" in str(error)
+    assert any("That is for one row of example_input_array" in note for note in error.__notes__)
+
+
+def test_an_example_input_of_more_rows_than_a_batch_has_refuses_nothing(caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        model = watched(torch.randn(10_000, 256))
+        ours = fit(model, strategy=dpx.DPXStrategy(memory_budget="18MiB"))
+    assert_equal(ours, fit(watched(), strategy="dpx"), bitwise=True)
+    (line,) = told(caplog, "without a plan, one row of example_input_array takes")
+    assert "on cpu that memory_budget leaves for activations; the first batch is planned" in line
+    assert len(told(caplog, "memory of cpu")) == 1
+
+
+@pytest.mark.parametrize("kind", ["no grad", "no batch dim", "named batch dims"])
+def test_an_example_input_that_tells_nothing_is_no_obstacle(kind: str, caplog: Any) -> None:
+    class Closed(Watched):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Closed() if kind == "no grad" else watched()
+    model.example_input_array = torch.tensor(1.0) if kind == "no batch dim" else torch.randn(2, 256)
+    options: dict[str, Any] = {"batch_dim": {"0": 0, "1": 0}} if kind == "named batch dims" else {}
+    with caplog.at_level("INFO"):
+        fit(model, strategy=dpx.DPXStrategy(memory_budget="18MiB", **options))
+    assert told(caplog, "example_input_array tells nothing about memory before the first batch")
+    assert told(caplog, "memory of cpu")
+
+
+def batches(*sizes: int) -> DataLoader[Any]:
+    made: Any = [rows(size) for size in sizes]
+    return DataLoader(made, batch_size=None)
+
+
+def test_the_plan_of_an_example_batch_is_kept_until_a_batch_is_larger(caplog: Any) -> None:
+    sizes = (128, 256, 512, 300)
+    with caplog.at_level("INFO"):
+        strategy = dpx.DPXStrategy(memory_budget="18MiB", example_batch=rows(256))
+        ours = fit(watched(), batches(*sizes), strategy=strategy)
+    assert_equal(ours, fit(watched(), batches(*sizes), strategy="dpx"), bitwise=True)
+    first, second = told(caplog, "memory of cpu")
+    assert "; made from example_batch, before any batch" in first
+    assert "example_batch" not in second
+    assert sum("profiles a step on" in record.message for record in caplog.records) == 2
+
+
+def test_planning_at_setup_changes_nothing_in_the_run() -> None:
+    """Random numbers, batch norm, what the step appends, and which replicas a short batch goes to."""
+    options: dict[str, Any] = {"execution": "inline", "memory_budget": "24MiB"}
+    model = watched(dropout=0.2)
+    ours = fit(model, loader(256), strategy=dpx.DPXStrategy(**options, example_batch=rows(512)), devices=2)
+    theirs = fit(watched(dropout=0.2), loader(256), strategy=dpx.DPXStrategy(**options), devices=2)
+    assert_equal(ours, theirs, bitwise=True)
+    assert sum(model.seen) == 2 * 256
+
+
+def test_an_example_without_a_budget_is_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="example_batch is what a plan is made from; give memory_budget"):
+        dpx.DPXStrategy(example_batch=rows(4))
+
+
+def test_a_step_that_needs_what_later_hooks_do_says_so() -> None:
+    class Late(Watched):
+        def on_train_start(self) -> None:
+            self.factor = 2.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * self.factor
+
+    torch.manual_seed(0)
+    with pytest.raises(AttributeError, match="factor") as error:
+        fit(Late(), strategy=dpx.DPXStrategy(memory_budget="18MiB", example_batch=rows(512)))
+    assert any("before on_fit_start and on_train_start" in note for note in error.value.__notes__)
+    fit(Late(), strategy=dpx.DPXStrategy(memory_budget="18MiB"))
+
+
+# ---- on simulated devices ----
+
+
+def test_evaluation_plans_nothing(sim: Any, caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        strategy = dpx.DPXStrategy(memory_budget="1MiB", example_batch=rows(512))
+        make_trainer(strategy=strategy, accelerator="sim").validate(watched(), loader(64))
+    assert not told(caplog, "memory of")
+
+
+def test_memory_that_others_took_since_is_noticed(sim: Any, caplog: Any) -> None:
+    """A hook puts 3 MiB on the device after setup: the plan is made anew from the same profile."""
+    held: list[torch.Tensor] = []
+
+    class Greedy(Watched):
+        def on_fit_start(self) -> None:
+            held.append(torch.ones(3 * 2**18, device="sim:0"))
+
+    torch.manual_seed(0)
+    model = Greedy(dropout=0.0)
+    sim.reset_peak_memory_stats(0)
+    with caplog.at_level("INFO"):
+        strategy = dpx.DPXStrategy(memory_budget="18MiB", example_batch=rows(512))
+        ours = fit(model, strategy=strategy, accelerator="sim")
+    assert len(told(caplog, "memory of sim:0")) == 2
+    assert len(told(caplog, "profiles a step")) == 1
+    assert sim.max_memory_allocated(0) <= 18 * MIB
+    held.clear()
+    assert_equal(ours, fit(watched(dropout=0.0), strategy="dpx", accelerator="sim"), bitwise=True)
+
+
+def test_shifts_auto_wait_for_the_first_batch(sim: Any, caplog: Any) -> None:
+    dpx.simulate(2, memory=["16MiB", "60MiB"])
+    strategy = dpx.DPXStrategy(shifts="auto", memory_budget="11MiB", example_batch=rows(512))
+    with caplog.at_level("INFO"):
+        fit(watched(dropout=0.0), strategy=strategy, accelerator="sim")
+    assert all("example_batch" not in line for line in told(caplog, "memory of"))
+    assert told(caplog, "shifts sim:0 -> sim:1")

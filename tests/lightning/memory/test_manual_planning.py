@@ -1,0 +1,289 @@
+"""A memory budget with manual optimization: steps by hand are profiled as they are, and end at the same bits."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from tests.conftest import make_trainer, simulated_bytes
+from tests.lightning.manual.test_manual import SAM
+
+MIB = 2**20
+
+
+def layers(depth: int = 4, out: int = 1) -> nn.Sequential:
+    """Rows (B, 64) to (B, out)."""
+    hidden = [layer for _ in range(depth) for layer in (nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*hidden, nn.Linear(64, out))
+
+
+class ByHand(LightningModule):
+    """A generator and a critic with two optimizers, toggled; what subclasses change is how they step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = layers(out=64), layers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        rows = batch[0]
+        for_generator, for_critic = self.optimizers()
+        noise = torch.randn(rows.shape).to(rows.device)
+        self.toggle_optimizer(for_critic)
+        loss = self.critic_loss(rows, noise)
+        for_critic.zero_grad()
+        self.manual_backward(loss)
+        for_critic.step()
+        self.untoggle_optimizer(for_critic)
+        self.toggle_optimizer(for_generator)
+        loss = -self.critic(self.generator(noise)).mean()
+        for_generator.zero_grad()
+        self.manual_backward(loss)
+        for_generator.step()
+        self.untoggle_optimizer(for_generator)
+        self.log("loss", loss)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def critic_loss(self, rows: Tensor, noise: Tensor) -> Tensor:
+        fake = self.generator(noise).detach()
+        return F.softplus(-self.critic(rows)).mean() + F.softplus(self.critic(fake)).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2, eps=1e-4) for part in (self.generator, self.critic)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(one, 2) for one in optimizers]
+
+
+class Penalized(ByHand):
+    """WGAN-GP."""
+
+    def critic_loss(self, rows: Tensor, noise: Tensor) -> Tensor:
+        fake = self.generator(noise).detach()
+        mixed = (0.3 * rows + 0.7 * fake).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
+        return self.critic(fake).mean() - self.critic(rows).mean() + (gradient.norm(dim=1) - 1).pow(2).mean()
+
+
+class Accumulating(ByHand):
+    """Several backwards, and a step of the optimizer every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[1]
+        for factor in (1, 2):
+            self.manual_backward(self.critic_loss(batch[0] * factor, batch[0]))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Sharpness(ByHand):
+    """The closure is called twice."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.critic_loss(batch[0], batch[0])
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return SAM(self.critic.parameters(), lr=0.1)
+
+
+class Keeping(ByHand):
+    """Holds its optimizer and a scheduler, and changes the learning rate."""
+
+    def on_train_start(self) -> None:
+        self.mine = self.optimizers()[1]
+        self.several = [self.mine, self.lr_schedulers()[1]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.mine.zero_grad()
+        self.manual_backward(self.critic_loss(batch[0], batch[0] * 2))
+        self.mine.step()
+        self.mine.param_groups[0]["lr"] *= 0.9
+        self.several[1].step()
+
+
+def loader(rows: int = 256, batches: int = 3) -> DataLoader[Any]:
+    data = torch.randn(batches * rows, 64, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(data), rows)
+
+
+def fit(kind: type[LightningModule], batches: int = 3, **options: Any) -> dict[str, Tensor]:
+    """All that can be seen of a run: weights, optimizers, learning rates, what is logged and the next random number."""
+    torch.manual_seed(0)
+    module = kind()
+    trainer = make_trainer(max_epochs=1, **options)
+    trainer.fit(module, loader(batches=batches))
+    seen = {name: value.cpu() for name, value in module.state_dict().items()} | trainer.callback_metrics
+    states = [entry for one in trainer.optimizers for state in one.state.values() for entry in state.values()]
+    tensors = {f"state {index}": entry.cpu() for index, entry in enumerate(states) if isinstance(entry, Tensor)}
+    rates = torch.tensor([group["lr"] for one in trainer.optimizers for group in one.param_groups])
+    return {**seen, **tensors, "rates": rates, "draws": torch.rand(3)}
+
+
+KINDS = [ByHand, Penalized, Accumulating, Sharpness, Keeping]
+BUDGETS = {
+    ByHand: (1.5, 1.1),
+    Penalized: (2.5, 1.6),
+    Accumulating: (1.5, 1.1),
+    Sharpness: (1.5, 1.1),
+    Keeping: (1.5, 1.1),
+}
+
+
+class Watch(Callback):
+    """The plans of a run; by device and step, the most bytes that were allocated beyond those of others."""
+
+    def __init__(self) -> None:
+        self.plans: dict[torch.device, Any] = {}
+        self.predicted: dict[torch.device, int] = {}
+        self.peaks: list[int] = []
+        self.held = simulated_bytes()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        self.plans = {device: plan for device, (plan, _) in strategy.memory_plans.items()}
+        if trainer.strategy.root_device.type == "sim":
+            sim = torch.get_device_module("sim")
+            self.peaks.append(sim.max_memory_allocated(0) - self.held)
+            sim.reset_peak_memory_stats(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_by_hand_within_a_budget_ends_where_it_does_without(
+    kind: type[LightningModule], devices: int, hardware: str
+) -> None:
+    if hardware == "cpu" and devices > 1:
+        pytest.skip("they are one")
+    budget = int(BUDGETS[kind][devices - 1] * MIB)
+    plain = fit(kind, strategy=dpx.DPXStrategy(execution="inline", verify="off"), devices=devices)
+    watch = Watch()
+    strategy = dpx.DPXStrategy(memory_budget=budget, execution="inline", verify="off")
+    ours = fit(kind, strategy=strategy, devices=devices, callbacks=[watch])
+    assert any(plan.dropped for plan in watch.plans.values())
+    assert plain.keys() == ours.keys()
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+    assert max(watch.peaks[1:], default=0) <= budget
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rehearsal_of_a_step_by_hand_leaves_no_trace(kind: type[LightningModule], caplog: Any) -> None:
+    plain = fit(kind, strategy=dpx.DPXStrategy(execution="inline", verify="off"), devices=2)
+    ours = fit(kind, strategy=dpx.DPXStrategy(execution="inline", verify="raise"), devices=2)
+    assert "new weights" in caplog.text
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+def test_a_step_by_hand_in_mixed_precision() -> None:
+    plain = fit(ByHand, precision="bf16-mixed")
+    watch = Watch()
+    ours = fit(ByHand, strategy=dpx.DPXStrategy(memory_budget=MIB), precision="bf16-mixed", callbacks=[watch])
+    assert all(plan.dropped for plan in watch.plans.values())
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # the scaler left a step out
+@pytest.mark.parametrize("kind", [ByHand, Accumulating, Keeping])
+def test_a_step_by_hand_with_a_scaler(kind: type[LightningModule], hardware: str) -> None:
+    """Half precision: losses are scaled, and steps with an infinite gradient are left out, while memory is planned."""
+    devices = 1 if hardware == "cpu" else 2
+    strategy, watch = dpx.DPXStrategy(execution="inline", verify="off"), Watch()
+    plain = fit(kind, strategy=strategy, devices=devices, plugins=dpx.DPXPrecision("16-mixed"))
+    strategy = dpx.DPXStrategy(execution="inline", verify="off", memory_budget=MIB)
+    ours = fit(kind, strategy=strategy, devices=devices, plugins=dpx.DPXPrecision("16-mixed"), callbacks=[watch])
+    assert any(plan.dropped for plan in watch.plans.values())
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+def test_the_callback_plans_a_step_by_hand_for_another_strategy() -> None:
+    plain, planner = fit(ByHand), dpx.ActivationPlanner(budget=0.5)
+    ours = fit(ByHand, callbacks=[planner])
+    assert planner.plan is not None
+    assert planner.plan.dropped
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+class Forgets(ByHand):
+    """Notes whether a gradient that it forgets is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone: list[bool] = []
+
+    def critic_loss(self, rows: Tensor, noise: Tensor) -> Tensor:
+        gradient = self.critic[0].weight.grad
+        if gradient is not None:
+            before = weakref.ref(gradient.untyped_storage())
+            del gradient
+            self.optimizers()[1].zero_grad()
+            self.gone.append(before() is None)
+        return super().critic_loss(rows, noise)
+
+
+def test_a_gradient_that_a_step_forgets_is_gone() -> None:
+    module = Forgets()
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    trainer.fit(module, loader())
+    assert module.gone
+    assert all(module.gone)
+
+
+class LooksFirst(ByHand):
+    """Its first step trains nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            super().training_step(batch, batch_idx)
+
+
+def test_a_first_step_that_trains_nothing_is_no_error() -> None:
+    plain, ours = fit(LooksFirst), fit(LooksFirst, strategy=dpx.DPXStrategy(memory_budget=8 * MIB))
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+class InTurns(ByHand):
+    """The critic in one batch, the generator in the next one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for_generator, for_critic = self.optimizers()
+        if batch_idx % 2:
+            loss, optimizer = -self.critic(self.generator(batch[0])).mean(), for_generator
+        else:
+            loss, optimizer = self.critic_loss(batch[0], batch[0] * 2), for_critic
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_steps_that_differ_are_planned_for_once_they_are_seen(sim: Any, caplog: Any) -> None:
+    plain = fit(InTurns, strategy=dpx.DPXStrategy(), accelerator="sim", batches=6)
+    watch = Watch()
+    strategy = dpx.DPXStrategy(memory_budget=int(1.4 * MIB))
+    ours = fit(InTurns, strategy=strategy, callbacks=[watch], accelerator="sim", batches=6)
+    assert "a step kept" in caplog.text
+    assert "of generator" in caplog.text
+    assert caplog.text.count("profiles a step on") == 3
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+    (plan,) = watch.plans.values()
+    assert any(name.startswith("generator") for name in plan.dropped)
+    assert max(watch.peaks[4:]) <= 1.4 * MIB

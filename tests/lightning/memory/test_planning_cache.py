@@ -1,0 +1,161 @@
+"""The second run of a job finds the plan of the first, and notices where it does not fit."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.memory.plan_cache import default_folder
+from tests.conftest import assert_equal, make_trainer
+
+MIB = 2**20
+WIDTH = 256
+
+
+class Tower(LightningModule):
+    """Blocks over rows (B, 256); how often they run is known to the environment alone."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0]
+        for _ in range(int(os.environ.get("TOWER_TURNS", "1"))):
+            for layer in self.net:
+                rows = layer(rows)
+        return F.cross_entropy(self.head(rows), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Squared(Tower):
+    """The same shapes, and other code."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx).square()
+
+
+def loader(rows: int = 256) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3 * rows, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(data, torch.randint(3, (3 * rows,), generator=generator)), rows)
+
+
+def fit(
+    caplog: Any,
+    *,
+    kind: type[Tower] = Tower,
+    rows: int = 256,
+    depth: int = 4,
+    devices: int = 1,
+    callback: dpx.ActivationPlanner | None = None,
+    **options: Any,
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """What a run has said, and where it ends."""
+    torch.manual_seed(0)
+    model = kind(depth)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        if callback is None:
+            chosen = {"strategy": dpx.DPXStrategy(**{"memory_budget": 3_600_000, **options}), "devices": devices}
+        else:
+            chosen = {"callbacks": [callback]}
+        make_trainer(max_epochs=1, **chosen).fit(model, loader(rows))
+    return caplog.text, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def planned_anew(said: str) -> bool:
+    assert ("profiles a step" in said) != ("found in the cache" in said)
+    return "profiles a step" in said
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_second_run_of_a_job_plans_nothing(caplog: Any, devices: int) -> None:
+    options: dict[str, Any] = {"devices": devices, "execution": "inline", "memory_budget": 5 * MIB}
+    first, expected = fit(caplog, **options)
+    assert planned_anew(first)
+    second, weights = fit(caplog, **options)
+    assert not planned_anew(second)
+    assert str(default_folder()) in second
+    assert_equal(weights, expected, bitwise=True)
+    assert second.count("of a step (") == first.count("of a step (")  # the plan is announced as ever
+
+
+def test_another_job_is_planned_by_itself(caplog: Any) -> None:
+    fit(caplog)
+    for other in ({"rows": 192}, {"depth": 3}, {"kind": Squared}, {"plan_cache": False}):
+        assert planned_anew(fit(caplog, **other)[0]), other
+    for other in ({"memory_budget": 3_700_000}, {"planner": "search"}):  # the same step, planned in another way
+        said = fit(caplog, **other)[0]
+        assert "profiles a step" not in said, other
+        assert "found in the cache" not in said, other
+
+
+def test_a_plan_that_does_not_fit_the_steps_is_made_anew(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(caplog, memory_budget=5 * MIB)
+    monkeypatch.setenv("TOWER_TURNS", "2")
+    _, expected = fit(caplog, memory_budget=5 * MIB, plan_cache=False)
+    said, weights = fit(caplog, memory_budget=5 * MIB)
+    assert "does not fit the steps of this run: it is planned anew" in said
+    assert "profiles a step" in said
+    assert_equal(weights, expected, bitwise=True)
+    assert planned_anew(
+        fit(caplog, memory_budget=5 * MIB)[0]
+    )  # what did not fit is gone, and this run profiles its first step
+    assert not planned_anew(fit(caplog, memory_budget=5 * MIB)[0])
+
+
+def test_under_other_strategies_as_well(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, expected = fit(caplog, callback=dpx.ActivationPlanner(0.6))
+    assert "found in the cache" not in first
+    planner = dpx.ActivationPlanner(0.6)
+    second, weights = fit(caplog, callback=planner)
+    assert "found in the cache" in second
+    assert planner.profile is not None
+    assert_equal(weights, expected, bitwise=True)
+    assert "found in the cache" not in fit(caplog, callback=dpx.ActivationPlanner(0.6, plan_cache=False))[0]
+    assert "found in the cache" not in fit(caplog, callback=dpx.ActivationPlanner(0.7))[0]
+    monkeypatch.setenv("TOWER_TURNS", "2")
+    planner = dpx.ActivationPlanner(0.6)
+    third, _ = fit(caplog, callback=planner)
+    assert "does not fit the steps of this run: it is planned anew" in third
+    assert planner.plan is not None
+    assert any("#2" in name for name in planner.plan.dropped)
+
+
+def test_nothing_is_kept_where_that_is_not_wanted(caplog: Any) -> None:
+    fit(caplog, plan_cache=False)
+    assert not default_folder().exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(caplog: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said, _ = fit(caplog, plan_cache=tmp_path / "file" / "plans")
+    assert said.count("cannot be kept in") == 1
+    assert "of a step (" in said
+
+
+def test_a_broken_entry_is_made_anew(caplog: Any, tmp_path: Path) -> None:
+    _, expected = fit(caplog, plan_cache=str(tmp_path))
+    for path in tmp_path.glob("*.json"):
+        path.write_text(path.read_text()[:-40])
+    said, weights = fit(caplog, plan_cache=str(tmp_path))
+    assert "is not whole, and is made anew" in said
+    assert planned_anew(said)
+    assert_equal(weights, expected, bitwise=True)
+    assert not planned_anew(fit(caplog, plan_cache=str(tmp_path))[0])
+
+
+def test_what_is_no_folder_is_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"plan_cache=3 is not allowed; give True, False, or the path"):
+        dpx.DPXStrategy(memory_budget=1, plan_cache=3)  # type: ignore[arg-type]

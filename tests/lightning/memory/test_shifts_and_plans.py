@@ -1,0 +1,163 @@
+"""``memory_budget`` or ``plan`` together with ``shifts``: each device within its budget, and the bits of neither."""
+
+import gc
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+import lightning_dpx as dpx
+from tests.conftest import SIMULATED, assert_equal
+from tests.lightning.memory.test_planning import MIB, Tower, fit, loader, tower
+
+pytestmark = [
+    pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
+    pytest.mark.usefixtures("sim"),
+]
+HALF, MOST = ["net.[3-6]"], ["net.[1-8]"]
+EACH = {"sim:0": "sim:4", "sim:1": "sim:5"}
+
+
+def trained(model: LightningModule, devices: int = 1, data: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    trainer = {name: options.pop(name) for name in list(options) if name in ("precision", "accumulate_grad_batches")}
+    options = {"verify": "off"} | options  # what is checked before the first step is the business of other tests
+    if data is None and "accumulate_grad_batches" in trainer:
+        data = loader(batches=3)  # the last step is one with the optimizer's state
+    return fit(model, data, strategy=dpx.DPXStrategy(**options), accelerator="sim", devices=devices, **trainer)
+
+
+@cache
+def plain(devices: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    """What all end at, whatever is planned or shifted; to be asked for after peaks were read."""
+    return trained(tower(dropout=0.0), devices, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shifts", "parts", "budget"),
+    [
+        (1, {"sim:0": "sim:4"}, HALF, 10),
+        (1, {"sim:0": "sim:4"}, MOST, 14),  # the target is the one that has too little
+        (2, EACH, HALF, 9),
+        (2, {"sim:0": "sim:4", "sim:1": "sim:4"}, HALF, 10),
+        (2, {"sim:1": "sim:4"}, HALF, 14),
+    ],
+    ids=["one", "the target is planned", "each its own", "one spare for both", "only the second"],
+)
+def test_shifted_and_planned_training_ends_at_the_same_bits_within_the_budget(
+    devices: int, shifts: dict[str, str], parts: list[str], budget: int, sim: Any
+) -> None:
+    ours = trained(tower(dropout=0.0), devices, memory_budget=f"{budget}MiB", shifts=shifts, shift_activations=parts)
+    peaks = {device: sim.max_memory_allocated(device) for device in range(8)}
+    assert all(peak <= budget * MIB for peak in peaks.values()), peaks
+    assert_equal(ours, plain(devices), bitwise=True)
+    for device in range(8):
+        sim.reset_peak_memory_stats(device)
+    gc.collect()
+    trained(tower(dropout=0.0), devices, shifts=shifts, shift_activations=parts)
+    assert any(sim.max_memory_allocated(device) > budget * MIB for device in range(8)), "the budget was no budget"
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2, "reducer": "naive"}, {"reducer": "colocate"}],
+    ids=["bf16", "accumulated", "colocate"],
+)
+def test_with_mixed_precision_accumulation_and_owners(options: dict[str, Any], execution: str, sim: Any) -> None:
+    both = {"memory_budget": "9MiB", "shifts": EACH, "shift_activations": HALF}
+    ours = trained(tower(dropout=0.0), 2, execution=execution, **both, **options)
+    assert all(sim.max_memory_allocated(device) <= 9 * MIB for device in range(8))
+    assert_equal(ours, plain(2, **options), bitwise=True)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_plan_from_a_file_holds_for_shifted_replicas(devices: int, tmp_path: Path, sim: Any) -> None:
+    dpx.search_plan(tower(dropout=0.0), next(iter(loader())), budget=0.4).save(tmp_path / "plan.yaml")
+    both = {"plan": str(tmp_path / "plan.yaml"), "shifts": EACH if devices == 2 else {"sim:0": "sim:4"}}
+    ours = trained(tower(dropout=0.0), devices, **both, shift_activations=HALF)
+    assert sim.max_memory_allocated(0) < 10 * MIB, "14 without"
+    assert_equal(ours, plain(devices), bitwise=True)
+
+
+@pytest.mark.parametrize("memory", [["13MiB", "60MiB"], ["24MiB", "8500KiB"]], ids=["the source", "the target"])
+def test_whichever_device_runs_out_is_planned(memory: list[str]) -> None:
+    dpx.simulate(8, memory=[memory[0]] * 4 + [memory[1]] * 4)
+    options = {"shifts": {"sim:0": "sim:4"}, "shift_activations": HALF}
+    planned = trained(tower(dropout=0.0), memory_budget="auto", **options)
+    gc.collect()
+    with pytest.warns(UserWarning, match=r"ran out of memory .* and is repeated, 1 of 3"):
+        replanned = trained(tower(dropout=0.0), on_oom="replan", **options)
+    dpx.simulate(8)
+    assert_equal(planned, plain(), bitwise=True)
+    assert_equal(replanned, plain(), bitwise=True)
+
+
+def test_what_shifts_auto_chose_is_planned(sim: Any) -> None:
+    dpx.simulate(2, memory=["16MiB", "60MiB"])
+    ours = trained(tower(dropout=0.0), shifts="auto", memory_budget="11MiB")
+    assert all(sim.max_memory_allocated(device) <= 11 * MIB for device in range(2))
+    dpx.simulate(8)
+    assert_equal(ours, plain(), bitwise=True)
+
+
+def test_the_host_is_no_device_with_a_budget(sim: Any) -> None:
+    options = {"shifts": {"sim:0": "cpu"}, "shift_activations": HALF}
+    ours = trained(tower(dropout=0.0), memory_budget="12MiB", **options)
+    assert sim.max_memory_allocated(0) <= 12 * MIB, "14 without"
+    assert_equal(ours, plain(), bitwise=True)
+
+
+def test_a_budget_that_the_target_cannot_meet_names_it() -> None:
+    with pytest.raises(dpx.BudgetError) as error:
+        trained(tower(), memory_budget="7MiB", shifts={"sim:0": "sim:4"}, shift_activations=MOST)
+    assert any("On sim:4, memory_budget=7340032 allows 7.0 MiB" in note for note in error.value.__notes__)
+
+
+def test_parked_parts_are_left_to_the_parking(sim: Any) -> None:
+    parked = tower(dropout=0.0)
+    dpx.park_activations(parked, ["net.[0-1]", "net.4"], "cpu")
+    options = {"memory_budget": "10MiB", "shifts": {"sim:0": "sim:4"}, "shift_activations": HALF}
+    ours = trained(parked, **options)
+    assert all(sim.max_memory_allocated(device) <= 10 * MIB for device in (0, 4))
+    assert_equal(ours, plain(), bitwise=True)
+
+
+class ByHand(Tower):
+    """Optimizes inside of its step."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("planned", [False, True])
+def test_manual_optimization(devices: int, planned: bool) -> None:
+    def by_hand() -> Tower:
+        torch.manual_seed(0)
+        return ByHand()
+
+    plan = dpx.search_plan(tower(dropout=0.0), next(iter(loader())), budget=0.4) if planned else None
+    shifts = EACH if devices == 2 else {"sim:0": "sim:4"}
+    ours = trained(by_hand(), devices, plan=plan, shifts=shifts, shift_activations=HALF)
+    assert_equal(ours, trained(by_hand(), devices))
+
+
+def test_a_module_that_is_shifted_already_gives_its_shift_up() -> None:
+    model = tower().to("sim:0")
+    dpx.shift_activations(model, HALF, {"sim:0": "sim:4"})
+    with pytest.warns(UserWarning, match=r"shifted already, shifts\['sim:0'\]='sim:4'.*it runs unshifted"):
+        ours = trained(model, memory_budget="10MiB")
+    assert_equal(ours, trained(tower()))

@@ -1,0 +1,118 @@
+"""What a step holds beside activations is counted: whole-device peaks stay within the budget, whoever reduces."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.reducers import REDUCERS
+from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.step import TrainingStep
+from tests.conftest import SIMULATED, make_trainer
+from tests.lightning.memory.test_planning import MIB, tower
+from tests.lightning.memory.test_shifts_and_plans import EACH, HALF, trained
+
+pytestmark = [
+    pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
+    pytest.mark.usefixtures("sim"),
+]
+ANYWHERE = sorted(set(REDUCERS) - {"nccl"})
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("packs", [0, 8])
+@pytest.mark.parametrize("reducer", ANYWHERE)
+def test_the_whole_step_is_within_the_budget(
+    reducer: str, packs: int, accumulate: int, shifted: bool, sim: Any
+) -> None:
+    budget = (8.5 if shifted else 12.0) + (0 if packs else 4)
+    shifts: dict[str, Any] = {"shifts": EACH, "shift_activations": HALF} if shifted else {}
+    trained(
+        tower(dropout=0.0), 2, memory_budget=f"{budget}MiB", reducer=reducer, gradient_packs=packs,
+        accumulate_grad_batches=accumulate, **shifts,
+    )  # fmt: skip
+    peaks = [sim.max_memory_allocated(device) / MIB for device in range(8)]
+    assert max(peaks) <= budget, peaks
+
+
+@pytest.mark.filterwarnings("ignore:dpx. .*_step on .* is not what it is on one device.*self.seen")
+@pytest.mark.parametrize("reducer", ["naive", "colocate"])
+def test_the_check_before_the_first_step_is_within_the_budget_as_well(reducer: str, sim: Any) -> None:
+    """The tower counts what every replica sees, which the check complains of."""
+    trained(tower(dropout=0.0), 2, memory_budget="12MiB", reducer=reducer, verify="warn")
+    peaks = [sim.max_memory_allocated(device) / MIB for device in range(8)]
+    assert max(peaks) <= 12.0, peaks
+
+
+class LargeHead(LightningModule):
+    """Backward begins with the largest parameter, whose gradient travels while all activations are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+        self.head = nn.Linear(64, 8192)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.net(batch[0])
+        return self.head(hidden.view(-1, 512, 64).mean(1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("reducer", ANYWHERE)
+def test_packs_that_travel_beside_all_activations_are_counted(reducer: str, sim: Any) -> None:
+    budget = 15 if reducer == "collective" else 12
+    generator = torch.Generator().manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(4 * 4096, 64, generator=generator)), 4096)
+    torch.manual_seed(0)
+    strategy = dpx.DPXStrategy(memory_budget=f"{budget}MiB", reducer=reducer)
+    on_sim: dict[str, Any] = {"accelerator": "sim", "devices": 2, "accumulate_grad_batches": 2}
+    make_trainer(max_epochs=1, strategy=strategy, **on_sim).fit(LargeHead(), data)
+    peaks = [sim.max_memory_allocated(device) / MIB for device in range(2)]
+    assert max(peaks) <= budget, peaks
+
+
+def test_four_replicas_in_threads(sim: Any) -> None:
+    shifts = {f"sim:{index}": f"sim:{index + 4}" for index in range(4)}
+    options: dict[str, Any] = {"reducer": "collective", "execution": "threads", "accumulate_grad_batches": 2}
+    trained(tower(dropout=0.0), 4, memory_budget="8MiB", shifts=shifts, shift_activations=HALF, **options)
+    peaks = [sim.max_memory_allocated(device) / MIB for device in range(8)]
+    assert max(peaks) <= 8, peaks
+
+
+@pytest.mark.parametrize("packs", [0, 3])
+@pytest.mark.parametrize("reducer", ANYWHERE)
+def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: int, sim: Any) -> None:
+    devices = [torch.device("sim", index) for index in range(3)]
+    replicas = ReplicaSet(tower().to(devices[0]), devices)
+    step = TrainingStep(replicas, reducer, gradient_packs=packs)
+    predicted = step.reduction_bytes(range(3))
+    for replica in replicas.replicas:
+        for parameter in replica.parameters:
+            parameter.grad = torch.ones_like(parameter)
+    gc.collect()
+    before = {device: sim.memory_allocated(device) for device in devices}
+    for device in devices:
+        sim.reset_peak_memory_stats(device)
+    step._unreduced = True  # as after a backward
+    step.reduce()
+    taken = {device: sim.max_memory_allocated(device) - before[device] for device in devices}
+    assert max(taken.values()) > 0
+    for device in devices:  # owners keep no more than they had; the others give theirs back, pack by pack
+        assert taken[device] <= predicted[device]
+        assert packs or taken[device] == pytest.approx(predicted[device], abs=2**10)
+    assert step.reduction_bytes([]) == dict.fromkeys(devices, 0), "replicas without gradients reduce nothing"
+    step.close()
+    replicas.close()
+
+
+def test_a_budget_that_the_reduction_breaks_is_refused_with_both_numbers() -> None:
+    with pytest.raises(dpx.BudgetError, match=r"alone take .* with 6\.3 MiB that the reduction .* gradient_packs"):
+        trained(tower(dropout=0.0), 2, memory_budget="12MiB", reducer="collective", gradient_packs=0)

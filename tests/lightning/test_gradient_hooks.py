@@ -1,0 +1,177 @@
+"""In automatic optimization hooks find the gradients of one device, and what they write counts, wherever owners are."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from tests.conftest import assert_equal, make_loader, make_trainer
+from tests.lightning.manual.test_manual import SAM
+
+pytestmark = pytest.mark.usefixtures("hardware")
+
+
+class Hooked(LightningModule):
+    """Rows (B, 8) to logits (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ClipsBeforeStep(Hooked):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ClipsByConfiguration(Hooked):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ClipsAndIsClipped(Hooked):
+    """By the hook first, then by the trainer."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(0.1)
+
+
+class ClipsAfterBackward(Hooked):
+    def on_after_backward(self) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class LogsNorms(Hooked):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm())
+
+
+class ForgetsOne(Hooked):
+    def on_after_backward(self) -> None:
+        self.net[0].weight.grad = None
+
+
+class StepsItself(Hooked):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer_closure()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+
+
+class ClampsWeights(Hooked):
+    """As a Wasserstein GAN's critic: written through ``.data``, which leaves no trace."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class ClampsBeforeStep(Hooked):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class OwnBackward(Hooked):
+    """Called once, with the loss of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.losses.append(float(loss.detach()))
+        (loss * 0.5).backward(*args, retain_graph=True, **kwargs)
+
+    def on_train_end(self) -> None:
+        for index, loss in enumerate(self.losses):
+            self.trainer.callback_metrics[f"loss/{index}"] = torch.tensor(loss)
+
+
+class WithSAM(Hooked):
+    """Its optimizer calls the closure twice, with parameters that it has moved in between."""
+
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters())
+
+
+class WithLookAhead(Hooked):
+    """Its optimizer moves the parameters before it calls the closure for the first time."""
+
+    def configure_optimizers(self) -> Any:
+        return LooksAhead(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class LooksAhead(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        momenta = []
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    momentum = self.state[parameter].get("momentum_buffer")
+                    if momentum is not None:
+                        parameter.data -= 0.05 * momentum
+                        momenta.append((parameter, momentum.clone()))
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter, momentum in momenta:
+                parameter.add_(momentum, alpha=0.05)
+        super().step()
+        return loss
+
+
+class Halves(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(0.5)
+
+
+KINDS = [
+    ClipsBeforeStep, ClipsByConfiguration, ClipsAndIsClipped, ClipsAfterBackward, LogsNorms, ForgetsOne, StepsItself,
+    ClampsWeights, ClampsBeforeStep, OwnBackward, WithSAM, WithLookAhead,
+]  # fmt: skip
+
+
+def trained(kind: type[Hooked], **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    clipped = {"gradient_clip_val": 0.3} if kind in (ClipsAndIsClipped, ClipsByConfiguration) else {}
+    callbacks = [Halves()] if kind is ClipsAfterBackward else []
+    trainer = make_trainer(callbacks=callbacks, max_epochs=2, **clipped, **options)
+    trainer.fit(model, make_loader(21))
+    seen = {**model.state_dict(), **trainer.callback_metrics}
+    return {name: value.detach().cpu().clone() for name, value in seen.items()}
+
+
+@cache
+def of_one_device(kind: type[Hooked]) -> dict[str, torch.Tensor]:
+    return trained(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_replicas", "execution", "reducer"),
+    [(3, "inline", "auto"), (2, "threads", "auto"), (3, "auto", "colocate"), (2, "inline", "colocate")],
+)
+def test_hooks_find_and_write_what_they_do_on_one_device(kind, num_replicas, execution, reducer) -> None:
+    strategy = dpx.DPXStrategy(reducer, execution=execution)
+    assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))

@@ -1,0 +1,179 @@
+"""Operands outside of the graph are known to recipes as they were in this very call, or not at all."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.memory.execute.untracked_inputs import Operands, Reference, operand_of
+from tests.memory.plan.test_planning import _Everything, train
+
+X = torch.rand(8, 8, requires_grad=True)
+
+
+def _constant(result: Tensor, index: int = 0) -> object:
+    found = operand_of(result.grad_fn, index)
+    return found.base(10**6) if isinstance(found, Reference) else found
+
+
+def test_a_number_is_noted_as_it_is() -> None:
+    with Operands():
+        result = torch.rsub(input=X, other=3)
+    assert _constant(result) == 3
+
+
+def test_a_tensor_is_noted_by_identity_and_not_kept_alive() -> None:
+    mask, gone = torch.ones(8), torch.ones(8)
+    reference = weakref.ref(gone)
+    with Operands():
+        result, other = X + mask, X - gone
+    del gone
+    gc.collect()
+    assert _constant(result) is mask
+    assert reference() is None
+    with pytest.raises(NotRecomputable, match="is gone"):
+        _constant(other)
+
+
+def test_of_a_view_the_base_is_known() -> None:
+    table = nn.Parameter(torch.rand(16, 8), requires_grad=False)
+    with Operands():
+        result = X + table[4:12]
+    found = operand_of(result.grad_fn, 0)
+    assert found.base(0) is table  # a parameter lives anyway
+    assert found.view == ((8, 8), (8, 1), 32)
+
+
+def test_a_tensor_that_was_written_to_since_is_unknown() -> None:
+    mask = torch.ones(8)
+    with Operands():
+        result = X + mask
+    mask.mul_(2)
+    with pytest.raises(NotRecomputable, match="changed in place"):
+        _constant(result)
+
+
+def test_a_tensor_that_would_have_to_be_kept_in_place_of_the_result_is_refused() -> None:
+    noise = torch.ones(8, 8)
+    with Operands():
+        result = X + noise
+    with pytest.raises(NotRecomputable, match="as large as the result"):
+        operand_of(result.grad_fn, 0).base(noise.nbytes - 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.cos(),
+        lambda x: x + x,
+        lambda x: torch.ops.aten.add(x, 1),
+        lambda x: torch.rsub(x, 1, 2),
+        lambda x: x.add(np.float32(1)),
+        lambda x: F.pad(x, (1, 1)).view(-1),
+    ],
+)
+def test_what_is_not_noted_is_unknown(call: Callable[[Tensor], Tensor]) -> None:
+    with Operands():
+        result = call(X)
+    with pytest.raises(NotRecomputable, match="is not part of the graph"):
+        operand_of(result.grad_fn, 0)
+
+
+class Changing(nn.Module):
+    """Other numbers, masks and frozen biases in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.step = nn.Linear(64, 64), nn.Linear(64, 64), 0
+        self.register_buffer("masks", torch.rand(16, 64))
+        self.biases = nn.ParameterList(nn.Parameter(torch.randn(64), requires_grad=False) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        x = torch.tanh(self.one(x)) + self.step
+        x = (1.5 * self.step - x) * torch.sigmoid(x + self.masks[self.step])
+        bias = self.biases[self.step]
+        out: Tensor = torch.tanh(F.linear(x, self.two.weight, bias)) * x
+        return out
+
+
+def test_operands_that_change_from_step_to_step_are_the_ones_of_the_step() -> None:
+    torch.manual_seed(0)
+    module, x = Changing(), torch.rand(64, 64)
+    plain = Changing()
+    plain.load_state_dict(module.state_dict())
+    plan = dpx.search_plan(module, x, planner=_Everything())
+    dropped = {decision.operator for decision in plan.decisions if decision.action == "recompute"}
+    assert {"RsubBackward1", "SigmoidBackward0", "TanhBackward0"} <= dropped
+    plain.step = module.step
+    applied = dpx.apply_plan(module, plan)
+    assert all(map(torch.equal, train(module, x), train(plain, x)))
+    assert not applied.not_found
+
+
+class Replaced(nn.Module):
+    """The frozen bias is written to between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.one.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.two(torch.tanh(self.one(x)))
+        return out
+
+
+def test_a_frozen_bias_that_is_written_to_before_backward_is_reported() -> None:
+    module, x = Replaced(), torch.rand(64, 64)
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    loss = module(x).sum()
+    with torch.no_grad():
+        module.one.bias.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place: a parameter of shape \\[64\\], the output of constant"):
+        loss.backward()
+
+
+def test_nothing_is_noted_for_a_plan_that_needs_nothing() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.rand(64, 64)
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    seen: list[bool] = []
+    module[1].register_forward_hook(lambda *_: seen.append(torch._C._len_torch_function_stack() > 0))
+    for _ in range(3):
+        module(x).sum().backward()
+    assert seen == [True, False, False]
+    assert not applied.not_found
+
+
+class Padded(nn.Module):
+    """Pads in every step but the first, with something else than zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.pad = nn.Linear(64, 64), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.one(x))
+        x = F.pad(x, (1, 1), value=7.0) if self.pad else F.pad(x, (1, 1))
+        return torch.tanh(x) * x
+
+
+def test_what_a_pad_is_filled_with_is_that_of_the_step_in_a_routine_too() -> None:
+    torch.manual_seed(0)
+    module, x = Padded(), torch.rand(64, 64)
+    plain = Padded()
+    plain.load_state_dict(module.state_dict())
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    for _ in range(2):
+        module(x).sum().backward()
+    module.pad = plain.pad = True
+    assert all(map(torch.equal, train(module, x, steps=1), train(plain, x, steps=1)))
+    assert not applied.not_found

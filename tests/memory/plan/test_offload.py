@@ -1,0 +1,209 @@
+"""Parking or computing again: whatever costs less, with what hides behind the computation counted for little."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_dpx as dpx
+from lightning_dpx.memory import Profile, extrapolate, plan_profile, profile_module, scaled
+from lightning_dpx.memory.apply import forecast_plan
+from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
+from lightning_dpx.memory.plan.offload import OVERLAP, as_planned, ways_to_park
+from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
+from tests.conftest import SIMULATED
+from tests.memory.plan.test_planning import _Everything
+
+pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+BLOCKS = 8
+MS = 1e-3
+
+
+def blocks() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(BLOCKS)))
+    return module.to("sim:0"), torch.randn(512, 64).to("sim:0")
+
+
+def timed(copying: float, linear: float = 10 * MS, other: float = 1 * MS, room: int = 2**40) -> Profile:
+    """Blocks whose operators take these times, copies included, in a step that takes three times as long as forward."""
+    profile = profile_module(*blocks())
+    forward = BLOCKS * (linear + 2 * other)
+    values = [
+        replace(v, seconds=linear if "Addmm" in v.operator else other, copying=copying if v.copying else 0.0)
+        for v in profile.values
+    ]
+    return replace(profile, values=tuple(values), forward_seconds=forward, step_seconds=3 * forward, parking_room=room)
+
+
+def planned(profile: Profile, share: float) -> dpx.CheckpointPlan:
+    return plan_profile(blocks()[0], profile, round(share * profile.peak))
+
+
+def actions(plan: dpx.CheckpointPlan, operator: str) -> set[str]:
+    return {decision.action for decision in plan.decisions if decision.operator == operator}
+
+
+def test_what_is_dear_to_compute_is_parked_while_copies_are_short() -> None:
+    plan = planned(timed(copying=0.1 * MS), 0.5)
+    assert plan.names("park")
+    assert not plan.names("recompute", "recompute each time")
+    assert plan.overlap == OVERLAP
+    copies = 2 * 0.1 * MS * len(plan.names("park"))
+    assert plan.recompute_share == pytest.approx((HIDDEN_SHARE * copies + 0.2 * MS) / timed(MS).step_seconds)
+    assert all(d.seconds == pytest.approx(HIDDEN_SHARE * 0.2 * MS) for d in plan.decisions if d.action == "park")
+
+
+def test_what_does_not_hide_is_computed_again_the_cheapest_first() -> None:
+    plan = planned(timed(copying=10 * MS), 0.5)  # four of them take nearly half as long as forward
+    assert plan.overlap == OVERLAP
+    assert len(plan.names("park")) == 4
+    assert plan.names("recompute", "recompute each time")
+    assert "park" in actions(plan, "AddmmBackward0")
+    assert "park" not in actions(plan, "TanhBackward0") | actions(plan, "GeluBackward0")
+
+
+def test_a_tighter_budget_parks_the_dearer_half_and_computes_the_rest() -> None:
+    plan = planned(timed(copying=20 * MS), 0.3)
+    assert len(plan.names("park")) > 4
+    assert plan.names("recompute", "recompute each time")
+    assert "park" not in actions(plan, "TanhBackward0")
+
+
+def test_nothing_is_parked_where_copies_take_longer_than_forward() -> None:
+    profile = timed(copying=1.0)
+    plan = planned(profile, 0.5)
+    assert not plan.names("park")
+    assert plan.overlap == 0
+    assert plan.least_share is not None
+    assert plan.recompute_share is not None
+    assert 0 < plan.least_share <= plan.recompute_share
+
+
+@pytest.mark.parametrize("copying", [0.1 * MS, 3 * MS, 20 * MS])
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.3])
+def test_no_plan_beats_the_bound(copying: float, share: float) -> None:
+    plan = planned(timed(copying), share)
+    assert plan.least_share is not None
+    assert plan.recompute_share is not None
+    assert plan.least_share <= plan.recompute_share
+
+
+def test_the_host_has_to_have_room_for_what_could_be_computed_again() -> None:
+    module, x = blocks()
+    size = x.nbytes
+    plan = plan_profile(module, timed(copying=0.1 * MS, room=3 * size), round(0.5 * timed(MS).peak))
+    assert sum(d.num_bytes for d in plan.decisions if d.action == "park") <= 3 * size
+    assert plan.names("recompute", "recompute each time")
+
+
+def test_the_smallest_budget_is_that_of_parking() -> None:
+    module, x = blocks()
+    profile = timed(copying=0.1 * MS)
+    without = replace(profile, values=tuple(replace(value, copying=0.0) for value in profile.values))
+    least, least_without = (plan_profile(module, each, None).peak for each in (profile, without))
+    assert least is not None
+    assert least_without is not None
+    assert least < least_without
+    with pytest.raises(dpx.BudgetError) as error:
+        plan_profile(module, profile, 1000)
+    assert error.value.smallest == least
+    plan = plan_profile(module, profile, least)
+    assert plan.peak == least
+    assert plan.overlap == 0
+    roomier = plan_profile(module, profile, least + 4 * x.nbytes)
+    assert roomier.overlap == OVERLAP
+
+
+def test_copies_run_beside_the_computation_where_there_is_room_even_if_they_do_not_hide() -> None:
+    module, x = blocks()
+    profile = timed(copying=1.0)
+    least = plan_profile(module, profile, None, _Everything()).peak
+    assert least is not None
+    plans = [plan_profile(module, profile, least + count * x.nbytes, _Everything()) for count in range(4)]
+    overlaps = [plan.overlap for plan in plans]
+    assert overlaps == sorted(overlaps)
+    assert overlaps[-1] == OVERLAP
+    assert all(plan.peak <= least + count * x.nbytes for count, plan in enumerate(plans))  # type: ignore[operator]
+
+
+def test_a_way_of_its_own_marks_every_value_of_a_storage() -> None:
+    profile = timed(copying=0.1 * MS)
+    ways = [*ways_to_park(profile)]
+    assert [way.overlap for way in ways] == [OVERLAP, 0, 0, 0]
+    assert ways[1] == profile
+    for way in (ways[0], *ways[2:]):
+        parked = {v.storage for v in way.values if v.parked}
+        assert all(v.parked and not v.inputs for v in way.values if v.storage in parked)
+    droppable = len(Problem(profile).droppable)
+    assert [sum(v.parked for v in way.values) for way in ways[2:]] == [droppable // 2, droppable]
+
+
+def test_on_the_host_there_is_one_way() -> None:
+    module, x = blocks()
+    profile = profile_module(module.cpu(), x.cpu())
+    assert [*ways_to_park(profile)] == [profile]
+    assert not any(value.copying or value.parked for value in profile.values)
+
+
+def test_the_copies_of_a_plan_without_overlap_all_count() -> None:
+    profile = timed(copying=0.5 * MS)
+    plan = plan_profile(blocks()[0], profile, None, _Everything())
+    waiting = replace(plan, overlap=0)
+    count = len(plan.names("park"))
+    assert count
+    assert forecast_plan(profile, waiting).seconds == pytest.approx(count * 2 * 0.5 * MS)
+    beside = forecast_plan(profile, replace(plan, overlap=2))
+    assert beside.seconds == pytest.approx(2 * 0.5 * MS + HIDDEN_SHARE * count * 2 * 0.5 * MS)
+    assert beside.peak > forecast_plan(profile, waiting).peak
+
+
+def test_copies_beyond_the_computation_count() -> None:
+    profile = timed(copying=0.5 * MS)
+    plan = replace(plan_profile(blocks()[0], profile, None, _Everything()), overlap=2)
+    count = len(plan.names("park"))
+    quick = replace(profile, forward_seconds=count * 0.4 * MS, step_seconds=count * 0.6 * MS)
+    beyond = count * (0.1 + 0.3) * MS  # what forward does not hide, and what backward does not
+    assert forecast_plan(quick, plan).seconds == pytest.approx(beyond + HIDDEN_SHARE * count * 2 * 0.5 * MS)
+
+
+def test_copies_grow_with_the_rows() -> None:
+    profile = timed(copying=2 * MS)
+    twice = scaled(profile, 2)
+    assert max(value.copying for value in twice.values) == pytest.approx(4 * MS)
+    assert twice.forward_seconds == 2 * profile.forward_seconds
+    more = extrapolate(profile, twice, (1, 2), 4)
+    assert max(value.copying for value in more.values) == pytest.approx(8 * MS)
+    assert more.forward_seconds == pytest.approx(4 * profile.forward_seconds)
+
+
+def test_a_plan_says_how_many_copies_are_on_their_way(tmp_path: Any) -> None:
+    path, profile = tmp_path / "plan.yaml", timed(copying=0.1 * MS)
+    plan = planned(profile, 0.5)
+    plan.save(path)
+    assert dpx.CheckpointPlan.load(path) == plan
+    assert as_planned(profile, plan).overlap == OVERLAP
+    text = path.read_text()
+    path.write_text(text.replace("overlap: 2", "overlap: 1"))
+    edited = dpx.CheckpointPlan.load(path)
+    assert (edited.overlap, edited.peak) == (1, None), "an edit makes the prediction void"
+    path.write_text(text.replace("overlap: 2", "overlap: many"))
+    with pytest.raises(dpx.PlanError, match="overlap='many' is not allowed"):
+        dpx.CheckpointPlan.load(path)
+    host = replace(plan.with_actions(dict.fromkeys(plan.names("park"), "keep")), overlap=0)
+    host.save(path)
+    path.write_text(path.read_text().replace("overlap: 0\n", ""))  # of a time before there was any
+    assert dpx.CheckpointPlan.load(path) == host
+
+
+class _Nothing(Planner):
+    name = "nothing"
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        return Choice()
+
+
+def test_a_plan_that_parks_nothing_has_no_copies_on_their_way() -> None:
+    assert plan_profile(blocks()[0], timed(copying=0.1 * MS), None, _Nothing()).overlap == 0

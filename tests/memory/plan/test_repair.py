@@ -1,0 +1,82 @@
+"""Steps from a choice that is above or below the budget to one that uses it up, and as low as can be."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dpx.memory import PLANNERS, profile_module
+from lightning_dpx.memory.plan.forecast import timeline
+from lightning_dpx.memory.plan.planners.milp import programmed
+from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
+from lightning_dpx.memory.plan.solvers.highs import solver_installed
+from lightning_dpx.memory.plan.solvers.repair import REACHING, Descent, fill
+from tests.memory.chains import chain_profile
+from tests.memory.models import ORDINARY
+from tests.memory.random_steps import MOST_UNITS, every_choice, random_profile
+
+
+def test_a_knapsack_that_forgets_what_comes_back_reaches_the_budget() -> None:
+    reached = 0
+    for length in (20, 40, 60):
+        problem = Problem(chain_profile("equal", length))
+        relaxation, budget = Relaxation(problem), round(0.5 * problem.profile.peak)
+        choice = Choice(knapsack(relaxation, budget)[1])
+        after = Descent(relaxation, REACHING).reach(choice, budget)
+        reached += problem.forecast(choice).peak > budget >= problem.forecast(after).peak
+    assert reached
+
+
+def test_what_is_far_above_the_budget_or_within_it_stays_as_it_is() -> None:
+    problem = Problem(chain_profile("equal", 20))
+    descent = Descent(Relaxation(problem), REACHING)
+    assert descent.reach(Choice(), problem.profile.peak) == Choice()
+    assert descent.reach(Choice(), problem.profile.peak // 2) == Choice()
+
+
+def test_what_does_not_fit_is_not_filled() -> None:
+    problem = Problem(chain_profile("equal", 20))
+    everything = Choice(frozenset(problem.droppable))
+    assert fill(problem, everything, 4096) == everything
+    assert fill(problem, everything, problem.profile.peak) == Choice()
+
+
+def test_the_lowest_peak_of_random_steps_is_nearly_always_that_of_all_choices() -> None:
+    lowest = total = 0
+    for seed in range(100):
+        problem = Problem(random_profile(seed, 5))
+        if len(problem.droppable) > MOST_UNITS:
+            continue
+        least = min(problem.forecast(choice).peak for choice in every_choice(problem))
+        reached = problem.forecast(PLANNERS["optimal"]().choose(problem, None)).peak
+        assert least <= reached <= 1.2 * least, f"seed {seed}"
+        lowest, total = lowest + (reached == least), total + 1
+    assert lowest >= 0.95 * total > 0
+
+
+def test_a_descent_ends_where_its_work_does() -> None:
+    problem = Problem(chain_profile("unequal", 40))
+    relaxation, size = Relaxation(problem), len(problem.profile.curve) + len(problem.profile.values)
+    peaks = [
+        problem.forecast(Descent(relaxation, count * size).lower(Choice())).peak / problem.profile.peak
+        for count in (25, 100, 400)
+    ]
+    assert 1 > peaks[0] > peaks[1] > peaks[2]
+
+
+def test_what_is_not_computed_is_not_forgotten_after_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan has one way to bring a compressed mask back, so a choice with another would predict something else."""
+    monkeypatch.setattr("lightning_dpx.memory.plan.solvers.repair._FEW", 1000)
+    torch.manual_seed(0)
+    problem = Problem(profile_module(*ORDINARY["gpt"]()))
+    masks = {i for i in problem.droppable if any(problem.profile.values[v].compact for v in problem.units[i].values)}
+    assert masks
+    assert problem.forgettable == set(problem.droppable) - masks
+    every = Choice(frozenset(problem.droppable))
+    curve = timeline(problem.profile, problem.values_of(every.dropped))
+    choices = Descent(Relaxation(problem), REACHING)._steps(every, np.array(curve), 0)
+    if solver_installed():
+        budgets = [round(share * problem.profile.peak) for share in (0.5, 0.3, 0.2)]
+        choices += [choice for budget in budgets for choice in programmed(problem, budget)]
+    assert any(choice.fleeting for choice in choices)
+    assert not any(choice.fleeting & masks for choice in choices)

@@ -1,0 +1,93 @@
+"""Profiling a step ends, whatever the shape of its graph."""
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpx.memory import profile_module
+from lightning_dpx.memory.profile.bookkeeping import measured_bookkeeping
+
+
+class _Doubled(nn.Module):
+    """Nobody saves ``h``, and the sum asks for it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        y = h + h
+        return y * y
+
+
+def test_a_value_that_nobody_saves_is_asked_for_twice_by_one_operator() -> None:
+    profile = profile_module(_Doubled(), torch.randn(32, 64))
+    (total,) = [value for value in profile.values if value.operator == "AddBackward0"]
+    assert not total.refused
+    assert len(total.inputs) == 2
+
+
+class Alternating(nn.Module):
+    """Takes one more step in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(64, 64), itertools.count(1)  # which nobody can put back
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        return torch.sigmoid(x * 2) if next(self.calls) % 2 else torch.sigmoid(x.abs() * 2)
+
+
+def test_of_steps_that_differ_nobody_knows_when_a_value_is_unused() -> None:
+    """So nothing counts as free before the last operator of the forward has run."""
+    profile = profile_module(Alternating(), torch.randn(64, 64))
+    assert len(profile.storages) > 1
+    (unused,) = {storage.unused for storage in profile.storages}
+    assert profile.forward_events - 3 < unused < profile.forward_events
+
+
+class Forces(nn.Module):
+    """As models of molecules: the gradient of the energy is a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        energy = self.two(torch.tanh(h))
+        (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
+        return energy + force.pow(2).sum()
+
+
+class InTurns(nn.Module):
+    """Writes to another one of its tensors in every forward; the turn is one that can be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(64, 64), 0
+        self.notes = [torch.zeros(4) for _ in range(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes[self.turn].add_(1.0)
+        self.turn += 1
+        return torch.tanh(self.layer(x))
+
+
+def test_steps_that_are_timed_leave_nothing_behind() -> None:
+    module = InTurns()
+    profile_module(module, torch.randn(32, 64))
+    assert module.turn == 0
+    assert not any(note.any() for note in module.notes)
+
+
+def test_what_is_dropped_costs_our_own_bookkeeping_as_well() -> None:
+    own = measured_bookkeeping().value
+    profile = profile_module(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()), torch.randn(32, 64))
+    droppable = [value for value in profile.values if value.name and not value.refused]
+    assert len(droppable) > 1
+    assert own > 0.0
+    assert all(value.seconds > own for value in droppable)
