@@ -33,7 +33,7 @@ from lightning_dpx.lightning import (
     SimAccelerator,
 )
 from lightning_dpx.memory import (
-    CheckpointPlan,
+    MemoryPlan,
     apply_plan,
     estimate_cost,
     register_planner,
@@ -43,7 +43,7 @@ from lightning_dpx.memory import (
 from lightning_dpx.monitor import TensorMonitor
 from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded_placement, register_reducer
 from lightning_dpx.replicas import Slicer, register_slicer
-from lightning_dpx.shifting import park_activations, shift_activations, unpark_activations, unshift_activations
+from lightning_dpx.shifting import offload_activations, shift_activations, unoffload_activations, unshift_activations
 from lightning_dpx.simulate import simulate
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ __all__ = [
     "Activation",
     "ActivationPlanner",
     "BudgetError",
-    "CheckpointPlan",
+    "MemoryPlan",
     "CollectiveError",
     "ConfigurationError",
     "DPXError",
@@ -75,7 +75,7 @@ __all__ = [
     "apply_plan",
     "estimate_cost",
     "least_loaded_placement",
-    "park_activations",
+    "offload_activations",
     "register_planner",
     "register_reducer",
     "register_slicer",
@@ -84,7 +84,7 @@ __all__ = [
     "shift_activations",
     "simulate",
     "trace_activations",
-    "unpark_activations",
+    "unoffload_activations",
     "unshift_activations",
 ]
 

@@ -123,7 +123,7 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
         found.append(Activation(name, calls.path, tuple(tensor.shape), tensor.dtype, size, tensor.device, operator))
         return saved[-1]
 
-    with nothing_changed(module), calls.tracked(), torch.enable_grad():
+    with preserve_module_state(module), calls.tracked(), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]):
             run()
     for box in saved:
@@ -175,7 +175,7 @@ class CallStack:
 
 
 @contextmanager
-def nothing_changed(module: nn.Module) -> Iterator[None]:
+def preserve_module_state(module: nn.Module) -> Iterator[None]:
     """What runs in here leaves no trace; see :func:`lightning_dpx.python_objects.untouched.untouched`."""
     with untouched(module) as writes, BeforeWrites(writes):
         yield

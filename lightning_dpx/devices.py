@@ -102,7 +102,7 @@ class _Arriving(NamedTuple):
     owner: torch.cuda.Stream  # of its memory
 
 
-class Resting:
+class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
     On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`leave`.
@@ -255,7 +255,7 @@ class RandomStates:
 
 
 @contextmanager
-def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+def preserve_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
     """The generators of the host and of ``devices`` continue afterwards as if nothing had been drawn."""
     states = RandomStates(devices)
     try:
@@ -265,11 +265,11 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 @contextmanager
-def all_random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Like :func:`random_states_kept`, and so do Python's and NumPy's generators of the process."""
+def preserve_all_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Like :func:`preserve_device_rng`, and so do Python's and NumPy's generators of the process."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
-        with random_states_kept(devices):
+        with preserve_device_rng(devices):
             yield
     finally:
         np.random.set_state(numpy_state)

@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import GatherError
 from lightning_dpx.memory import MemoryTrace
-from lightning_dpx.reducers import EagerReduction, GradientReducer, ProcessReducer, make_reducer
+from lightning_dpx.reducers import GradientReducer, OverlappedReduction, ProcessReducer, make_reducer
 from lightning_dpx.replicas import (
     MergeRules,
     Replica,
@@ -69,8 +69,8 @@ class TrainingStep:
         loss_reduction: How the user's loss treats its batch: ``"mean"`` weights the replicas' losses by their rows,
             ``"sum"`` adds them; ``"auto"`` is a mean until the rules say otherwise.
         communication_dtype: What gradients travel in between devices; their own dtype unless given.
-        gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
-            on all replicas; 0 sends all after backward.
+        gradient_buckets: Between devices the gradients travel in this many buckets, each as soon as backward has filled
+            it on all replicas; 0 sends all after backward.
         processes: Averages the owners' gradients over several processes, where there are several.
 
     Attributes:
@@ -86,7 +86,7 @@ class TrainingStep:
         reducer: str | GradientReducer = "auto",
         loss_reduction: LossReduction = "mean",
         communication_dtype: torch.dtype | None = None,
-        gradient_packs: int = 8,
+        gradient_buckets: int = 8,
         processes: ProcessReducer | None = None,
     ) -> None:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
@@ -94,7 +94,7 @@ class TrainingStep:
         self.rules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
         self._communication_dtype = communication_dtype
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
-        self._gradient_packs = gradient_packs
+        self._gradient_buckets = gradient_buckets
         self._take_replicas()
         self._processes, self._rows = processes, 0.0
         self._pending: list[Pending] = []
@@ -107,9 +107,11 @@ class TrainingStep:
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         self._replicas.state.set_owners(self._owners)
-        several = len(self._reducer.places) > 1 and self._gradient_packs > 0 and bool(parameters[0])
+        several = len(self._reducer.places) > 1 and self._gradient_buckets > 0 and bool(parameters[0])
         self._eager = (
-            EagerReduction(parameters, self._gradient_packs, self._reduce_early, self._names) if several else None
+            OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
+            if several
+            else None
         )
 
     def exchange_reducer(self, reducer: str | GradientReducer) -> None:
@@ -269,7 +271,7 @@ class TrainingStep:
         self._unreduced = True
         shares = [waiting.share for waiting in pending]
         active = sorted(share.replica.index for share in shares)
-        eager = self._eager.armed(active) if last and self._eager is not None else nullcontext()
+        eager = self._eager.during_backward(active) if last and self._eager is not None else nullcontext()
         with eager:
             weighted: dict[tuple[int, float], torch.Tensor] = {}
             self._replicas.backward(shares, [waiting.roots(weighted) for waiting in pending])
@@ -291,7 +293,7 @@ class TrainingStep:
 
     def _reduce_here(self) -> None:
         done = self._eager.done if self._eager is not None else frozenset()
-        for pack in self._packs:
+        for pack in self._buckets:
             self._reduce_only([index for index in pack if index not in done])
         if self._eager is not None:
             self._eager.forget()
@@ -306,7 +308,7 @@ class TrainingStep:
             rows: How many rows of this process's batch they come from.
         """
         totals: list[torch.Tensor | None] = [None] * len(self._owners)
-        for pack in self._packs:
+        for pack in self._buckets:
             indices = [index for index in pack if any(column[index] is not None for column in columns)]
             sums = self._sums(indices, [[column[index] for index in indices] for column in columns]) if indices else []
             for index, total in zip(indices, sums, strict=True):
@@ -325,14 +327,14 @@ class TrainingStep:
         self._rows = 0.0
 
     @property
-    def _packs(self) -> list[list[int]]:
+    def _buckets(self) -> list[list[int]]:
         """What is reduced at a time: all of it, unless gradients travel in packs."""
         return [list(range(len(self._owners)))] if self._eager is None else self._eager.packs
 
     def _reduce_early(self, indices: Sequence[int]) -> None:
         """While backward runs. One that was abandoned meanwhile leaves the gradients alone, they may be of another."""
         totals = self._totals(indices)
-        if self._eager is not None and self._eager.is_armed:
+        if self._eager is not None and self._eager.is_during_backward:
             self._place_totals(indices, totals)
 
     def _reduce_only(self, indices: Sequence[int]) -> None:
@@ -375,7 +377,7 @@ class TrainingStep:
         most = dict.fromkeys((*self._reducer.places, *places), 0)
         if len(columns) == 1:  # nothing travels
             return most
-        for pack in self._packs:
+        for pack in self._buckets:
             trained = [index for index in pack if columns[0][index].requires_grad]
             zeros = [
                 [torch.zeros_like(column[index]) if replica in active else None for index in trained]

@@ -179,8 +179,9 @@ def _server() -> socket.socket:
         listener.bind(address)
         listener.listen()
         numbers = [theirs.fileno(), listener.fileno()]
+        # -P: the folder of the server is none to import from; tests/lightning would stand in for lightning there
         process = subprocess.Popen(
-            [sys.executable, str(SERVER), *map(str, numbers)],
+            [sys.executable, "-P", str(SERVER), *map(str, numbers)],
             pass_fds=numbers, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )  # fmt: skip
     atexit.register(process.wait)

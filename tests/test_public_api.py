@@ -6,7 +6,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "Activation",
         "ActivationPlanner",
         "BudgetError",
-        "CheckpointPlan",
+        "MemoryPlan",
         "CollectiveError",
         "ConfigurationError",
         "DPXError",
@@ -29,7 +29,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "apply_plan",
         "estimate_cost",
         "least_loaded_placement",
-        "park_activations",
+        "offload_activations",
         "register_planner",
         "register_reducer",
         "register_slicer",
@@ -38,7 +38,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "shift_activations",
         "simulate",
         "trace_activations",
-        "unpark_activations",
+        "unoffload_activations",
         "unshift_activations",
     ]
     assert dpx.__all__ == expected == sorted(expected)

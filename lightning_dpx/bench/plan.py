@@ -24,7 +24,7 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan_peers import PEERS, compiled_models, require_compiler
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainly
 from lightning_dpx.errors import PlanError
-from lightning_dpx.memory import CheckpointPlan, apply_plan, plan_profile, profile_step
+from lightning_dpx.memory import MemoryPlan, apply_plan, plan_profile, profile_step
 from lightning_dpx.pictures import new_figure, save_figure
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -107,7 +107,7 @@ def _running(model: Staged, runner: Runner) -> Iterator[None]:
         del model.runner
 
 
-def _planned(mode: str, model: Staged, plan: CheckpointPlan, x: Tensor) -> _Contestant:
+def _planned(mode: str, model: Staged, plan: MemoryPlan, x: Tensor) -> _Contestant:
     """A copy of the model that follows ``plan`` for good: in its first step it learns where hooks are needed."""
     own = copy.deepcopy(model)
     apply_plan(own, plan)

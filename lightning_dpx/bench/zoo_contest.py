@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.zoo import ZOO, Animal
 from lightning_dpx.errors import PlanError
-from lightning_dpx.memory import CheckpointPlan, apply_plan, search_plan
+from lightning_dpx.memory import MemoryPlan, apply_plan, search_plan
 
 SHARE = 0.5  # of the unplanned peak, where a library has no way of its own
 _WARM = 3  # steps: a plan learns in its first ones where hooks are needed, and libraries fill caches
@@ -154,7 +154,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     _Runner(subject).warm_up()  # what a library makes in its first step is no part of the plan
     subject.module.zero_grad(set_to_none=True)
     start, smallest = time.process_time(), None
-    plan: CheckpointPlan | None = None
+    plan: MemoryPlan | None = None
     try:
         plan = search_plan(subject.module, *subject.inputs, budget=budget, progress=False)
     except PlanError as error:
@@ -201,7 +201,7 @@ def _own_runner(name: str) -> _Runner | None:
     return runner
 
 
-def _same_bits(name: str, plan: CheckpointPlan | None) -> bool:
+def _same_bits(name: str, plan: MemoryPlan | None) -> bool:
     """Of models that have run as often as each other, for whatever they keep from step to step."""
     expected = _Runner(_made(name)).gradients()
     planned = _made(name)

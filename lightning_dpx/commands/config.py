@@ -68,7 +68,7 @@ class ConfigCLI(LightningCLI):
             raise ConfigurationError(said) from error
 
 
-class OnlyMade(ConfigCLI):
+class InstantiateOnlyCLI(ConfigCLI):
     """Makes everything and runs nothing.
 
     Args:

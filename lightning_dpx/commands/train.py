@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_dpx.commands.config import ConfigCLI, OnlyMade, SaveConfig
+from lightning_dpx.commands.config import ConfigCLI, InstantiateOnlyCLI, SaveConfig
 from lightning_dpx.errors import UnsupportedError
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -48,7 +48,7 @@ def make_cli(arguments: list[str], *, execute: bool, **trainer: Any) -> Any:
         raise UnsupportedError("Configs need jsonargparse; pip install 'lightning-dpx[cli]'.") from error
     if str(Path.cwd()) not in sys.path:  # what `python` itself does, and an installed command does not
         sys.path.insert(0, str(Path.cwd()))
-    cli = ConfigCLI if execute else partial(OnlyMade, trainer)
+    cli = ConfigCLI if execute else partial(InstantiateOnlyCLI, trainer)
     return cli(
         seed_everything_default=0,
         trainer_defaults={"strategy": {"class_path": "lightning_dpx.DPXStrategy"}},

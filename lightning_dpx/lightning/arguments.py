@@ -25,7 +25,7 @@ def check_arguments(
     batch_dim: object,
     batch_slicer: object,
     communication_dtype: object,
-    gradient_packs: object,
+    gradient_buckets: object,
     process_group_backend: object,
     timeout: object,
     check_replicas_every_n_steps: object,
@@ -47,7 +47,7 @@ def check_arguments(
     if communication_dtype is not None:
         check_choice("communication_dtype", communication_dtype, get_args(CommunicationDtype))
     for name, count in (
-        ("gradient_packs", gradient_packs), ("check_replicas_every_n_steps", check_replicas_every_n_steps),
+        ("gradient_buckets", gradient_buckets), ("check_replicas_every_n_steps", check_replicas_every_n_steps),
     ):  # fmt: skip
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ConfigurationError(f"{name}={count!r} is not allowed; give 0 or a positive integer.")

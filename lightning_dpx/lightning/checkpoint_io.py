@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 
-class WholeFiles(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a file beside the old one, down to the disk, and then gives it the name; reads tensors and plain data."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

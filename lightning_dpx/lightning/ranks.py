@@ -123,7 +123,7 @@ class RanksOfReplicas(ParallelStrategy):
     def _reach_other_processes(
         self, kind: str, values: list[Any], *, each: bool, gradients: bool
     ) -> tuple[list[Any], int]:
-        """See :class:`lightning_dpx.replicas.Beyond`. One object per process travels, by way of the host.
+        """See :class:`lightning_dpx.replicas.InterProcess`. One object per process travels, by way of the host.
 
         Raises:
             CollectiveError: the processes meet for different things, one is lost, or replicas are missing.

@@ -38,7 +38,7 @@ from lightning_dpx.lightning.memory.profiling import keeps_gradients
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.precision import DPXPrecision
-from lightning_dpx.lightning.processes.stop import StopTogether
+from lightning_dpx.lightning.processes.stop import CoordinatedStop
 from lightning_dpx.lightning.ranks import RanksOfReplicas
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals
@@ -91,7 +91,7 @@ class StepsOfReplicas(RanksOfReplicas):
         self._replicas: ReplicaSet | None = None
         self._step: TrainingStep | None = None
         self._metrics: ReplicaMetrics | None = None
-        self._stopping: StopTogether | None = None  # where there are several processes
+        self._stopping: CoordinatedStop | None = None  # where there are several processes
         self._hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         self._accumulating, self._undecided = False, False
         self._announced: set[str] = set()
@@ -570,7 +570,7 @@ class StepsOfReplicas(RanksOfReplicas):
         replicas, module = self._replicas, self.lightning_module
         assert module is not None, "connect() sets the module first"
         known = self._example_batch is not None
-        self._planning.refuse_hopeless(
+        self._planning.check_feasible(
             replicas,
             self._static_memory,
             lambda replica: [] if known else profile_example(replicas, replica, self.precision_plugin),

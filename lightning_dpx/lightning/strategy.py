@@ -28,7 +28,7 @@ from lightning_dpx.errors import BudgetError, CollectiveError, ConfigurationErro
 from lightning_dpx.lightning.adoption import Adoption, asking_connector
 from lightning_dpx.lightning.arguments import CommunicationDtype, Workload, check_arguments, parse_shifts
 from lightning_dpx.lightning.batch_writes import BatchWrites
-from lightning_dpx.lightning.checkpoint_io import WholeFiles
+from lightning_dpx.lightning.checkpoint_io import AtomicCheckpointIO
 from lightning_dpx.lightning.launcher import InThisProcess
 from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
 from lightning_dpx.lightning.loose_tensors import LooseTensors
@@ -48,11 +48,11 @@ from lightning_dpx.lightning.processes.connect import (
     start_equal,
 )
 from lightning_dpx.lightning.processes.rank_zero import forget_steps, make_step_aware
-from lightning_dpx.lightning.processes.stop import StopTogether
+from lightning_dpx.lightning.processes.stop import CoordinatedStop
 from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals, Verify
 from lightning_dpx.lightning.rehearsal.shift_rehearsal import rehearse_shifts
 from lightning_dpx.lightning.steps import StepsOfReplicas
-from lightning_dpx.memory import CheckpointPlan, Planner, Profile
+from lightning_dpx.memory import MemoryPlan, Planner, Profile
 from lightning_dpx.reducers import (
     REDUCERS,
     GradientReducer,
@@ -95,8 +95,8 @@ class DPXStrategy(StepsOfReplicas):
             a mean over something else than rows, such as tokens, give the module a method loss_weight(batch) that
             returns how much a slice weighs, as the number of its tokens; it gets a slice as the loader gave it.
         communication_dtype: What gradients travel in between devices, "float16" or "bfloat16"; sums stay in their own.
-        gradient_packs: Between devices the gradients travel in this many packs, each as soon as backward has filled it
-            on all replicas; 0 sends all after backward.
+        gradient_buckets: Between devices the gradients travel in this many buckets, each as soon as backward has filled
+            it on all replicas; 0 sends all after backward.
         shifts: {from: to}: parts of the replica on one device run, with what they keep for backward, on another one;
             several replicas may share a target. "auto" traces the first batch and shifts what does not fit.
         shift_activations: Which parts: submodules by name or pattern ("encoder.layers.[0-3]").
@@ -104,7 +104,7 @@ class DPXStrategy(StepsOfReplicas):
             fraction of the device (0 to 1), or "auto" for what is free; or {device: one of these}. The first batch is
             profiled, and what must be is computed again in backward.
         planner: Who decides that: "auto", "optimal", "milp", "search", "threshold", or a Planner.
-        plan: Instead of a budget, a CheckpointPlan to follow, or the path of a saved one.
+        plan: Instead of a budget, a MemoryPlan to follow, or the path of a saved one.
         plan_cache: Where plans are kept for the next run of the same module, code, shapes, budget and versions, which
             then plans nothing: True for the user's own folder (lightning_dpx/plans in $XDG_CACHE_HOME or ~/.cache), or
             the path of another; False keeps and finds none.
@@ -151,12 +151,12 @@ class DPXStrategy(StepsOfReplicas):
         buffers: BufferMode = "broadcast",
         loss_reduction: LossReduction = "auto",
         communication_dtype: CommunicationDtype | None = None,
-        gradient_packs: int = 8,
+        gradient_buckets: int = 8,
         shifts: dict[str, str] | Literal["auto"] | None = None,
         shift_activations: list[str] | None = None,
         memory_budget: dict[str, int | float | str] | int | float | str | None = None,
         planner: str | Planner = "auto",
-        plan: CheckpointPlan | str | None = None,
+        plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
         example_batch: Any = None,
         on_oom: OnOOM = "raise",
@@ -180,7 +180,7 @@ class DPXStrategy(StepsOfReplicas):
             buffers=buffers,
             loss_reduction=loss_reduction,
             communication_dtype=communication_dtype,
-            gradient_packs=gradient_packs,
+            gradient_buckets=gradient_buckets,
             on_oom=on_oom,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -200,7 +200,7 @@ class DPXStrategy(StepsOfReplicas):
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
         self._wire = None if communication_dtype is None else getattr(torch, communication_dtype)
-        self._gradient_packs = gradient_packs
+        self._gradient_buckets = gradient_buckets
         self._reducer, self._workload, self._batch_dim = reducer, workload, batch_dim
         self._batch_slicer = batch_slicer
         self._execution, self._buffers, self._loss_reduction = execution, buffers, loss_reduction
@@ -284,9 +284,9 @@ class DPXStrategy(StepsOfReplicas):
     def checkpoint_io(self) -> CheckpointIO:
         """The plugin that was given, or whole files; one that wraps another, and was given none, wraps whole files."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = WholeFiles()
+            self._checkpoint_io = AtomicCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeFiles()  # does nothing where it has one
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # does nothing where it has one
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -308,7 +308,7 @@ class DPXStrategy(StepsOfReplicas):
         return [] if self._replicas is None else [replica.module for replica in self._replicas.replicas]
 
     @property
-    def memory_plans(self) -> dict[torch.device, tuple[CheckpointPlan, Profile | None]]:
+    def memory_plans(self) -> dict[torch.device, tuple[MemoryPlan, Profile | None]]:
         """By device, the plan that is followed, and the step that it was made from if it was made here."""
         return {device: (plan, self._planning.profiles.get(device)) for device, plan in self._planning.plans.items()}
 
@@ -408,7 +408,7 @@ class DPXStrategy(StepsOfReplicas):
         """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
         self._trainer = weakref.ref(trainer)
         if self.num_processes > 1:
-            self._stopping = trainer._signal_connector = StopTogether(trainer)
+            self._stopping = trainer._signal_connector = CoordinatedStop(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._plan_ahead()
@@ -442,9 +442,9 @@ class DPXStrategy(StepsOfReplicas):
             several = None
             if self._stopping is not None:
                 told, heed = self._stopping.told_here, self._stopping.heed
-                several = ProcessReducer(self._gradient_packs, self._wire, told, heed)
+                several = ProcessReducer(self._gradient_buckets, self._wire, told, heed)
             self._step = TrainingStep(
-                replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_packs, several
+                replicas, self._reducer, self._loss_reduction, self._wire, self._gradient_buckets, several
             )
             self._step.rules = self._rehearsals.rules("training_step", 0)
             if several is None and not self._plans_memory:  # a plan is for slices of one size
@@ -577,7 +577,7 @@ class DPXStrategy(StepsOfReplicas):
             module,
             loss_reduction=self._loss_reduction,
             communication_dtype=str(self._wire),
-            gradient_packs=self._gradient_packs,
+            gradient_buckets=self._gradient_buckets,
             reducer=reducer,
             precision=str(self.precision_plugin.precision),
             accumulate_grad_batches=module.trainer.accumulate_grad_batches,

@@ -1,7 +1,7 @@
 """Memory planning: which activations are kept, and which are computed again in backward.
 
 profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor, and of its copy;
-          some values would come back from the host instead of being computed again (ways_to_park)
+          some values would come back from the host instead of being computed again (ways_to_offload)
 planner   profile x budget -> what to drop         threshold | search | optimal | milp | auto
 absent    the same for a device, or of a size, that is not there: on fake tensors, or else on few rows
 meter     how a profile watches and tries: by running; or on fakes (fake), with times from FLOPs and bytes (rates)
@@ -10,7 +10,7 @@ plan      the choice as a file
 places    one plan for a step that runs on several devices
 shapes    one plan for steps of several shapes
 apply     the plan on a module: saved-tensor hooks (rematerialisation) on what the graph knows (values), how operators
-          are repeated (recipes), and on what, where autograd does not know it (operands), and copies (parking)
+          are repeated (recipes), and on what, where autograd does not know it (operands), and copies (offloading)
 """
 
 from lightning_dpx.memory.apply import (
@@ -29,7 +29,7 @@ from lightning_dpx.memory.apply import (
 )
 from lightning_dpx.memory.plan.joint import plan_places
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
-from lightning_dpx.memory.plan.plan import CheckpointPlan, Decision, format_plan, summary
+from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
 from lightning_dpx.memory.profile.abstract import profile_absent
@@ -40,7 +40,7 @@ from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 
 __all__ = [
     "AppliedPlan",
-    "CheckpointPlan",
+    "MemoryPlan",
     "Decision",
     "MemoryTrace",
     "PLANNERS",

@@ -22,7 +22,7 @@ from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.plan.forecast import Forecast, forecast, timeline, with_replaying
 from lightning_dpx.memory.plan.make_plan import make_planner
 from lightning_dpx.memory.plan.offload import as_planned
-from lightning_dpx.memory.plan.plan import CheckpointPlan
+from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import Planner, Problem
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
@@ -45,7 +45,7 @@ def search_plan(
     device: torch.device | str | None = None,
     progress: bool = True,
     plan_cache: bool | str | os.PathLike[str] = False,
-) -> CheckpointPlan:
+) -> MemoryPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
     Runs a few steps to time them, then a forward without and one with its backward; parameters, gradients, buffers and
@@ -66,7 +66,7 @@ def search_plan(
         device: What to plan for, such as ``"cuda"``; unless given, where the module is, with times measured there.
             For another one, the step runs on fake tensors (for the host, each different operator is tried once beside),
             times come from FLOPs and bytes moved, and nobody proves that what is computed again is the same;
-            :attr:`CheckpointPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
+            :attr:`MemoryPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
             rows (of dim 0) instead, with a warning.
         plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
             versions is found again, and in which folder: ``True`` for the user's own. Nothing looks at the step then.
@@ -170,7 +170,7 @@ def device_of(module: nn.Module, batch: Any) -> torch.device:
 
 
 def estimate_cost(
-    module: nn.Module, plan: CheckpointPlan, *batch: Any, device: torch.device | str | None = None
+    module: nn.Module, plan: MemoryPlan, *batch: Any, device: torch.device | str | None = None
 ) -> dict[str, float]:
     """What ``plan`` would do to a step on ``batch``, for example after an edit or for another batch size.
 
@@ -193,13 +193,13 @@ def estimate_cost(
     return {"peak": result.peak, "saved": result.kept, "recompute_share": result.seconds / profile.step_seconds}
 
 
-def forecast_plan(profile: Profile, plan: CheckpointPlan) -> Forecast:
+def forecast_plan(profile: Profile, plan: MemoryPlan) -> Forecast:
     """The step of ``profile`` with a plan that may have been made for another one."""
     planned = as_planned(profile, plan)
     return with_replaying(planned, forecast(planned, *_choice_of(planned, plan)))
 
 
-def timeline_of(profile: Profile, plan: CheckpointPlan | None = None) -> list[int]:
+def timeline_of(profile: Profile, plan: MemoryPlan | None = None) -> list[int]:
     """Bytes of activations at every event of the step of ``profile``, with a plan or with everything kept."""
     if plan is None:
         return list(profile.curve)
@@ -207,14 +207,16 @@ def timeline_of(profile: Profile, plan: CheckpointPlan | None = None) -> list[in
     return timeline(planned, *_choice_of(planned, plan))
 
 
-def _choice_of(profile: Profile, plan: CheckpointPlan) -> tuple[set[int], set[int]]:
+def _choice_of(profile: Profile, plan: MemoryPlan) -> tuple[set[int], set[int]]:
     """The values of ``profile`` that ``plan`` drops, and those of them that go after every use."""
     problem = Problem(profile)
     named = {value.name: index for index, value in enumerate(profile.values) if value.name}
     can = problem.values_of(problem.droppable)
     can |= {index for index, value in enumerate(profile.values) if value.storage < 0}  # the plan of another device's
-    parked = plan.names("park")  # who parks what cannot be parked, or computes what cannot be computed, keeps it
-    can -= {index for name, index in named.items() if profile.values[index].parked != (name in parked)}
+    offloaded = plan.names(
+        "offload"
+    )  # who offloads what cannot be offloaded, or computes what cannot be computed, keeps it
+    can -= {index for name, index in named.items() if profile.values[index].offloaded != (name in offloaded)}
     dropped = {named[name] for name in plan.dropped if name in named} & can
     return dropped, {named[name] for name in plan.names("recompute each time") if name in named} & can
 
@@ -232,7 +234,7 @@ class AppliedPlan:
         plan: Likewise.
     """
 
-    def __init__(self, module: nn.Module, plan: CheckpointPlan, *, watches: bool = False) -> None:
+    def __init__(self, module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> None:
         self.plan = plan
         self._local = threading.local()
         self._handles: list[Any] = []
@@ -303,7 +305,7 @@ class AppliedPlan:
             handle.remove()
 
 
-def _values_of(module: nn.Module, plan: CheckpointPlan, *, watches: bool) -> Rematerialisation:
+def _values_of(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
     """What follows ``plan``; with calls that are made again, or compiled parts, call by call for good."""
     names = CallNames(module, again=plan.calls)
     dropped = plan.names("recompute", "recompute each time")
@@ -311,8 +313,8 @@ def _values_of(module: nn.Module, plan: CheckpointPlan, *, watches: bool) -> Rem
         dropped,
         [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
         plan.names("compress"),
-        plan.names("park"),
-        plan.overlap,
+        plan.names("offload"),
+        plan.prefetch_depth,
         frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
     )
     if plan.calls or names.compiled:
@@ -339,7 +341,7 @@ class _RootHooks:
             self._applied.leave()
 
 
-def apply_plan(module: nn.Module, plan: CheckpointPlan, *, watches: bool = False) -> AppliedPlan:
+def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> AppliedPlan:
     """From now on forward passes of ``module`` that record gradients follow ``plan``.
 
     Gradients stay what they were, to the bit on the host. What runs beside ``module.forward`` (a ``training_step`` that

@@ -27,7 +27,7 @@ from torch import nn
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.memory.plan.make_plan import plan_profile
-from lightning_dpx.memory.plan.plan import CheckpointPlan, from_mapping, to_mapping
+from lightning_dpx.memory.plan.plan import MemoryPlan, from_mapping, to_mapping
 from lightning_dpx.memory.plan.plan_file import MOST_BYTES, write_whole
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile import profiler as profiles_module
@@ -177,7 +177,7 @@ class PlanCache:
 
     # ---- plans ----
 
-    def plans(self, key: str, module: nn.Module) -> tuple[list[CheckpointPlan], list[int]] | None:
+    def plans(self, key: str, module: nn.Module) -> tuple[list[MemoryPlan], list[int]] | None:
         """Those of a module, and what else was kept with them; ``None`` where they are not for ``module``."""
         content = self.load(key)
         if content is None:
@@ -191,7 +191,7 @@ class PlanCache:
             self.say(f"dpx: the plan in {self.path_of(key)} is not for this module ({error}): it is planned anew.")
             return None
 
-    def keep_plans(self, key: str, plans: Sequence[CheckpointPlan], numbers: Sequence[int] = ()) -> None:
+    def keep_plans(self, key: str, plans: Sequence[MemoryPlan], numbers: Sequence[int] = ()) -> None:
         """For the next run."""
         if self.is_on and key:
             self.save(key, {"plans": [to_mapping(plan) for plan in plans], "numbers": list(numbers)})
@@ -199,7 +199,7 @@ class PlanCache:
 
 def found_or_planned(
     cache: PlanCache, module: nn.Module, profile: Profile, budget: int | None, planner: str | Planner
-) -> tuple[CheckpointPlan, str]:
+) -> tuple[MemoryPlan, str]:
     """The plan for ``module``, whose step is ``profile``, and the key that it was found by; empty where it was made.
 
     Args:

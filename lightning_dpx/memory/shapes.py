@@ -17,7 +17,7 @@ from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan.forecast import Forecast
 from lightning_dpx.memory.plan.joint import plan_places, with_figures
 from lightning_dpx.memory.plan.make_plan import lower_bound, plan_profile
-from lightning_dpx.memory.plan.plan import CheckpointPlan, Decision
+from lightning_dpx.memory.plan.plan import Decision, MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile.profiler import Profile
 
@@ -34,7 +34,7 @@ class SharedPlan:
         worst: P, the index of that step.
     """
 
-    plans: tuple[CheckpointPlan, ...]
+    plans: tuple[MemoryPlan, ...]
     worst: tuple[int, ...]
 
 
@@ -43,7 +43,7 @@ def plan_shapes(
     steps: Sequence[Sequence[Profile]],
     budgets: Sequence[Sequence[int]],
     planner: str | Planner = "auto",
-    now: CheckpointPlan | None = None,
+    now: MemoryPlan | None = None,
 ) -> SharedPlan:
     """The plan that is followed now, if it does for all shapes; otherwise a new one.
 
@@ -57,7 +57,7 @@ def plan_shapes(
     Raises:
         BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells on which device.
     """
-    rooms, own = [list(each) for each in budgets], dict[int, CheckpointPlan]()
+    rooms, own = [list(each) for each in budgets], dict[int, MemoryPlan]()
     if now is None:
         plans = plan_places(module, steps[-1], rooms[-1], planner)
         if len(steps) == 1:
@@ -93,8 +93,8 @@ def plan_shapes(
 
 
 def complete_plan(
-    module: nn.Module, plan: CheckpointPlan, profiles: Sequence[Profile], planner: str | Planner = "auto"
-) -> CheckpointPlan:
+    module: nn.Module, plan: MemoryPlan, profiles: Sequence[Profile], planner: str | Planner = "auto"
+) -> MemoryPlan:
     """``plan``, and as few activations as possible also of what it does not know and other steps save.
 
     Args:
@@ -115,8 +115,8 @@ def _nearest(
     profiles: Sequence[Profile],
     rooms: Sequence[int],
     planner: str | Planner,
-    before: CheckpointPlan,
-) -> tuple[CheckpointPlan, bool]:
+    before: MemoryPlan,
+) -> tuple[MemoryPlan, bool]:
     """The plan for these rooms, or for the least that can be, if that is found; and whether it meets them."""
     reachable = list(rooms)
     for _ in range(1 + len(profiles)):
@@ -129,7 +129,7 @@ def _nearest(
     return before, False
 
 
-def _forecasts(steps: Sequence[Sequence[Profile]], plan: CheckpointPlan) -> list[list[Forecast]]:
+def _forecasts(steps: Sequence[Sequence[Profile]], plan: MemoryPlan) -> list[list[Forecast]]:
     return [[forecast_plan(profile, plan) for profile in profiles] for profiles in steps]
 
 
@@ -140,19 +140,19 @@ def _excess(found: Sequence[Sequence[Forecast]], budgets: Sequence[Sequence[int]
     ]
 
 
-def _rank(judged: tuple[CheckpointPlan, list[list[Forecast]]], budgets: Sequence[Sequence[int]]) -> tuple[bool, float]:
+def _rank(judged: tuple[MemoryPlan, list[list[Forecast]]], budgets: Sequence[Sequence[int]]) -> tuple[bool, float]:
     """What fits, the fastest first; then what comes nearest to it."""
     most = max(map(max, _excess(judged[1], budgets)))
     return most > 0, most if most > 0 else sum(result.seconds for results in judged[1] for result in results)
 
 
-def _completed(own: CheckpointPlan, other: CheckpointPlan) -> CheckpointPlan:
+def _completed(own: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
     """``own``, and what ``other`` decides about values that are not there in the steps ``own`` was made for."""
     known = {decision.name for decision in own.decisions}
     return replace(own, decisions=(*own.decisions, *(d for d in other.decisions if d.name not in known)))
 
 
-def _by_size(plans: Sequence[CheckpointPlan], steps: Sequence[Sequence[Profile]]) -> CheckpointPlan:
+def _by_size(plans: Sequence[MemoryPlan], steps: Sequence[Sequence[Profile]]) -> MemoryPlan:
     """What the plan of that step decides about a value in which it is largest."""
     sizes = [Counter[str]() for _ in steps]
     for size, profiles in zip(sizes, steps, strict=True):
@@ -166,7 +166,7 @@ def _by_size(plans: Sequence[CheckpointPlan], steps: Sequence[Sequence[Profile]]
     return replace(plans[-1], decisions=tuple(decision for _, decision in chosen.values()))
 
 
-def _together(own: CheckpointPlan, other: CheckpointPlan) -> CheckpointPlan:
+def _together(own: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
     """Drops what either drops."""
     theirs = {decision.name: decision for decision in other.decisions}
     both = [theirs.get(mine.name, mine) if mine.action == "keep" else mine for mine in own.decisions]
@@ -174,7 +174,7 @@ def _together(own: CheckpointPlan, other: CheckpointPlan) -> CheckpointPlan:
 
 
 def _with_figures(
-    plan: CheckpointPlan,
+    plan: MemoryPlan,
     steps: Sequence[Sequence[Profile]],
     budgets: Sequence[Sequence[int]],
     found: Sequence[Sequence[Forecast]],

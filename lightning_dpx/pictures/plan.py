@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_dpx.memory import CheckpointPlan, Profile, timeline_of
+from lightning_dpx.memory import MemoryPlan, Profile, timeline_of
 from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, MIB, PLANNED, UNPLANNED, new_figure, plain_axes
 
 _ACTIONS = {
@@ -11,13 +11,13 @@ _ACTIONS = {
     "recompute": KIND_COLOURS["activations"],
     "recompute each time": "#8cc27f",
     "compress": KIND_COLOURS["gradients"],
-    "park": KIND_COLOURS["optimizer"],
+    "offload": KIND_COLOURS["optimizer"],
     "replay": "#4f8f5b",
 }
 _MOST_ROWS = 48
 
 
-def draw_plan(profile: Profile, plan: CheckpointPlan, title: str = "") -> Any:
+def draw_plan(profile: Profile, plan: MemoryPlan, title: str = "") -> Any:
     """Above, the bytes of activations through forward and backward, with and without the plan. Below, the largest
     values: a bar from the end of a value's use in forward to the end of its use in backward, in the colour of what the
     plan does with it; a bar is solid where memory is occupied, and a tick marks a recomputation.
@@ -37,7 +37,7 @@ def draw_plan(profile: Profile, plan: CheckpointPlan, title: str = "") -> Any:
     return figure
 
 
-def _draw_bytes(axes: Any, profile: Profile, plan: CheckpointPlan) -> None:
+def _draw_bytes(axes: Any, profile: Profile, plan: MemoryPlan) -> None:
     unplanned, with_plan = timeline_of(profile), timeline_of(profile, plan)
     events = range(len(unplanned))
     axes.fill_between(events, [size / MIB for size in unplanned], step="post", color=UNPLANNED, alpha=0.25)
@@ -54,7 +54,7 @@ def _draw_bytes(axes: Any, profile: Profile, plan: CheckpointPlan) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=9)
 
 
-def _largest(profile: Profile, plan: CheckpointPlan) -> list[tuple[str, str, int, int]]:
+def _largest(profile: Profile, plan: MemoryPlan) -> list[tuple[str, str, int, int]]:
     """Name, action, storage and value of the values that occupy most, in the order of forward."""
     actions = {decision.name: decision.action for decision in plan.decisions}
     seen: dict[int, tuple[str, str, int, int]] = {}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.packing import alike, flatten, hand_out
+from lightning_dpx.reducers.buckets import alike, flatten, hand_out
 
 
 @register_reducer("collective")

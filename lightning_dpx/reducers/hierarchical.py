@@ -7,7 +7,7 @@ import torch
 from lightning_dpx.devices import linked_groups
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.packing import alike, flatten, hand_out, split_at_boundaries
+from lightning_dpx.reducers.buckets import alike, flatten, hand_out, split_at_boundaries
 
 
 @register_reducer("hierarchical")
@@ -42,7 +42,7 @@ class HierarchicalReducer(GradientReducer):
 
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
-        for turn, indices in enumerate(self._packs(lists[0], targets)):
+        for turn, indices in enumerate(self._buckets(lists[0], targets)):
             target, packs = targets[indices[0]], [flatten([row[index] for index in indices]) for row in lists]
             groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
             leaders = [self._sum_group(packs, group, turn) for group in groups]
@@ -52,7 +52,7 @@ class HierarchicalReducer(GradientReducer):
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
-        for turn, indices in enumerate(self._packs(lists[0], [0] * len(lists[0]))):
+        for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
             packs = [flatten([row[index] for index in indices]) for row in lists]
             leaders = [self._sum_group(packs, group, turn) for group in self.groups]
             places = [leader.device for leader in leaders]
@@ -63,7 +63,7 @@ class HierarchicalReducer(GradientReducer):
                     hand_out(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
         return spread
 
-    def _packs(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
+    def _buckets(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
         """Indices of what is reduced as one: enough packs that every place of a group leads some."""
         num_splits = 2 * max(len(group) for group in self.groups)
         packs = []

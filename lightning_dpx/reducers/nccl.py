@@ -8,7 +8,7 @@ from torch.cuda import nccl
 from lightning_dpx.devices import has_nccl
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.packing import alike, flatten, hand_out
+from lightning_dpx.reducers.buckets import alike, flatten, hand_out
 
 
 @register_reducer("nccl")
@@ -33,7 +33,7 @@ class NCCLReducer(GradientReducer):
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
             target = targets[indices[0]]
-            packs = self._packs(lists, indices)
+            packs = self._buckets(lists, indices)
             nccl.reduce(packs, output=packs[target], root=target)  # type: ignore[no-untyped-call]
             hand_out(packs[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
         return result
@@ -41,13 +41,13 @@ class NCCLReducer(GradientReducer):
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(row) for row in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
-            packs = self._packs(lists, indices)
+            packs = self._buckets(lists, indices)
             nccl.all_reduce(packs)  # type: ignore[no-untyped-call]
             for pack, row, result in zip(packs, lists, spread, strict=True):
                 hand_out(pack.to(row[indices[0]].dtype), row, indices, result)
         return spread
 
-    def _packs(self, lists: Sequence[Dense], indices: Sequence[int]) -> Dense:
+    def _buckets(self, lists: Sequence[Dense], indices: Sequence[int]) -> Dense:
         packs = [flatten([row[index] for index in indices]) for row in lists]
         wire = self.communication_dtype
         narrower = wire is not None and packs[0].is_floating_point() and wire.itemsize < packs[0].dtype.itemsize

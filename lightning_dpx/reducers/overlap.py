@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.errors import ReplicationError
-from lightning_dpx.reducers.packing import split_at_boundaries
+from lightning_dpx.reducers.buckets import split_at_boundaries
 
 
-class EagerReduction:
+class OverlappedReduction:
     """Reduces every pack of parameters as soon as all active replicas have their gradients for it.
 
     Which parameters get a gradient, and that they get it once, is learned from the backward before; a parameter that
@@ -42,7 +42,7 @@ class EagerReduction:
         self._members: list[list[int]] = [list(split) for split in splits]
         self._fired: Counter[tuple[int, int]] = Counter()
         self._done: set[int] = set()
-        self._armed = False
+        self._during_backward = False
 
     @property
     def packs(self) -> list[list[int]]:
@@ -55,7 +55,7 @@ class EagerReduction:
         return frozenset(self._done)
 
     @contextmanager
-    def armed(self, active: Sequence[int]) -> Iterator[None]:
+    def during_backward(self, active: Sequence[int]) -> Iterator[None]:
         """For one backward of these replicas."""
         if not self._handles:
             self._install()
@@ -64,17 +64,17 @@ class EagerReduction:
             {(replica, index) for replica in active for index in split if index in self._expected}
             for split in self._members
         ]
-        self._armed = True
+        self._during_backward = True
         try:
             yield
         finally:
-            self._armed = False
+            self._during_backward = False
         self._expected = {i for i in self._split_of if all(self._fired[replica, i] == 1 for replica in active)}
 
     @property
-    def is_armed(self) -> bool:
+    def is_during_backward(self) -> bool:
         """Whether a backward is under way whose gradients are wanted."""
-        return self._armed
+        return self._during_backward
 
     def forget(self) -> None:
         """After the rest has been reduced, or after an error."""
@@ -92,14 +92,14 @@ class EagerReduction:
                 self._handles.append(_hook(parameter, partial(self._on_gradient, replica, index)))
 
     def _on_gradient(self, replica: int, index: int, _: object) -> None:
-        if not self._armed:
+        if not self._during_backward:
             return
         with self._lock:
             self._fired[replica, index] += 1
             if index in self._done:
                 raise ReplicationError(
                     f"Parameter {self._names[index]} got a second gradient in one backward, after the first was sent: "
-                    "use DPXStrategy(gradient_packs=0) for modules whose recomputation changes from step to step."
+                    "use DPXStrategy(gradient_buckets=0) for modules whose recomputation changes from step to step."
                 )
             number = self._split_of[index]
             waiting = self._waiting[number]

@@ -3,7 +3,7 @@
 from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
-from lightning_dpx.replicas.context import Beyond, ReplicaRank, current_rank
+from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.merging import Weights, weighted_mean
@@ -33,14 +33,14 @@ from lightning_dpx.replicas.slicing import (
     split_sizes,
 )
 from lightning_dpx.replicas.state import BufferMode
+from lightning_dpx.replicas.thread_probe import Trial, first_loss
 from lightning_dpx.replicas.timing import StepTimes
-from lightning_dpx.replicas.trial import Trial, first_loss
 from lightning_dpx.replicas.workers import CallerContext
 
 __all__ = [
     "BatchDim",
     "BatchSlicer",
-    "Beyond",
+    "InterProcess",
     "BufferMode",
     "CallerContext",
     "Execution",

@@ -32,7 +32,7 @@ class _Arrival:
     optional: bool
 
 
-class Meeting:
+class Rendezvous:
     """The meetings of one run of ``world_size`` participants.
 
     Args:
@@ -211,10 +211,11 @@ def check_differentiable(rank: ReplicaRank) -> None:
     Raises:
         CollectiveError: several replicas share the autograd thread of one accelerator.
     """
-    if rank.venue.crowded:
+    if rank.rendezvous_slot.oversubscribed:
         raise CollectiveError(
-            f"Gradients through a collective are not possible here: {rank.venue.crowded} holds several replicas, whose "
-            "backwards would wait for each other in its one autograd thread. Give every replica a device of its own."
+            f"Gradients through a collective are not possible here: {rank.rendezvous_slot.oversubscribed} holds several "
+            "replicas, whose backwards would wait for each other in its one autograd thread. Give every replica a device "
+            "of its own."
         )
 
 
@@ -262,7 +263,7 @@ def all_gather(rank: ReplicaRank, value: torch.Tensor, sync_grads: bool = False)
     """(K, ...) on the caller's device, from (...) of every replica; K counts those of all processes.
 
     Raises:
-        CollectiveError: see :meth:`Meeting.exchange`; or the shapes differ.
+        CollectiveError: see :meth:`Rendezvous.exchange`; or the shapes differ.
     """
     if sync_grads:
         gathered: torch.Tensor = _AllGather.apply(rank, value)  # type: ignore[no-untyped-call]
@@ -280,7 +281,7 @@ def reduce(rank: ReplicaRank, value: torch.Tensor, operation: str) -> torch.Tens
     """Mean, sum, minimum or maximum over the replicas.
 
     Raises:
-        CollectiveError: an unknown operation, and see :meth:`Meeting.exchange`.
+        CollectiveError: an unknown operation, and see :meth:`Rendezvous.exchange`.
     """
     stacked = _gathered(rank, f"reduce ({operation})", value)
     if operation in ("mean", "avg"):
@@ -298,4 +299,4 @@ def broadcast(rank: ReplicaRank, value: Any, source: int) -> Any:
     return values[source]
 
 
-__all__ = ["Meeting", "all_gather", "broadcast", "check_differentiable", "reduce", "sum_over_replicas"]
+__all__ = ["Rendezvous", "all_gather", "broadcast", "check_differentiable", "reduce", "sum_over_replicas"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class MeetingPlace(Protocol):
+class RendezvousPlace(Protocol):
     """Where the replicas of a run exchange values."""
 
     def exchange(
@@ -24,7 +24,7 @@ class MeetingPlace(Protocol):
         """Nobody waits for the participants any more."""
 
 
-class Beyond(Protocol):
+class InterProcess(Protocol):
     """Reaches the replicas of other processes."""
 
     def __call__(self, kind: str, values: list[Any], *, each: bool, gradients: bool) -> tuple[list[Any], int]:
@@ -39,21 +39,21 @@ class Beyond(Protocol):
 
 
 @dataclass(slots=True)
-class Venue:
+class RendezvousSlot:
     """Holds the meeting of the current run, for functions that outlive the run in which they were made.
 
     Attributes:
         meeting: Where the replicas of this process meet, during a run.
-        crowded: An accelerator that holds several replicas, if there is one.
+        oversubscribed: An accelerator that holds several replicas, if there is one.
         was_used: Whether anybody has ever met here.
         beyond: The way to the other processes, where there are several.
         abandoned: The run was given up; what is left of it must not meet that of another run.
     """
 
-    meeting: MeetingPlace | None = None
-    crowded: str = ""
+    meeting: RendezvousPlace | None = None
+    oversubscribed: str = ""
     was_used: bool = False
-    beyond: Beyond | None = None
+    beyond: InterProcess | None = None
     abandoned: bool = False
 
 
@@ -63,35 +63,35 @@ class ReplicaRank:
 
     rank: int
     world_size: int
-    venue: Venue
+    rendezvous_slot: RendezvousSlot
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to meet, in this process or another."""
-        return self.world_size == 1 and self.venue.beyond is None
+        return self.world_size == 1 and self.rendezvous_slot.beyond is None
 
     def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list, *, optional: bool = False) -> Any:
-        """Exchanges ``value`` with the other replicas of the step; see ``Meeting.exchange``."""
-        assert self.venue.meeting is not None, "a rank exists during a run only"
-        self.venue.was_used = True
-        return self.venue.meeting.exchange(self.rank, kind, value, act, optional=optional)
+        """Exchanges ``value`` with the other replicas of the step; see ``Rendezvous.exchange``."""
+        assert self.rendezvous_slot.meeting is not None, "a rank exists during a run only"
+        self.rendezvous_slot.was_used = True
+        return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act, optional=optional)
 
     def meet_present(self, kind: str, value: Any, act: Callable[[list[Any]], Any]) -> Any:
         """Like :meth:`meet`, but those that do not come, because they have ended or wait elsewhere, are not missed."""
-        assert self.venue.meeting is not None, "a rank exists during a run only"
-        self.venue.was_used = True
+        assert self.rendezvous_slot.meeting is not None, "a rank exists during a run only"
+        self.rendezvous_slot.was_used = True
 
         def act_on_present(values: list[Any]) -> Any:
             return act([value for value in values if value is not None])
 
-        return self.venue.meeting.exchange(self.rank, kind, value, act_on_present, optional=True)
+        return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act_on_present, optional=True)
 
     def meet_all(self, kind: str, value: Any, *, each: bool = False, gradients: bool = False) -> tuple[list[Any], int]:
         """Exchanges ``value`` with the replicas of all processes: their values, and the caller's place among them.
 
-        For the arguments see :class:`Beyond`.
+        For the arguments see :class:`InterProcess`.
         """
-        beyond = self.venue.beyond
+        beyond = self.rendezvous_slot.beyond
         if beyond is None:
             return self.meet(kind, value), self.rank
         values, first = self.meet(kind, value, lambda mine: beyond(kind, mine, each=each, gradients=gradients))

@@ -21,8 +21,8 @@ from lightning_dpx.devices import (
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
-from lightning_dpx.replicas.collectives import Meeting
-from lightning_dpx.replicas.context import Beyond, ReplicaRank, Venue, as_rank
+from lightning_dpx.replicas.collectives import Rendezvous
+from lightning_dpx.replicas.context import InterProcess, RendezvousSlot, ReplicaRank, as_rank
 from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
@@ -111,7 +111,7 @@ class ReplicaSet:
         skip: tuple[type, ...] = (),
         deadline: float | None = None,
         check_every: int = 0,
-        beyond: Beyond | None = None,
+        beyond: InterProcess | None = None,
     ) -> None:
         check_choice("execution", execution, get_args(Execution))
         check_choice("buffers", buffers, get_args(BufferMode))
@@ -134,8 +134,10 @@ class ReplicaSet:
         self._merge = merge and execution == "auto"
         self._deadline = deadline
         self._executor = make_executor(execution, self.devices, deadline)
-        crowded = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
-        self._venue = Venue(crowded=next((str(device) for device in crowded if not is_host(device)), ""), beyond=beyond)
+        oversubscribed = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
+        self._rendezvous_slot = RendezvousSlot(
+            oversubscribed=next((str(device) for device in oversubscribed if not is_host(device)), ""), beyond=beyond
+        )
         self._sizes: dict[tuple[int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
         self._trains_in_threads = False
@@ -302,8 +304,8 @@ class ReplicaSet:
             self.release_cores()
         before = self.draws.begin((stage, self.root.module.training)) if threads else None
         state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(shares) > 1 else None
-        if self._venue.abandoned:  # a run that went on would meet this one there
-            self._venue = replace(self._venue, meeting=None, abandoned=False)
+        if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
+            self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
         tasks = [
             Task(
                 share.replica.index,
@@ -315,9 +317,9 @@ class ReplicaSet:
             for rank, share in enumerate(shares)
         ]
         try:
-            values = (self._turns if in_turns else self._executor).run(tasks, self._venue)
+            values = (self._turns if in_turns else self._executor).run(tasks, self._rendezvous_slot)
         except BaseException as error:
-            interrupted = self._venue.abandoned or isinstance(error, KeyboardInterrupt)
+            interrupted = self._rendezvous_slot.abandoned or isinstance(error, KeyboardInterrupt)
             end_failed_step([replica.module for replica in self.replicas], self._physical, interrupted=interrupted)
             raise
         if before is not None and len(tasks) > 1:
@@ -329,7 +331,7 @@ class ReplicaSet:
     def _as_rank(
         self, index: int, world_size: int, call: Callable[[Share], Any], share: Share, stage: str
     ) -> Callable[[], Any]:
-        rank = ReplicaRank(index, world_size, self._venue)
+        rank = ReplicaRank(index, world_size, self._rendezvous_slot)
         follows_another = index > 0 and self._runs_one_by_one(stage)
         balancer = self._balancer if self.root.module.training else None
         watches = [
@@ -367,8 +369,8 @@ class ReplicaSet:
         """
         if self._walk_as_one(shares):
             refusal = "no step before met in it, so the backward of all replicas is one; ask for execution='threads'"
-            venue = Venue(Meeting(len(shares), refusal=refusal))
-            ranks = [ReplicaRank(index, len(shares), venue) for index in range(len(shares))]
+            rendezvous_slot = RendezvousSlot(Rendezvous(len(shares), refusal=refusal))
+            ranks = [ReplicaRank(index, len(shares), rendezvous_slot) for index in range(len(shares))]
             try:
                 joint_backward(ranks, roots, lambda place, error: self._blame(shares[place].replica, error))
             except BaseException:
@@ -394,7 +396,7 @@ class ReplicaSet:
         """Several in line on the host, once a backward met nobody, and while nobody wants to see them apart."""
         seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
         in_line = isinstance(self._executor, InlineExecutor) and all(is_host(share.replica.device) for share in shares)
-        return len(shares) > 1 and self._walked_apart and in_line and not seen and not self._venue.was_used
+        return len(shares) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
         annotate(error, replica.module, replica.device, self._first_nans[replica.index])

@@ -25,8 +25,8 @@ import torch
 from lightning_dpx.devices import autocast_types, device_context
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned, stop_tasks
-from lightning_dpx.replicas.collectives import WAIT_SECONDS, Meeting
-from lightning_dpx.replicas.context import Venue
+from lightning_dpx.replicas.collectives import WAIT_SECONDS, Rendezvous
+from lightning_dpx.replicas.context import RendezvousSlot
 from lightning_dpx.replicas.error_notes import note_place
 
 
@@ -64,23 +64,23 @@ class Outcome:
 class Executor(ABC):
     """Runs one task per active replica and returns their values in task order."""
 
-    def run(self, tasks: Sequence[Task], venue: Venue | None = None) -> list[Any]:
+    def run(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot | None = None) -> list[Any]:
         """The values of ``tasks``; all have ended when this returns or raises.
 
         Args:
             tasks: One per participant; their order gives the ranks.
-            venue: Gets the meeting of this run; and keeps it, if the run is abandoned.
+            rendezvous_slot: Gets the meeting of this run; and keeps it, if the run is abandoned.
 
         Raises:
             BaseException: the error of the first failed task, the same object, with notes. A failure comes before the
                 complaints of those that waited for the one that failed.
         """
-        venue = venue or Venue()
+        rendezvous_slot = rendezvous_slot or RendezvousSlot()
         try:
-            outcomes = self._outcomes(tasks, venue)
+            outcomes = self._outcomes(tasks, rendezvous_slot)
         finally:
-            if not venue.abandoned:
-                venue.meeting = None  # it holds what the tasks returned
+            if not rendezvous_slot.abandoned:
+                rendezvous_slot.meeting = None  # it holds what the tasks returned
         if all(outcome.error is None for outcome in outcomes):
             return [outcome.value for outcome in outcomes]
         try:
@@ -89,7 +89,7 @@ class Executor(ABC):
             del outcomes  # the traceback of an error holds this frame, and through it all that the replicas made
 
     @abstractmethod
-    def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot) -> list[Outcome]:
         """Runs all tasks and catches whatever they raise."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class _Turns:
         self._tasks = tasks
         self._deadline = deadline
         self.outcomes = [Outcome() for _ in tasks]
-        self.meeting = Meeting(len(tasks), in_turns=True, start_others=self._start_others, deadline=deadline)
+        self.meeting = Rendezvous(len(tasks), in_turns=True, start_others=self._start_others, deadline=deadline)
         self.abandoned = False
         self._context = CallerContext.capture()
         self._variables = [contextvars.copy_context() for _ in tasks]
@@ -196,13 +196,13 @@ class InlineExecutor(Executor):
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline
 
-    def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot) -> list[Outcome]:
         turns = _Turns(tasks, self._deadline)
-        venue.meeting = turns.meeting
+        rendezvous_slot.meeting = turns.meeting
         try:
             outcomes = turns.run()
         finally:
-            venue.abandoned = turns.abandoned
+            rendezvous_slot.abandoned = turns.abandoned
         if not turns.abandoned:
             turns.forget()
         return outcomes
@@ -259,15 +259,17 @@ class ThreadedExecutor(Executor):
             ready.get()
         torch.set_num_threads(callers_threads)
 
-    def _outcomes(self, tasks: Sequence[Task], venue: Venue) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot) -> list[Outcome]:
         if self._process != os.getpid():  # a fork takes no threads along
             self._threads.clear()
             self._inboxes.clear()
         if not self._threads:
             self.start()
         lanes = [self._lane_of[task.replica] for task in tasks]
-        crowded = "" if len(set(lanes)) == len(lanes) else "several replicas take turns in the thread of one device"
-        venue.meeting = meeting = Meeting(len(tasks), refusal=crowded, deadline=self._deadline)
+        oversubscribed = (
+            "" if len(set(lanes)) == len(lanes) else "several replicas take turns in the thread of one device"
+        )
+        rendezvous_slot.meeting = meeting = Rendezvous(len(tasks), refusal=oversubscribed, deadline=self._deadline)
         context, outcomes = CallerContext.capture(), [Outcome() for _ in tasks]
         running = {index: RunningTask() for index in range(len(tasks))}
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -289,10 +291,10 @@ class ThreadedExecutor(Executor):
                 self._inboxes[self._lane_of[task.replica]].put(job(index, task, contextvars.copy_context()))
             late = self._await(tasks, finished)
         except BaseException:  # Ctrl-C
-            self._abandon(tasks, running, venue)
+            self._abandon(tasks, running, rendezvous_slot)
             raise
         if late:
-            self._abandon(tasks, running, venue)
+            self._abandon(tasks, running, rendezvous_slot)
         for index, error in late.items():
             outcomes[index] = Outcome(error=error)
         return outcomes
@@ -310,11 +312,13 @@ class ThreadedExecutor(Executor):
                     return dict.fromkeys(waiting, _late(list(waiting.values()), self._deadline, self._threads))
         return {}
 
-    def _abandon(self, tasks: Sequence[Task], running: "dict[int, RunningTask]", venue: Venue) -> None:
+    def _abandon(
+        self, tasks: Sequence[Task], running: "dict[int, RunningTask]", rendezvous_slot: RendezvousSlot
+    ) -> None:
         """Nobody waits for this run any more: its lanes end, those in the middle of a task as soon as they can."""
-        venue.abandoned = True
-        assert venue.meeting is not None, "of this run"
-        venue.meeting.abandon()
+        rendezvous_slot.abandoned = True
+        assert rendezvous_slot.meeting is not None, "of this run"
+        rendezvous_slot.meeting.abandon()
         _end(self._inboxes)
         threads, self._threads = self._threads, []
         _give_up(tasks, running)

@@ -2,7 +2,7 @@
 
 from lightning_dpx.shifting.auto import Part, choose_parts, parts_of, scaled
 from lightning_dpx.shifting.between_steps import BetweenSteps
-from lightning_dpx.shifting.park import park_activations, unpark_activations
+from lightning_dpx.shifting.offload import offload_activations, unoffload_activations
 from lightning_dpx.shifting.shift import (
     Shift,
     applied_shift,
@@ -24,12 +24,12 @@ __all__ = [
     "check_shifts",
     "choose_parts",
     "forget_shift",
-    "park_activations",
+    "offload_activations",
     "parts_of",
     "scaled",
     "shift_activations",
     "shift_like",
-    "unpark_activations",
+    "unoffload_activations",
     "unshift_activations",
     "unshifted",
 ]

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
 from torch.utils._pytree import tree_map_only
 
-from lightning_dpx.activations import example_run, nothing_changed, step_on
+from lightning_dpx.activations import example_run, preserve_module_state, step_on
 from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.shifting.copies import Copies, Lent
@@ -62,7 +62,7 @@ def shift_activations(
     run = step_on(module, batch) if batch else example_run(module, shift.source)
     if run is not None:
         try:
-            with nothing_changed(module), shift.active():
+            with preserve_module_state(module), shift.active():
                 run()
         except BaseException as error:
             unshift_activations(module)

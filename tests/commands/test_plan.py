@@ -92,7 +92,7 @@ def planned(capsys: Any, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
 def test_the_prediction_is_what_a_run_on_such_devices_takes(
     reducer: str, budget: str | None, tmp_path: Path, capsys: Any
 ) -> None:
-    options = f"{{reducer: {reducer}, workload: [3, 2, 2, 1], memory_budget: {budget or 'null'}, gradient_packs: 0}}"
+    options = f"{{reducer: {reducer}, workload: [3, 2, 2, 1], memory_budget: {budget or 'null'}, gradient_buckets: 0}}"
     status, devices = planned(capsys, "--config", config(tmp_path, options))
     assert status == 0
     assert [device["device"] for device in devices] == [f"cuda:{index}" for index in range(4)]
@@ -100,7 +100,7 @@ def test_the_prediction_is_what_a_run_on_such_devices_takes(
     gc.collect()  # what other tests left on the devices
     monitor = dpx.DeviceMemoryMonitor(table=False, every_n_steps=1)
     strategy = dpx.DPXStrategy(
-        reducer=reducer, workload=[3, 2, 2, 1], memory_budget=budget, gradient_packs=0, execution="inline"
+        reducer=reducer, workload=[3, 2, 2, 1], memory_budget=budget, gradient_buckets=0, execution="inline"
     )
     trainer = make_trainer(strategy=strategy, accelerator="sim", devices=4, max_epochs=1, callbacks=[monitor])
     trainer.fit(Deep(), datamodule=Rows())
@@ -119,8 +119,8 @@ def test_a_plan_is_saved_drawn_and_followed(tmp_path: Path, capsys: Any) -> None
     assert printed.splitlines()[1].split()[:3] == ["device", "rows", "parameters"]
     assert "plan of cuda:0:" in printed
     assert "predicted from fake tensors for cuda:0: times by FLOPs and bytes" in printed.splitlines()[0]
-    assert dpx.CheckpointPlan.load(plan).dropped
-    assert dpx.CheckpointPlan.load(plan).basis.startswith("from fake tensors for cuda:0")
+    assert dpx.MemoryPlan.load(plan).dropped
+    assert dpx.MemoryPlan.load(plan).basis.startswith("from fake tensors for cuda:0")
     text = page.read_text()
     assert text.count("<svg") == 3
     assert "<script" not in text

@@ -16,7 +16,7 @@ from tests.conftest import Classifier, make_trainer
 from tests.lightning.processes.process_program import own_loader
 
 DIFFERENT: dict[str, dict[str, Any]] = {  # what rank 1 is given instead
-    "gradient_packs": {"gradient_packs": 1},
+    "gradient_buckets": {"gradient_buckets": 1},
     "reducer": {"reducer": "colocate"},
     "loss_reduction": {"loss_reduction": "sum"},
     "communication_dtype": {"communication_dtype": "bfloat16"},

@@ -31,7 +31,7 @@ def trained(options: dict[str, Any], precision: str, accumulate: int, clip: floa
 
 
 @cache
-def plan() -> dpx.CheckpointPlan:
+def plan() -> dpx.MemoryPlan:
     return dpx.search_plan(Classifier(), next(iter(make_loader())))
 
 
@@ -43,7 +43,7 @@ settings_of_a_run = st.fixed_dictionaries(
         "shares": st.lists(st.integers(1, 5), min_size=5, max_size=5),
         "reducer": st.sampled_from(["auto", "naive", "collective", "hierarchical", "colocate", "nccl"]),
         "execution": st.sampled_from(["auto", "inline", "threads"]),
-        "gradient_packs": st.sampled_from([0, 1, 8]),
+        "gradient_buckets": st.sampled_from([0, 1, 8]),
         "communication_dtype": st.sampled_from([None, None, "bfloat16"]),
         "buffers": st.sampled_from(["broadcast", "mean"]),
         "planned": st.sampled_from([False, False, True]),

@@ -59,7 +59,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
         ({"timeout": "soon"}, "timeout='soon'"),
         ({"timeout": float("nan")}, "timeout=nan"),
         ({"timeout": float("inf")}, "timeout=inf"),
-        ({"gradient_packs": "8"}, "gradient_packs='8'"),
+        ({"gradient_buckets": "8"}, "gradient_buckets='8'"),
         ({"process_group_backend": 5}, "process_group_backend=5"),
         ({"shifts": 5, "shift_activations": ["net"]}, "shifts=5"),
         ({"shifts": {"sim:0": "sim:3"}, "shift_activations": 5}, "shift_activations=5"),
@@ -98,7 +98,7 @@ def test_case_52_an_unknown_precision_is_refused_with_the_known_ones() -> None:
     [
         ({"reducer": "ncl"}, "Unknown reducer 'ncl'; available: .*Did you mean 'nccl'"),
         ({"execution": "fast"}, "execution.*'auto', ?'inline', ?'threads'"),
-        ({"gradient_packs": "many"}, "gradient_packs"),
+        ({"gradient_buckets": "many"}, "gradient_buckets"),
         ({"timeout": [1]}, "timeout"),
         ({"workload": {"cpu": 1}}, "workload"),
         ({"memory_budgt": "8GiB"}, "memory_budgt"),

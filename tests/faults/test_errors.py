@@ -362,7 +362,7 @@ def test_case_07_running_out_of_memory_in_the_reducer(packs: int, execution: str
     """The gradients of the failed step are forgotten on every replica, not added to the next one."""
     model = Retries(-1)
     devices = [torch.device(place) for place in places(3)]
-    ours = retried(model, execution, reducer=RunsOut(devices, model), gradient_packs=packs)
+    ours = retried(model, execution, reducer=RunsOut(devices, model), gradient_buckets=packs)
     assert_equal(ours, retried(Retries(None), execution))
     if model.held:
         before, after = model.held
@@ -535,7 +535,7 @@ def test_case_09_an_interrupt_waits_for_no_replica(phase: str, execution: str, h
         pytest.skip("the caller's thread is in autograd's engine, as with one such device")
     after = Aftermath()
     reducer = BlocksInReduce([torch.device(place) for place in places(3)]) if phase == "reduce" else "auto"
-    strategy = dpx.DPXStrategy(verify="off", execution=execution, reducer=reducer, gradient_packs=0)
+    strategy = dpx.DPXStrategy(verify="off", execution=execution, reducer=reducer, gradient_buckets=0)
     trainer = make_trainer(strategy=strategy, devices=3, max_epochs=1, callbacks=[after])
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         trainer.fit(Blocked(phase, interrupt), make_loader())

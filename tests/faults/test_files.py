@@ -430,7 +430,7 @@ def test_case_67_a_plan_file_that_is_none_is_refused_by_its_path(text: str, tmp_
     path = tmp_path / "plan.yaml"
     path.write_text(text.replace("{tmp}", str(tmp_path)))
     with modest_memory(), pytest.raises(dpx.PlanError, match=r"plan\.yaml") as error:
-        dpx.CheckpointPlan.load(path)
+        dpx.MemoryPlan.load(path)
     assert len(str(error.value)) < 2000
     assert not (tmp_path / "exploded").exists()
 
@@ -440,7 +440,7 @@ def test_case_67_a_plan_file_of_many_megabytes_is_refused_before_it_is_read(tmp_
     with path.open("wb") as file:
         file.truncate(2**28)
     with modest_memory(), pytest.raises(dpx.PlanError, match=r"plan\.yaml"):
-        dpx.CheckpointPlan.load(path)
+        dpx.MemoryPlan.load(path)
 
 
 def test_case_67_a_plan_whose_names_lead_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -450,16 +450,16 @@ def test_case_67_a_plan_whose_names_lead_elsewhere_is_refused(tmp_path: Path) ->
     for name in ("../../etc:1", "__class__:1", "1.forward:1"):
         (tmp_path / "other.yaml").write_text(text.replace("'1:1'", f"'{name}'"))
         with pytest.raises(dpx.PlanError, match="has no module"):
-            dpx.apply_plan(module, dpx.CheckpointPlan.load(tmp_path / "other.yaml"))
+            dpx.apply_plan(module, dpx.MemoryPlan.load(tmp_path / "other.yaml"))
 
 
 KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from lightning_dpx.lightning.checkpoint_io import WholeFiles
+from lightning_dpx.lightning.checkpoint_io import AtomicCheckpointIO
 
-path, chance, files = Path(sys.argv[1]), random.Random(11), WholeFiles()
+path, chance, files = Path(sys.argv[1]), random.Random(11), AtomicCheckpointIO()
 files.save_checkpoint({"number": 0, "weight": torch.zeros(2**20)}, path)
 loaded = 0
 for turn in range(40):

@@ -97,7 +97,7 @@ def test_case_47_an_overflow_on_one_replica_skips_the_step_on_all(
     wire: Any, packs: int, name: str, execution: str
 ) -> None:
     history = History()
-    strategy = dpx.DPXStrategy(reducer=name, execution=execution, communication_dtype=wire, gradient_packs=packs)
+    strategy = dpx.DPXStrategy(reducer=name, execution=execution, communication_dtype=wire, gradient_buckets=packs)
     precision = MixedPrecision("16-mixed", "sim", torch.amp.GradScaler("sim", init_scale=256.0))
     trainer = make_trainer(
         strategy=strategy, devices=3, accelerator="sim", max_epochs=1, plugins=[precision], callbacks=[history]
@@ -188,7 +188,9 @@ def test_case_51_a_replica_that_drifted_by_one_ulp_is_repaired_or_named(
 
     def weights(callbacks: list[Callback]) -> list[dict[str, torch.Tensor]]:
         history = History()
-        strategy = dpx.DPXStrategy(reducer=name, execution=execution, gradient_packs=0, check_replicas_every_n_steps=1)
+        strategy = dpx.DPXStrategy(
+            reducer=name, execution=execution, gradient_buckets=0, check_replicas_every_n_steps=1
+        )
         trainer = make_trainer(
             strategy=strategy, devices=2, accelerator="sim", callbacks=[*callbacks, history], max_epochs=1, **options
         )

@@ -73,7 +73,7 @@ REFUSED = {
     "dtype": r"parameter net\.2\.weight is .*float32 on rank 0 and .*float64 on rank 1",
     "buffer": r"buffer extra is .*\[3\].* on rank 0 and .*\[7\].* on rank 1",
     "buffer-missing": r"buffer extra is .*\[7\].* on rank 0 and missing on rank 1",
-    "gradient_packs": "gradient_packs is 8 on rank 0 and 1 on rank 1",
+    "gradient_buckets": "gradient_buckets is 8 on rank 0 and 1 on rank 1",
     "reducer": "reducer is auto on rank 0 and colocate on rank 1",
     "accumulate": "accumulate_grad_batches is 1 on rank 0 and 3 on rank 1",
     "precision": "precision is 32-true on rank 0 and bf16-mixed on rank 1",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx import CheckpointPlan
+from lightning_dpx import MemoryPlan
 from lightning_dpx.memory import apply_plan, forecast_plan, profile_module, remove_plan, search_plan
 from tests.gpu.models import Subject
 from tests.gpu.place import Place
@@ -18,30 +18,30 @@ _ROUNDS = 5
 
 
 def budget_kept_and_copies_hidden(place: Place) -> dict[str, Any]:
-    """Everything that can be parked is; with and without fetching ahead."""
+    """Everything that can be offloaded is; with and without fetching ahead."""
     width, rows, depth = (4096, 8192, 8) if place.is_real else (64, 256, 4)
     subject = _layers(place, width, rows, depth)
     subject.step()
     expected, plain = subject.gradients(), place.seconds_of(subject.step, _ROUNDS)
     profile = profile_module(subject.module, *subject.inputs)
     figures: dict[str, Any] = {"link GB/s": _link(place, 2**28 if place.is_real else 2**20), "plain ms": 1e3 * plain}
-    parked = _all_parked(subject)
-    for overlap in (0, 2):
-        plan = replace(parked, overlap=overlap)
+    offloaded = _all_offloaded(subject)
+    for prefetch_depth in (0, 2):
+        plan = replace(offloaded, prefetch_depth=prefetch_depth)
         apply_plan(subject.module, plan)
         try:
             given, seconds = subject.gradients(), place.seconds_of(subject.step, _ROUNDS)
             measured = subject.activations(place)
-            with place.recording(f"overlap_{overlap}"):
+            with place.recording(f"overlap_{prefetch_depth}"):
                 subject.step()
         finally:
             remove_plan(subject.module)
-        assert all(map(torch.equal, given, expected)), f"overlap={overlap}: other bits"
+        assert all(map(torch.equal, given, expected)), f"prefetch_depth={prefetch_depth}: other bits"
         predicted = forecast_plan(profile, plan).peak
-        figures[f"overlap {overlap}"] = {
+        figures[f"prefetch_depth {prefetch_depth}"] = {
             "time": round(seconds / plain, 3),
             "predicted over measured": round(predicted / measured, 4),
-            **_hidden(place.traces / f"overlap_{overlap}.kernels.json.gz"),
+            **_hidden(place.traces / f"overlap_{prefetch_depth}.kernels.json.gz"),
         }
     return figures
 
@@ -52,9 +52,9 @@ def _layers(place: Place, width: int, rows: int, depth: int) -> Subject:
     return Subject(nn.Sequential(*layers).to(place.device), (torch.randn(rows, width, device=place.device),))
 
 
-def _all_parked(subject: Subject) -> CheckpointPlan:
+def _all_offloaded(subject: Subject) -> MemoryPlan:
     plan = search_plan(subject.module, *subject.inputs, budget=1.0)
-    return plan.with_actions({decision.name: "park" for decision in plan.decisions})
+    return plan.with_actions({decision.name: "offload" for decision in plan.decisions})
 
 
 def _link(place: Place, num_bytes: int) -> dict[str, float]:

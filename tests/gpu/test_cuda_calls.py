@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import nccl
 
 from lightning_dpx import devices
-from lightning_dpx.devices import Resting, capacity_of, linked_groups, num_direct_links
+from lightning_dpx.devices import OffloadedTensor, capacity_of, linked_groups, num_direct_links
 from lightning_dpx.reducers import make_reducer
 
 HERE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -82,7 +82,7 @@ def streams(monkeypatch: Any) -> Iterator[Streams]:
 
 
 def test_a_tensor_leaves_and_comes_back_beside_the_computation_and_nobody_reads_too_early(streams: Streams) -> None:
-    resting = Resting(torch.empty(4, device=HERE), HOST)
+    resting = OffloadedTensor(torch.empty(4, device=HERE), HOST)
     assert streams.asked == ["out waits for main", "empty on cpu, pinned", "out copies to cpu", "out records"]
     streams.asked.clear()
     resting.leave()
@@ -103,7 +103,7 @@ def test_a_tensor_leaves_and_comes_back_beside_the_computation_and_nobody_reads_
 def test_a_tensor_comes_back_as_it_left(device: str) -> None:
     tensor = torch.randn(1000, 1000, device=device)
     expected = tensor.cpu()
-    resting = Resting(tensor, HOST)
+    resting = OffloadedTensor(tensor, HOST)
     resting.leave()
     del tensor
     torch.full((1000, 1000), 7.0, device=device)  # may take the memory that was given away

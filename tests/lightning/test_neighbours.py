@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.checkpoint_io import WholeFiles
+from lightning_dpx.lightning.checkpoint_io import AtomicCheckpointIO
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run, seeded
 
 
@@ -49,11 +49,11 @@ def test_a_plugin_that_wraps_another_is_given_whole_files() -> None:
     plugin = AsyncCheckpointIO()
     strategy = make_trainer(plugins=plugin, **on_replicas()).strategy
     assert strategy.checkpoint_io is plugin
-    assert isinstance(plugin.checkpoint_io, WholeFiles)
+    assert isinstance(plugin.checkpoint_io, AtomicCheckpointIO)
     mine = Remembers()
     chosen = make_trainer(plugins=AsyncCheckpointIO(mine), **on_replicas()).strategy.checkpoint_io
     assert chosen.checkpoint_io is mine
-    assert isinstance(make_trainer(**on_replicas()).strategy.checkpoint_io, WholeFiles)
+    assert isinstance(make_trainer(**on_replicas()).strategy.checkpoint_io, AtomicCheckpointIO)
 
 
 def test_storage_options_reach_a_plugin_by_name(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ class Noting(NaiveReducer):
 def test_gradients_travel_while_backward_runs(recompute: bool, execution: str) -> None:
     events: list[str] = []
     devices = [torch.device("sim", index) for index in range(2)]
-    strategy = dpx.DPXStrategy(reducer=Noting(devices, events), execution=execution, gradient_packs=4)
+    strategy = dpx.DPXStrategy(reducer=Noting(devices, events), execution=execution, gradient_buckets=4)
     model = Deep(events, recompute)
     trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1, limit_train_batches=3, **on_sim)
     trainer.fit(model, make_loader(), make_loader())
@@ -220,7 +220,7 @@ def test_zero_packs_send_everything_after_backward() -> None:
     events: list[str] = []
     reducer = Noting([torch.device("sim", index) for index in range(2)], events)
     trainer = make_trainer(
-        strategy=dpx.DPXStrategy(reducer=reducer, gradient_packs=0), devices=2, max_epochs=1, **on_sim
+        strategy=dpx.DPXStrategy(reducer=reducer, gradient_buckets=0), devices=2, max_epochs=1, **on_sim
     )
     trainer.fit(Deep(events), make_loader(), make_loader())
     assert [event for event in events if "reduce" in event] == ["reduce 16"] * 3, "the last rows are too few to share"
@@ -236,7 +236,7 @@ def test_hooks_leave_the_parameters_after_fit() -> None:
 @sim_only
 def test_the_communication_dtype_of_the_strategy_halves_the_traffic_of_gradients() -> None:
     def moved(dtype: str | None) -> int:
-        strategy = dpx.DPXStrategy(communication_dtype=dtype, reducer="naive", gradient_packs=0)
+        strategy = dpx.DPXStrategy(communication_dtype=dtype, reducer="naive", gradient_buckets=0)
         clear_traffic()
         make_trainer(strategy=strategy, devices=2, max_epochs=1, **on_sim).fit(Wide(), make_loader())
         return sum(t.num_bytes for t in traffic() if t.maker.startswith("reducers"))
@@ -247,5 +247,5 @@ def test_the_communication_dtype_of_the_strategy_halves_the_traffic_of_gradients
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(dpx.ConfigurationError, match="communication_dtype='int8' is not allowed"):
         dpx.DPXStrategy(communication_dtype="int8")
-    with pytest.raises(dpx.ConfigurationError, match="gradient_packs=-1 is not allowed"):
-        dpx.DPXStrategy(gradient_packs=-1)
+    with pytest.raises(dpx.ConfigurationError, match="gradient_buckets=-1 is not allowed"):
+        dpx.DPXStrategy(gradient_buckets=-1)

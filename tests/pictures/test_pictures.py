@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.memory import CheckpointPlan, Profile, plan_profile, profile_module, timeline_of
+from lightning_dpx.memory import MemoryPlan, Profile, plan_profile, profile_module, timeline_of
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 
 MIB = 2**20
@@ -25,7 +25,7 @@ DEVICES = [
 ]
 
 
-def planned() -> tuple[Profile, CheckpointPlan]:
+def planned() -> tuple[Profile, MemoryPlan]:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(4)))
     profile = profile_module(module, torch.randn(64, 32))
     return profile, plan_profile(module, profile, int(0.7 * profile.peak))

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 import lightning_dpx as dpx
-from lightning_dpx.activations import nothing_changed
+from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.python_objects.object_state import ObjectState
 from tests.conftest import make_loader, make_trainer
 
@@ -94,7 +94,7 @@ def test_a_lazy_module_stays_what_the_first_run_made_of_it() -> None:
 def test_only_what_is_written_to_is_copied() -> None:
     """A large model has no room for a second one."""
     module = nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 4))
-    with nothing_changed(module):
+    with preserve_module_state(module):
         watched = [
             mode for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if hasattr(mode, "_writes")
         ]

@@ -1,4 +1,4 @@
-"""What both processes of ``test_internode`` run: ``process_program.py all FOLDER``."""
+"""What both processes of ``test_processes`` run: ``process_program.py all FOLDER``."""
 
 import os
 import sys

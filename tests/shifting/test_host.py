@@ -1,4 +1,4 @@
-"""Shifts to the host and parking there: on a GPU where there is one, on a simulated device everywhere."""
+"""Shifts to the host and offloading there: on a GPU where there is one, on a simulated device everywhere."""
 
 import copy
 from typing import Any
@@ -108,34 +108,34 @@ def test_a_shift_to_the_host_frees_what_the_trace_promised(home: torch.device) -
     assert plain - peak(model, rows) == pytest.approx(promised, rel=0.05)
 
 
-@pytest.mark.parametrize("look_ahead", [0, 2])
-def test_parking_on_the_host_frees_what_the_trace_promised_but_for_the_look_ahead(
-    look_ahead: int, home: torch.device
+@pytest.mark.parametrize("prefetch_depth", [0, 2])
+def test_offloading_on_the_host_frees_what_the_trace_promised_but_for_the_look_ahead(
+    prefetch_depth: int, home: torch.device
 ) -> None:
     model, rows = tower(home)
     plain = peak(model, rows)
     parts = {f"{name}.{child}" for name in CHOSEN for child in (0, 1)}
     promised = sum(a.num_bytes for a in dpx.trace_activations(model, rows) if a.module in parts)
     assert promised == len(CHOSEN) * rows.nbytes
-    dpx.park_activations(model, CHOSEN, HOST, look_ahead)
-    assert plain - peak(model, rows) == pytest.approx(promised - look_ahead * rows.nbytes, rel=0.05)
+    dpx.offload_activations(model, CHOSEN, HOST, prefetch_depth)
+    assert plain - peak(model, rows) == pytest.approx(promised - prefetch_depth * rows.nbytes, rel=0.05)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parking_on_the_host_gives_the_same_bits(case: str, home: torch.device) -> None:
+def test_offloading_on_the_host_gives_the_same_bits(case: str, home: torch.device) -> None:
     build, shape, chosen = CASES[case]
     torch.manual_seed(0)
     plain = no_dropout(build()).to(home)
     if case != "lstm":  # its states are single
         plain = plain.double()  # CUDA's fused attention, which has none, adds in any order
-    parked = copy.deepcopy(plain)
-    dpx.park_activations(parked, chosen, HOST)
+    offloaded = copy.deepcopy(plain)
+    dpx.offload_activations(offloaded, chosen, HOST)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        ours, expected = gradients(parked, shape, home), gradients(plain, shape, home)
+        ours, expected = gradients(offloaded, shape, home), gradients(plain, shape, home)
     assert all(map(torch.equal, ours, expected))
 
 
-def test_parked_values_hold_while_the_device_lags_far_behind_the_host(home: torch.device) -> None:
+def test_offloaded_values_hold_while_the_device_lags_far_behind_the_host(home: torch.device) -> None:
     """Whatever is read before it has arrived, or overwritten before it was read, shows here."""
     expected = gradients(tower(home)[0], (ROWS[home.type], WIDTH), home, 1)
 
@@ -149,7 +149,7 @@ def test_parked_values_hold_while_the_device_lags_far_behind_the_host(home: torc
 
     for _ in range(3):
         model, _rows = tower(home)
-        dpx.park_activations(model, CHOSEN, HOST)
+        dpx.offload_activations(model, CHOSEN, HOST)
         for layer in model.layers:
             layer.register_forward_hook(lag)
         assert all(map(torch.equal, gradients(model, (ROWS[home.type], WIDTH), home, 1), expected))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dpx as dpx
-from lightning_dpx.shifting import park_activations, unpark_activations
+from lightning_dpx.shifting import offload_activations, unoffload_activations
 from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED, sim_device, simulate_room
 
@@ -276,22 +276,22 @@ def test_a_lightning_like_step_is_traced_without_touching_anything() -> None:
     assert norm.num_bytes == 6 * 8 * 4
 
 
-def test_parked_activations_rest_elsewhere_and_change_nothing() -> None:
+def test_offloaded_activations_rest_elsewhere_and_change_nothing() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(6)), nn.Linear(48, 3)).to(HOME)
-    parked = copy.deepcopy(plain)
+    offloaded = copy.deepcopy(plain)
     kept, _ = peaks(plain, (256, 48))
-    park_activations(parked, ["[0-4]"], SPARE)
-    left, moved = peaks(parked, (256, 48))
+    offload_activations(offloaded, ["[0-4]"], SPARE)
+    left, moved = peaks(offloaded, (256, 48))
     assert left < 0.5 * kept
     assert moved > 0.5 * kept
     plain.zero_grad()
-    parked.zero_grad()
-    expected, ours = train(plain, ROWS), train(parked, ROWS)
+    offloaded.zero_grad()
+    expected, ours = train(plain, ROWS), train(offloaded, ROWS)
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
-    unpark_activations(parked)
-    with pytest.raises(dpx.ConfigurationError, match="not parked"):
-        unpark_activations(parked)
+    unoffload_activations(offloaded)
+    with pytest.raises(dpx.ConfigurationError, match="not offloaded"):
+        unoffload_activations(offloaded)
 
 
 @pytest.mark.parametrize(
@@ -401,10 +401,10 @@ def test_pickling_is_refused_by_name() -> None:
     with pytest.raises(dpx.UnsupportedError, match=r"cannot be pickled: call unshift_activations\(module\) first"):
         pickle.dumps(model)
     dpx.unshift_activations(model)
-    park_activations(model, "2", SPARE)
-    with pytest.raises(dpx.UnsupportedError, match=r"cannot be pickled: call unpark_activations\(module\) first"):
+    offload_activations(model, "2", SPARE)
+    with pytest.raises(dpx.UnsupportedError, match=r"cannot be pickled: call unoffload_activations\(module\) first"):
         pickle.dumps(model)
-    unpark_activations(model)
+    unoffload_activations(model)
     pickle.dumps(model.cpu())
 
 

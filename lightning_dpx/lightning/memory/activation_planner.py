@@ -21,7 +21,7 @@ from lightning_dpx.lightning.memory.seen_steps import SeenStep
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import (
-    CheckpointPlan,
+    MemoryPlan,
     Planner,
     Profile,
     applied_plan,
@@ -68,7 +68,7 @@ class ActivationPlanner(Callback):
         self,
         budget: int | float | str | None = None,
         planner: str | Planner = "auto",
-        plan: CheckpointPlan | str | None = None,
+        plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
         if budget is not None and plan is not None:
@@ -76,7 +76,7 @@ class ActivationPlanner(Callback):
         self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
         bytes_of_budget(self._budget, 1)  # checks it
         self._planner, self._cache = make_planner(planner), PlanningCache(plan_cache, "plan_cache")
-        self.plan = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
+        self.plan = MemoryPlan.load(plan) if isinstance(plan, str) else plan
         self.profile: Profile | None = None
         self._given = self.plan is not None
         self._shapes, self._profiles, self._other_steps = KnownShapes(), list[Profile](), OtherSteps()
@@ -184,7 +184,7 @@ class ActivationPlanner(Callback):
             accumulates=keeps_gradients(trainer),
         )
 
-    def _planned(self, module: LightningModule, latest: Profile, now: CheckpointPlan | None) -> CheckpointPlan:
+    def _planned(self, module: LightningModule, latest: Profile, now: MemoryPlan | None) -> MemoryPlan:
         profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)
         largest = max(profiles, key=lambda profile: profile.peak)
         budget = bytes_of_budget(self._budget, largest.peak)

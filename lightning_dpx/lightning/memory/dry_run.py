@@ -27,7 +27,7 @@ from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
 from lightning_dpx.lightning.memory.profiling import Step, keeps_gradients, profile_absent_share, profile_share
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
-from lightning_dpx.memory import CheckpointPlan, Planner, Profile, extrapolate
+from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -95,7 +95,7 @@ class DeviceForecast:
     buffers: int
     inputs: int
     unplanned: int
-    plan: CheckpointPlan | None
+    plan: MemoryPlan | None
     budget: int
     smallest: int = 0
 

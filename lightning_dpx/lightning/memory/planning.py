@@ -21,7 +21,7 @@ from lightning_dpx.lightning.memory.profiling import Step, places_of
 from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_place, demand, profiled_steps
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import (
-    CheckpointPlan,
+    MemoryPlan,
     Planner,
     Profile,
     applied_plan,
@@ -55,7 +55,7 @@ class _Decided:
 
     places: tuple[torch.device, ...]
     seen: tuple[SeenStep, ...]
-    plans: tuple[CheckpointPlan, ...]
+    plans: tuple[MemoryPlan, ...]
     worst: tuple[int, ...]
 
 
@@ -81,7 +81,7 @@ class MemoryPlanning:
         self,
         budget: Any,
         planner: str | Planner = "auto",
-        plan: CheckpointPlan | str | None = None,
+        plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
         self.budgets, self.planner = Budgets(parse_budget(budget)), make_planner(planner)
@@ -89,10 +89,10 @@ class MemoryPlanning:
         self.asked = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
-        self._given = CheckpointPlan.load(plan) if isinstance(plan, str) else plan
-        if self._given is not None and not isinstance(self._given, CheckpointPlan):
-            raise ConfigurationError(f"plan={plan!r} is not allowed; give a CheckpointPlan or the path of a saved one.")
-        self.plans: dict[torch.device, CheckpointPlan] = {}
+        self._given = MemoryPlan.load(plan) if isinstance(plan, str) else plan
+        if self._given is not None and not isinstance(self._given, MemoryPlan):
+            raise ConfigurationError(f"plan={plan!r} is not allowed; give a MemoryPlan or the path of a saved one.")
+        self.plans: dict[torch.device, MemoryPlan] = {}
         self.profiles: dict[torch.device, Profile] = {}
         self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
         self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
@@ -116,7 +116,7 @@ class MemoryPlanning:
                 self.plans[device] = self._given
             rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
 
-    def refuse_hopeless(
+    def check_feasible(
         self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
     ) -> None:
         """Before any batch is there: whether there is room for activations at all.
@@ -318,7 +318,7 @@ class MemoryPlanning:
             raise BudgetError(
                 f"{self.budgets.told(device)} allows {_mib(limit)} on {device}, and parameters, gradients and "
                 f"optimizer state alone take {_mib(most)}, with {moving} that the reduction of gradients needs beside "
-                "them. Allow more, or use more gradient_packs, reducer='colocate' or shifts."
+                "them. Allow more, or use more gradient_buckets, reducer='colocate' or shifts."
             )
         return limit - held
 
@@ -440,9 +440,7 @@ def _origin(profile: Profile, source: str, num_shapes: int) -> str:
     return (f"; made from {source}, before any batch" if source else "") + shapes + guess
 
 
-def _announcement(
-    device: torch.device, plan: CheckpointPlan, static: int, limit: int, sharing: int, remark: str
-) -> str:
+def _announcement(device: torch.device, plan: MemoryPlan, static: int, limit: int, sharing: int, remark: str) -> str:
     how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
     peak = static + sharing * (plan.peak or 0)
     head = (

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_dpx.memory import CheckpointPlan, Planner, Profile, SharedPlan, plan_shapes
+from lightning_dpx.memory import MemoryPlan, Planner, Profile, SharedPlan, plan_shapes
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_plans, key_of_step
 
 Agree = Callable[[bool], bool]
@@ -66,7 +66,7 @@ class PlanningCache:
         steps: Sequence[Sequence[Profile]],
         rooms: Sequence[Sequence[int]],
         planner: str | Planner,
-        now: CheckpointPlan | None,
+        now: MemoryPlan | None,
     ) -> SharedPlan:
         """As the function of this name.
 
@@ -87,7 +87,7 @@ class PlanningCache:
         self._keys.append(key)
         return shared
 
-    def plan_profile(self, module: nn.Module, profile: Profile, planner: str | Planner) -> CheckpointPlan:
+    def plan_profile(self, module: nn.Module, profile: Profile, planner: str | Planner) -> MemoryPlan:
         """As the function of this name, for as few bytes as possible."""
         plan, key = found_or_planned(self._cache, module, profile, None, planner)
         if key:

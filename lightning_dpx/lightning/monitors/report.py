@@ -12,7 +12,7 @@ from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
 from lightning_dpx.lightning.memory.device_memory import KINDS, PHASES, DeviceMemory
 from lightning_dpx.lightning.monitors.base import short_name
 from lightning_dpx.lightning.strategy import DPXStrategy
-from lightning_dpx.memory import CheckpointPlan, Profile, format_plan
+from lightning_dpx.memory import MemoryPlan, Profile, format_plan
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, write_page
 
 _TEXT = (
@@ -21,7 +21,7 @@ _TEXT = (
 )
 
 
-MemoryPlans = dict[torch.device, tuple[CheckpointPlan, Profile | None]]
+MemoryPlans = dict[torch.device, tuple[MemoryPlan, Profile | None]]
 
 
 def draw_report(

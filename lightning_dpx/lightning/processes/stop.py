@@ -22,7 +22,7 @@ log = logging.getLogger("lightning.pytorch.dpx")  # a child of Lightning's, so i
 EVERY = 4  # batches of an evaluation, between which nothing else is sent
 
 
-class StopTogether(_SignalConnector):
+class CoordinatedStop(_SignalConnector):
     """Takes the place of the Trainer's own while several processes train.
 
     Lightning's handler of SIGTERM broadcasts from rank 0 whatever the signal interrupted, and then each process stops

@@ -558,7 +558,7 @@ class _Rehearsal:
         replicas = self._replicas_of(shadow, list(self._replicas.devices), existing=parameters)
         self._shift_alike(replicas)
         reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
-        step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_packs, None)
+        step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_buckets, None)
         seen = Observation()
         replicas.metrics.take_rules(self.metric_rules)
         with ExitStack() as stack:

@@ -3,11 +3,11 @@ user's own saves, and the random numbers of a dropout.
 
 A call is noted when it begins: its arguments by weak references, the state of the random generators and of autocast. If
 a value is to be dropped that autograd saves within the call and that nothing in the graph can make, the call becomes a
-value itself, an :class:`Outcome`, from which those that it saves or returns are picked. To have it the module is called
-once more, as ``torch.utils.checkpoint`` calls it, with hooks that catch what autograd saves, number by number.
+value itself, an :class:`ReplayOutputs`, from which those that it saves or returns are picked. To have it the module is
+called once more, as ``torch.utils.checkpoint`` calls it, with hooks that catch what autograd saves, number by number.
 
     forward    enter -> Call      notes its arguments, weakly        leave -> marks what it returns
-    backward   Again(arguments) -> Outcome -> pick(outcome, key)     nothing else of the second call remains
+    backward   Replay(arguments) -> ReplayOutputs -> select_output(outcome, key)   nothing else remains
 
 [Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes parameters,
 buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
@@ -40,7 +40,7 @@ from torch.utils.weak import TensorWeakRef
 from lightning_dpx.devices import RandomStates
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
-from lightning_dpx.memory.execute.untracked_inputs import Operands
+from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
 
@@ -56,14 +56,14 @@ _REPEATING = threading.local()
 _GENERATORS = threading.Lock()  # the host's belongs to all threads: nobody else repeats random numbers at that time
 
 
-class Key(NamedTuple):
+class OutputKey(NamedTuple):
     """Which tensor of a call: the one of this number among those it saves, or returns."""
 
     kind: str
     number: int
 
 
-class Outcome:
+class ReplayOutputs:
     """What a call gave when it was made again, as far as anybody wants it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Outcome:
     __slots__ = ("given",)
 
     def __init__(self) -> None:
-        self.given: dict[Key, torch.Tensor] = {}
+        self.given: dict[OutputKey, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class Outcome:
         return next((tensor.device for tensor in self.given.values()), None)
 
 
-def pick(outcome: Outcome, key: Key) -> torch.Tensor:
+def select_output(outcome: ReplayOutputs, key: OutputKey) -> torch.Tensor:
     """One of its tensors."""
     return outcome.given[key]
 
@@ -227,7 +227,7 @@ class Call:
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
-                marks.setdefault((_TAG, leaf.output_nr), (self, Key("returned", number)))
+                marks.setdefault((_TAG, leaf.output_nr), (self, OutputKey("returned", number)))
 
     def _changed(self) -> str:
         """Something that is not as it was when the call began; empty if all is."""
@@ -359,7 +359,7 @@ class Call:
         return args, kwargs
 
 
-class Again:
+class Replay:
     """Makes a call again, for what is wanted of it.
 
     Attributes:
@@ -368,19 +368,19 @@ class Again:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self._wanted: dict[Key, tuple[torch.Size, torch.dtype]] = {}
-        self._tell: Callable[[Key, torch.Tensor], None] | None = None
+        self._wanted: dict[OutputKey, tuple[torch.Size, torch.dtype]] = {}
+        self._tell: Callable[[OutputKey, torch.Tensor], None] | None = None
 
-    def want(self, key: Key, size: torch.Size, dtype: torch.dtype) -> None:
-        """Somebody will pick this tensor."""
+    def want(self, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> None:
+        """This tensor will be selected from the call's outputs."""
         self._wanted[key] = size, dtype
 
-    def forgo(self, key: Key) -> None:
+    def forgo(self, key: OutputKey) -> None:
         """Nobody will."""
         del self._wanted[key]
 
     @contextmanager
-    def told(self, tell: Callable[[Key, torch.Tensor], None]) -> Iterator[None]:
+    def told(self, tell: Callable[[OutputKey, torch.Tensor], None]) -> Iterator[None]:
         """Calls in here keep nothing: ``tell`` gets what is wanted, when it is made."""
         self._tell = tell
         try:
@@ -388,31 +388,31 @@ class Again:
         finally:
             self._tell = None
 
-    def __call__(self, *tensors: torch.Tensor) -> Outcome:
+    def __call__(self, *tensors: torch.Tensor) -> ReplayOutputs:
         """The outcome, for these arguments.
 
         Raises:
             RuntimeError: the call does something else this time, or nobody could make it again from the start.
         """
-        call, outcome, number = self.call, Outcome(), 0
+        call, outcome, number = self.call, ReplayOutputs(), 0
         if call.obstacle:
             raise RuntimeError(f"{call.name!r} cannot be called again: {call.obstacle}.")
 
         def catch(tensor: torch.Tensor) -> None:
             nonlocal number
-            self._take(outcome, Key("saved", number), base_of(tensor))
+            self._take(outcome, OutputKey("saved", number), base_of(tensor))
             number += 1
 
         with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _unasked):
             args, kwargs = call.given_again(tensors)
             for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
                 if isinstance(leaf, torch.Tensor):
-                    self._take(outcome, Key("returned", number_returned), leaf)
+                    self._take(outcome, OutputKey("returned", number_returned), leaf)
         if self._tell is None and (missing := self._wanted.keys() - outcome.given.keys()):
             raise RuntimeError(f"{call.name!r} did not give {_described(min(missing))} when it was called again.")
         return outcome
 
-    def _take(self, outcome: Outcome, key: Key, tensor: torch.Tensor) -> None:
+    def _take(self, outcome: ReplayOutputs, key: OutputKey, tensor: torch.Tensor) -> None:
         expected = self._wanted.get(key)
         if expected is None:
             return
@@ -433,9 +433,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None or base.dtype != tensor.dtype else base  # a complex number is no view of its parts
 
 
-def returned_by(node: Any, output: int) -> tuple[Call, Key] | None:
+def returned_by(node: Any, output: int) -> tuple[Call, OutputKey] | None:
     """The call that has returned what flows from there, if one was noted."""
-    found: tuple[Call, Key] | None = node.metadata.get((_TAG, output))
+    found: tuple[Call, OutputKey] | None = node.metadata.get((_TAG, output))
     return found
 
 
@@ -443,7 +443,7 @@ def _unasked(_packed: Any) -> NoReturn:
     raise RuntimeError("no backward runs through a call that was made again")
 
 
-def _described(key: Key) -> str:
+def _described(key: OutputKey) -> str:
     return f"its {key.kind} tensor {key.number}"
 
 
@@ -459,7 +459,7 @@ def _obstacle(leaves: Collection[Any]) -> str:
             return f"it takes a {type(leaf).__name__}, which may change"
     if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "there are hooks on all modules"
-    modes = [mode for mode in _function_modes() if not isinstance(mode, Operands)]  # type: ignore[no-untyped-call]
+    modes = [mode for mode in _function_modes() if not isinstance(mode, UntrackedInputs)]  # type: ignore[no-untyped-call]
     return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
 
 

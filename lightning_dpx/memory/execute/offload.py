@@ -1,7 +1,7 @@
 """Values that rest in the host's memory from forward to backward: sent away, and fetched, beside the computation.
 
 A plan says how many may be on their way at once. On the way out a value keeps its memory until so many others were
-parked after it; on the way back it takes its memory so many values early. The forecast counts both by the same rule.
+offloaded after it; on the way back it takes its memory so many values early. The forecast counts both by the same rule.
 """
 
 import threading
@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_dpx.devices import Resting, synchronize
-from lightning_dpx.look_ahead import FetchAhead, Slot
+from lightning_dpx.devices import OffloadedTensor, synchronize
+from lightning_dpx.prefetch import Slot, TensorPrefetcher
 
 _HOST = torch.device("cpu")
-Take = Callable[[Slot["_Parked"]], torch.Tensor]
+Take = Callable[[Slot["_Offloaded"]], torch.Tensor]
 
 
-class _Parked(Resting):
+class _Offloaded(OffloadedTensor):
     """A value's tensor on the host; notices if somebody writes into it while it is on its way there."""
 
     def __init__(self, tensor: torch.Tensor, version: int, name: str) -> None:
@@ -41,7 +41,8 @@ class _Parked(Resting):
         self.leave()  # a backward inside of the forward's context
         if self._changed:
             raise RuntimeError(
-                f"A tensor that backward needs was changed in place: {self._name}, parked on the host, {self._changed}."
+                f"A tensor that backward needs was changed in place: {self._name}, "
+                f"offloaded to the host, {self._changed}."
             )
         return super().take()
 
@@ -49,31 +50,31 @@ class _Parked(Resting):
 class _Device:
     """What of one device is on its way to the host, and what is on its way back."""
 
-    def __init__(self, overlap: int) -> None:
-        self.leaving: deque[weakref.ref[_Parked]] = deque()
-        self.fetches: FetchAhead[_Parked] = FetchAhead(overlap)
+    def __init__(self, prefetch_depth: int) -> None:
+        self.leaving: deque[weakref.ref[_Offloaded]] = deque()
+        self.fetches: TensorPrefetcher[_Offloaded] = TensorPrefetcher(prefetch_depth)
 
-    def let_go(self, overlap: int) -> None:
+    def let_go(self, prefetch_depth: int) -> None:
         """All but so many have left from here on."""
-        while len(self.leaving) > overlap:
-            if (parked := self.leaving.popleft()()) is not None:
-                parked.leave()
+        while len(self.leaving) > prefetch_depth:
+            if (offloaded := self.leaving.popleft()()) is not None:
+                offloaded.leave()
 
 
-class Parking:
-    """Parks the values of one plan.
+class Offloader:
+    """Offloads the values of one plan.
 
     Args:
-        overlap: How many values of a device may be on their way at once, in each direction; with 0 the device waits for
-            every copy.
+        prefetch_depth: How many values of a device may be on their way at once, in each direction; with 0 the device
+            waits for every copy.
     """
 
-    def __init__(self, overlap: int) -> None:
-        self._overlap = overlap
+    def __init__(self, prefetch_depth: int) -> None:
+        self._prefetch_depth = prefetch_depth
         self._devices: dict[torch.device, _Device] = {}
         self._lock = threading.Lock()
 
-    def park(self, tensor: torch.Tensor, version: int, name: str) -> tuple[Take, Slot[_Parked]]:
+    def offload(self, tensor: torch.Tensor, version: int, name: str) -> tuple[Take, Slot[_Offloaded]]:
         """Sends ``tensor`` to the host's memory.
 
         Args:
@@ -82,14 +83,14 @@ class Parking:
             name: Of the value.
 
         Returns:
-            A function that brings it back, and what to give to it; nothing else holds what is parked.
+            A function that brings it back, and what to give to it; nothing else holds what is offloaded.
         """
-        parked = _Parked(tensor, version, name)
+        offloaded = _Offloaded(tensor, version, name)
         with self._lock:
-            device = self._devices.setdefault(tensor.device, _Device(self._overlap))
-            device.leaving.append(weakref.ref(parked))
-            device.let_go(self._overlap)
-        return device.fetches.take, device.fetches.slot_for(parked)
+            device = self._devices.setdefault(tensor.device, _Device(self._prefetch_depth))
+            device.leaving.append(weakref.ref(offloaded))
+            device.let_go(self._prefetch_depth)
+        return device.fetches.take, device.fetches.slot_for(offloaded)
 
     def settle(self) -> None:
         """Forward is over: what is on its way gives its memory free."""
@@ -101,11 +102,11 @@ class Parking:
 def copy_seconds(tensor: torch.Tensor) -> float:
     """Of a copy of ``tensor`` to the host's memory or back: the slower of the two, each the better of two."""
     slower = 0.0
-    parked = Resting(tensor, _HOST)
-    for way in (lambda: Resting(tensor, _HOST).leave(), parked.take):
+    offloaded = OffloadedTensor(tensor, _HOST)
+    for way in (lambda: OffloadedTensor(tensor, _HOST).leave(), offloaded.take):
         best = float("inf")
         for _ in range(2):
-            parked.drop()
+            offloaded.drop()
             synchronize(tensor.device)
             start = time.perf_counter()
             way()

@@ -31,7 +31,7 @@ from lightning_dpx.memory.execute.calls import Passive, repeating
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.untracked_inputs import Operands
+from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.memory.execute.values import Value, View, keep
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
@@ -213,7 +213,7 @@ class _Followed(_Forward):
         self.dropped: set[str] = set()
         self.asked: set[int] = set()
         self.transforms = STEP_ASIDE.count
-        self.operands = Operands(self._note)
+        self.operands = UntrackedInputs(self._note)
         self._noted = 0
 
     def _note(self, node: Any) -> None:
@@ -259,7 +259,7 @@ class _Routinely(_Forward):
         self._calls: dict[str, int] = {}
         self._entries: tuple[Saved | None, ...] = ()
         self._at = 0
-        self._operands = Operands()
+        self._operands = UntrackedInputs()
         self._modes, self._is_noting = torch._C._len_torch_function_stack(), False
 
     def start(self) -> None:
@@ -297,7 +297,7 @@ class _Routinely(_Forward):
             self.stop_noting()
 
     def stop_noting(self) -> None:
-        """Operands are no longer noted."""
+        """Untracked inputs are no longer noted."""
         if self._is_noting:
             self._is_noting = False
             self._operands.__exit__(None, None, None)  # type: ignore[no-untyped-call]

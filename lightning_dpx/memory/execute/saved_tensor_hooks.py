@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import is_host
-from lightning_dpx.memory.execute.calls import Again, Argument, Call, Key, base_of, pick, returned_by
+from lightning_dpx.memory.execute.calls import Argument, Call, OutputKey, Replay, base_of, returned_by, select_output
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.offload import Parking
+from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import VIEWS, NotRecomputable, recipe_for
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE, is_transformed
-from lightning_dpx.memory.execute.untracked_inputs import Operands, Reference, copy_of, operand_of
+from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import (
     Both,
     Identity,
@@ -44,8 +44,8 @@ from lightning_dpx.memory.execute.values import (
     compute,
     forget_recipe,
     keep,
-    make_fleeting,
-    park,
+    make_uncached,
+    offload,
     refuse_changed,
     same_geometry,
 )
@@ -63,10 +63,10 @@ class Rematerialisation:
     Args:
         names: Tells which module call is running.
         dropped: Names of the values to drop, if a recipe for them is known.
-        fleeting: Those among them to forget after every use, inputs first.
+        uncached: Those among them to forget after every use, inputs first.
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
-        parked: Names of values to keep in the host's memory.
-        overlap: How many of them may be on their way at once, in each direction.
+        offloaded: Names of values to keep in the host's memory.
+        prefetch_depth: How many of them may be on their way at once, in each direction.
         known: Names of all values that something was decided about; nothing, if nothing was.
 
     Attributes:
@@ -80,20 +80,20 @@ class Rematerialisation:
         self,
         names: CallNames,
         dropped: Collection[str] = (),
-        fleeting: Sequence[str] = (),
+        uncached: Sequence[str] = (),
         compressed: Collection[str] = (),
-        parked: Collection[str] = (),
-        overlap: int = 0,
+        offloaded: Collection[str] = (),
+        prefetch_depth: int = 0,
         known: Collection[str] = (),
     ) -> None:
         self._known, self.unknown = known, dict[str, int]()
         self._names, self._dropped = names, dropped
-        self._fleeting = {name: place for place, name in enumerate(fleeting)}
-        self._undecided: list[weakref.ref[Value]] = []  # shall be fleeting, once it is known who saves what
-        self._compressed, self._parked, self._parking = compressed, parked, Parking(overlap)
+        self._uncached = {name: place for place, name in enumerate(uncached)}
+        self._undecided: list[weakref.ref[Value]] = []  # shall be uncached, once it is known who saves what
+        self._compressed, self._offloaded, self._offloading = compressed, offloaded, Offloader(prefetch_depth)
         self._values: dict[Identity, weakref.ref[Value]] = {}  # of the last forward
         self._again: dict[Identity, tuple[Any, Any]] = {}  # of what was made again, with its storage; both weakly
-        self._operands, self._want_operands = Operands(), True  # as long as some recipe asks for them
+        self._operands, self._want_operands = UntrackedInputs(), True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
         self.reached: list[weakref.ref[Value]] | None = None  # that others are made from, found along the graph
@@ -114,8 +114,8 @@ class Rematerialisation:
                 yield
         finally:
             self._names.end()
-            self._parking.settle()
-            self._decide_fleeting()
+            self._offloading.settle()
+            self._decide_uncached()
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""
@@ -197,25 +197,25 @@ class Rematerialisation:
             value.keep(tensor)
             if name in self._compressed and not compress(value):
                 self.refused[name] = "it is not a mask this time"
-            elif name in self._parked and not is_host(tensor.device):
-                park(value, self._parking)
+            elif name in self._offloaded and not is_host(tensor.device):
+                offload(value, self._offloading)
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
         if value.name in self._dropped and self.find_recipe(value, node, output):
-            if value.name in self._fleeting:
+            if value.name in self._uncached:
                 self._undecided.append(weakref.ref(value))
             return True
         if value.make is not None and not value.dropped:
             forget_recipe(value)
         return False
 
-    def _decide_fleeting(self) -> None:
+    def _decide_uncached(self) -> None:
         """In the order of the plan: at the time of saving, what is on the way may still be saved itself later."""
         values = [value for reference in self._undecided if (value := reference()) is not None]
         self._undecided.clear()
-        for value in sorted(values, key=lambda value: self._fleeting[value.name]):
-            make_fleeting(value)
+        for value in sorted(values, key=lambda value: self._uncached[value.name]):
+            make_uncached(value)
 
     def find_recipe(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether ``value``, which is being saved, can be made again; if so it knows how."""
@@ -242,8 +242,8 @@ class Rematerialisation:
             call = self._names.call_that_makes(identity.storage) if self._names.again else None
             if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
                 raise
-            key = Key("saved", self._names.saved - call.saved - 1)
-            return pick, self._picked(call, key, identity.size, identity.dtype)
+            key = OutputKey("saved", self._names.saved - call.saved - 1)
+            return select_output, self._picked(call, key, identity.size, identity.dtype)
 
     def _recipe(
         self, node: Any, output: int, depth: int, identity: Identity | None = None
@@ -257,21 +257,21 @@ class Rematerialisation:
             if found is None:
                 raise
             like = node._input_metadata[output]
-            return pick, self._picked(*found, torch.Size(like.shape), like.dtype)
+            return select_output, self._picked(*found, torch.Size(like.shape), like.dtype)
 
-    def _picked(self, call: Call, key: Key, size: torch.Size, dtype: torch.dtype) -> tuple[Value, Key]:
-        """The value that ``call`` becomes, and what to pick from it."""
+    def _picked(self, call: Call, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> tuple[Value, OutputKey]:
+        """The value that ``call`` becomes, and which output to select from it."""
         if call.obstacle:
             raise NotRecomputable(f"{call.name!r} cannot be called again: {call.obstacle}")
         outcome: Value | None = call.outcome() if call.outcome is not None else None
         if outcome is None:
             outcome = Value("", f"a call of {type(call.module).__name__}")
-            outcome.learn(Again(call), [self._argument(argument) for argument in call.arguments])
+            outcome.learn(Replay(call), [self._argument(argument) for argument in call.arguments])
             outcome.dropped = True
             for source in outcome.sources:
                 source.want()
             call.outcome = weakref.ref(outcome)
-        assert isinstance(outcome.make, Again), "it is a call"
+        assert isinstance(outcome.make, Replay), "it is a call"
         outcome.make.want(key, size, dtype)
         return outcome, key
 
@@ -309,7 +309,7 @@ class Rematerialisation:
             value.keep(node.variable)
         else:
             make, inputs = self._recipe(node, output, depth + 1)
-            if name in VIEWS and make is not pick:  # a call that is made again gives the view itself
+            if name in VIEWS and make is not select_output:  # a call that is made again gives the view itself
                 (base,) = inputs
                 return View(base, make) if type(base) is Value else View(base.value, Both(base.look, make))
             value = Value("", name)
@@ -326,7 +326,7 @@ class Rematerialisation:
         """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
         self.want_operands(node)
         found = operand_of(node, index)
-        if not isinstance(found, Reference):
+        if not isinstance(found, WeakTensor):
             return found
         value = self.keep_constant(found.base(most))
         return value if found.view is None else View(value, found.look)
@@ -363,7 +363,7 @@ class Rematerialisation:
         if hook is None:  # saved where no hooks were on
             return _unnamed(saved.data)
         raise NotRecomputable(
-            f"what {node.name()} saved is parked, or in a region of torch.utils.checkpoint, or has other hooks"
+            f"what {node.name()} saved is offloaded, or in a region of torch.utils.checkpoint, or has other hooks"
         )
 
     def is_unknown(self, name: str) -> bool:
@@ -377,7 +377,7 @@ class Rematerialisation:
         value = saved if type(saved) is Value else saved.value
         with self._lock:
             if self._undecided:  # a backward inside of the forward's context
-                self._decide_fleeting()
+                self._decide_uncached()
             if value.counter is not None and value.counter._version != value.version:
                 refuse_changed(value)
             base = compute(value) if value.tensor is None else value.tensor

@@ -1,9 +1,9 @@
-"""Operands that autograd keeps no trace of: the 1 of ``1 - x``, a mask added to scores, the bias of a frozen layer.
+"""Inputs that autograd keeps no trace of: the 1 of ``1 - x``, a mask added to scores, the bias of a frozen layer.
 
 The node of an operator has an edge for every operand that needs a gradient, and saves what gradients are computed from.
-The others a recipe cannot find. While :class:`Operands` is on, the functions below note them at their node: numbers as
-they are, tensors by a weak reference with their version. So a note keeps nothing alive; a tensor that is gone, or was
-written to, when a recipe asks for it is no longer known, and never taken for another one.
+The others a recipe cannot find. While :class:`UntrackedInputs` is on, the functions below note them at their node:
+numbers as they are, tensors by a weak reference with their version. So a note keeps nothing alive; a tensor that is
+gone, or was written to, when a recipe asks for it is no longer known, and never taken for another one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +50,7 @@ _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
 }  # fmt: skip
 
 
-class Operands(TorchFunctionMode):
+class UntrackedInputs(TorchFunctionMode):
     """Notes operands outside of the graph at the nodes of the calls in here, for a few us a call of any function.
 
     Args:
@@ -123,7 +123,7 @@ def _noted(operand: Any) -> Any:
         return operand if isinstance(operand, int | float | complex | None) else _UNKNOWN
     if type(operand) not in _PLAIN or operand.is_inference():
         return _UNKNOWN
-    return Reference(operand)
+    return WeakTensor(operand)
 
 
 class _Unknown:
@@ -133,7 +133,7 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-class Reference:
+class WeakTensor:
     """A tensor as it was, weakly.
 
     Attributes:
@@ -175,7 +175,7 @@ class Reference:
 
 
 def operand_of(node: Any, index: int) -> Any:
-    """Operand number ``index`` of those that ``node`` has no edge for: a number, ``None`` or a :class:`Reference`.
+    """Operand number ``index`` of those that ``node`` has no edge for: a number, ``None`` or a :class:`WeakTensor`.
 
     Raises:
         NotRecomputable: it was not noted.

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_dpx.devices import is_host
-from lightning_dpx.memory.execute.calls import Again
-from lightning_dpx.memory.execute.offload import Parking
+from lightning_dpx.memory.execute.calls import Replay
+from lightning_dpx.memory.execute.offload import Offloader
 
 Make = Callable[..., Any]  # a tensor; of a call of a module, its outcome
 Look = Callable[[torch.Tensor], torch.Tensor]
@@ -75,15 +75,28 @@ class Value:
         inputs: What ``make`` takes: values, views of values, or anything else as it is.
         sources: The values behind the inputs.
         dropped: Whether ``tensor`` may be forgotten.
-        fleeting: Whether it is forgotten after every use, even if it will be asked for again.
+        uncached: Whether it is forgotten after every use, even if it will be asked for again.
         pending: How often it will still be asked for in this backward.
-        wanted_by: How often it is asked for in a backward.
+        num_uses: How often it is asked for in a backward.
         operator: The name of the node that produced it.
     """
 
     __slots__ = (
-        "__weakref__", "_storage", "counter", "dropped", "fleeting", "identity", "inputs", "make", "name", "operator",
-        "pending", "sources", "tensor", "version", "wanted_by",
+        "__weakref__",
+        "_storage",
+        "counter",
+        "dropped",
+        "identity",
+        "inputs",
+        "make",
+        "name",
+        "num_uses",
+        "operator",
+        "pending",
+        "sources",
+        "tensor",
+        "uncached",
+        "version",
     )  # fmt: skip
 
     def __init__(self, name: str, operator: str) -> None:
@@ -94,9 +107,9 @@ class Value:
         self.make: Make | None = None
         self.inputs: Sequence[Any] = ()
         self.sources: Sequence[Value] = ()
-        self.dropped = self.fleeting = False
+        self.dropped = self.uncached = False
         self.version = -1
-        self.pending = self.wanted_by = 0
+        self.pending = self.num_uses = 0
         self._storage = 0  # a weak reference, once nothing here holds the storage
 
     def __del__(self, _free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
@@ -136,7 +149,7 @@ class Value:
     def want(self) -> None:
         """One more will ask for it."""
         self.pending += 1
-        self.wanted_by += 1
+        self.num_uses += 1
 
 
 def keep(tensor: torch.Tensor) -> Unnamed:
@@ -206,7 +219,7 @@ def read(entry: Any) -> Any:
 def compute(wanted: Value) -> torch.Tensor:
     """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
     is_plain = _surroundings_are_plain()
-    if is_plain and not isinstance(wanted.make, Again) and _has_all(wanted):  # as it is nearly always
+    if is_plain and not isinstance(wanted.make, Replay) and _has_all(wanted):  # as it is nearly always
         made_now = wanted.tensor = run_recipe(wanted)
         used(wanted)
         return made_now
@@ -251,7 +264,7 @@ def _compute_operators(stack: list[Value], made: set[Value], later: list[Value])
                 stack.append(source)
         if stack[-1] is not value:
             continue
-        if isinstance(value.make, Again):
+        if isinstance(value.make, Replay):
             return
         value.tensor = run_recipe(value)
         stack.pop()
@@ -260,7 +273,7 @@ def _compute_operators(stack: list[Value], made: set[Value], later: list[Value])
 
 def _have(value: Value, made: set[Value], later: list[Value]) -> None:
     """``value`` has just been made."""
-    if later or (value in made and not value.fleeting):
+    if later or (value in made and not value.uncached):
         later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
     else:
         made.add(value)
@@ -269,7 +282,7 @@ def _have(value: Value, made: set[Value], later: list[Value]) -> None:
 
 def repeat(value: Value) -> torch.Tensor:
     """One operator or call, on inputs that are there, as backward will make it."""
-    if isinstance(value.make, Again):
+    if isinstance(value.make, Replay):
         return run_recipe(value)
     with torch.no_grad(), torch._C._DisableAutocast():
         return run_recipe(value)
@@ -296,9 +309,9 @@ def run_recipe(value: Value) -> torch.Tensor:
 def used(value: Value) -> None:
     """``value`` has been made: its inputs are asked for once less, unless it will be made again."""
     for source in value.sources:
-        if not value.fleeting:
+        if not value.uncached:
             asked(source)
-        elif source.fleeting:
+        elif source.uncached:
             source.tensor = None
 
 
@@ -307,11 +320,11 @@ def asked(value: Value) -> None:
     value.pending -= 1
     if not value.dropped:
         return
-    if value.fleeting or value.pending <= 0:
+    if value.uncached or value.pending <= 0:
         value.tensor = None
     if value.pending <= 0:
-        value.pending = value.wanted_by  # a second backward through the same graph starts anew
-        if value.fleeting:
+        value.pending = value.num_uses  # a second backward through the same graph starts anew
+        if value.uncached:
             for source in value.sources:
                 asked(source)
 
@@ -336,11 +349,11 @@ def compress(value: Value) -> bool:
     return True
 
 
-def park(value: Value, parking: Parking) -> None:
+def offload(value: Value, offloading: Offloader) -> None:
     """Keeps a tensor of a device in the host's memory until backward asks for it."""
     tensor = value.tensor
     assert tensor is not None, "asked when it is saved"
-    fetch, slot = parking.park(tensor, value.version, value.name)
+    fetch, slot = offloading.offload(tensor, value.version, value.name)
     value.learn(fetch, (slot,))
     value.drop(tensor)
 
@@ -356,27 +369,27 @@ def forget_recipe(value: Value) -> None:
         top = stack.pop()
         for source in top.sources:
             source.pending -= 1
-            source.wanted_by -= 1
-            if source.dropped and not source.name and not source.wanted_by:
+            source.num_uses -= 1
+            if source.dropped and not source.name and not source.num_uses:
                 stack.append(source)
         top.learn(None, ())
 
 
-def make_fleeting(value: Value) -> None:
+def make_uncached(value: Value) -> None:
     """``value`` is forgotten after every use, with those that nobody saves on the way to it.
 
-    One fleeting value never rests on another one: the work would double at every step.
+    One uncached value never rests on another one: the work would double at every step.
     """
     on_the_way, stack = [value], list(value.sources)
     while stack:
         source = stack.pop()
-        if source.fleeting:
+        if source.uncached:
             return
         if not source.name and source.dropped:
             on_the_way.append(source)
             stack += source.sources
     for source in on_the_way:
-        source.fleeting = True
+        source.uncached = True
 
 
 def refuse_changed(value: Value) -> NoReturn:

@@ -2,14 +2,14 @@
 
 The forecast plays the step through: forward without what is dropped, then every request of backward, with the same
 rules of sharing and forgetting as :mod:`lightning_dpx.memory.execute.values`, and the same look-ahead for what is
-parked.
+offloaded.
 
-The time of parked values. Copies run beside the computation, in a queue for each direction, so of all copies out only
-what is longer than forward counts, and of those back what is longer than backward with its recomputations; but nothing
-hides the last copy out and the first one back, for each of which the longest counts. A copy that hides is not free: it
-takes some of the memory's bandwidth and of the host's time, for which :data:`HIDDEN_SHARE` of it counts. That a queue
-may run dry at one time and be too long at another is left out, and so is that other devices may copy from and to the
-same host at that time. Where no copy may be on its way beside the computation, all of them count.
+The time of offloaded values. Copies run beside the computation, in a queue for each direction, so of all copies out
+only what is longer than forward counts, and of those back what is longer than backward with its recomputations; but
+nothing hides the last copy out and the first one back, for each of which the longest counts. A copy that hides is not
+free: it takes some of the memory's bandwidth and of the host's time, for which :data:`HIDDEN_SHARE` of it counts. That
+a queue may run dry at one time and be too long at another is left out, and so is that other devices may copy from and
+to the same host at that time. Where no copy may be on its way beside the computation, all of them count.
 """
 
 import heapq
@@ -17,9 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from lightning_dpx.look_ahead import LookAhead
 from lightning_dpx.memory.profile.call_course import most_with
 from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.prefetch import Prefetcher
 
 HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth
 
@@ -39,9 +39,9 @@ class Forecast:
     seconds: float
 
 
-def forecast(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> Forecast:
+def forecast(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> Forecast:
     """The step of ``profile`` if the values with these indices are dropped, some of them after every use."""
-    return _Replay(profile, frozenset(dropped), frozenset(fleeting)).run()
+    return _Replay(profile, frozenset(dropped), frozenset(uncached)).run()
 
 
 def with_replaying(profile: Profile, result: Forecast) -> Forecast:
@@ -49,9 +49,9 @@ def with_replaying(profile: Profile, result: Forecast) -> Forecast:
     return replace(result, seconds=result.seconds + profile.replaying) if profile.replaying else result
 
 
-def timeline(profile: Profile, dropped: Collection[int], fleeting: Collection[int] = ()) -> list[int]:
+def timeline(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> list[int]:
     """Bytes of activations at every event of such a step: the most that is there between it and the next."""
-    replay = _Replay(profile, frozenset(dropped), frozenset(fleeting))
+    replay = _Replay(profile, frozenset(dropped), frozenset(uncached))
     replay.curve = [0] * len(profile.curve)
     replay.run()
     return replay.curve
@@ -64,8 +64,8 @@ class _Coming:
         self.num_bytes = 0
 
 
-class _Parked:
-    """A parked value: what the look-ahead does to it, in bytes."""
+class _Offloaded:
+    """A offloaded value: what the look-ahead does to it, in bytes."""
 
     def __init__(self, num_bytes: int, coming: _Coming) -> None:
         self._num_bytes, self._coming, self._started = num_bytes, coming, False
@@ -82,15 +82,15 @@ class _Parked:
 
 
 class _Replay:
-    def __init__(self, profile: Profile, dropped: frozenset[int], fleeting: frozenset[int]) -> None:
+    def __init__(self, profile: Profile, dropped: frozenset[int], uncached: frozenset[int]) -> None:
         self._profile, self._dropped = profile, dropped
         values = profile.values
         self._virtual = [value.storage < 0 and not value.name for value in values]
         self._sizes = [0 if value.picked else value.num_bytes for value in values]
         self._lazy = [index in dropped or (self._virtual[index] and bool(v.inputs)) for index, v in enumerate(values)]
-        self._fleeting = [False] * len(values)
-        for index in sorted(fleeting):
-            self._make_fleeting(index)
+        self._uncached = [False] * len(values)
+        for index in sorted(uncached):
+            self._make_uncached(index)
         self._pending = [0] * len(values)
         self._wants = self._wants_in_order() if profile.saves else []  # (event, value), the last one first
         self._wanted = [0] * len(values)
@@ -110,11 +110,15 @@ class _Replay:
                 self._beside[index] = max(0, most_with(stretches, wanted) - self._sizes[index])
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
-        parked = [index for index in dropped if values[index].parked and values[index].storage >= 0]
-        self._parked = sorted(parked, key=lambda index: (values[index].saved, index))
-        self._coming, self._ahead, self._fetches = _Coming(), LookAhead[_Parked](profile.overlap), list[float]()
+        offloaded = [index for index in dropped if values[index].offloaded and values[index].storage >= 0]
+        self._offloaded = sorted(offloaded, key=lambda index: (values[index].saved, index))
+        self._coming, self._ahead, self._fetches = (
+            _Coming(),
+            Prefetcher[_Offloaded](profile.prefetch_depth),
+            list[float](),
+        )
         self._slots = {
-            index: self._ahead.slot_for(_Parked(values[index].num_bytes, self._coming)) for index in self._parked
+            index: self._ahead.slot_for(_Offloaded(values[index].num_bytes, self._coming)) for index in self._offloaded
         }
         self._views = [0] * len(values)  # that are there, of each value: they hold its memory
         self._outlived = [False] * len(values)  # forgotten, but for a view
@@ -122,17 +126,17 @@ class _Replay:
         self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that are forgotten and still in use
         self.curve: list[int] | None = None  # filled if somebody wants to see it
 
-    def _make_fleeting(self, index: int) -> None:
+    def _make_uncached(self, index: int) -> None:
         on_the_way, stack = [index], list(self._profile.values[index].inputs)
         while stack:
             source = stack.pop()
-            if self._fleeting[source]:
+            if self._uncached[source]:
                 return
             if self._virtual[source] and self._lazy[source]:
                 on_the_way.append(source)
                 stack += self._profile.values[source].inputs
         for source in on_the_way:
-            self._fleeting[source] = True
+            self._uncached[source] = True
 
     def _live_users(self) -> list[int]:
         """The values that will be computed again at some time: the dropped ones and what leads to them."""
@@ -196,18 +200,20 @@ class _Replay:
         return Forecast(self._peak, kept, self._seconds + self._exposed())
 
     def _left(self) -> dict[int, int]:
-        """The event at which the last value of every parked storage has left for the host."""
+        """The event at which the last value of every offloaded storage has left for the host."""
         values, left = self._profile.values, dict[int, int]()
-        for place, index in enumerate(self._parked):
-            later = place + self._profile.overlap
-            event = values[self._parked[later]].saved if later < len(self._parked) else self._profile.forward_events
+        for place, index in enumerate(self._offloaded):
+            later = place + self._profile.prefetch_depth
+            event = (
+                values[self._offloaded[later]].saved if later < len(self._offloaded) else self._profile.forward_events
+            )
             left[values[index].storage] = max(left.get(values[index].storage, 0), event)
         return left
 
     def _exposed(self) -> float:
         """Seconds of the copies that no computation hides."""
-        out, back = [self._profile.values[index].copying for index in self._parked], self._fetches
-        if not self._profile.overlap:
+        out, back = [self._profile.values[index].copying for index in self._offloaded], self._fetches
+        if not self._profile.prefetch_depth:
             return sum(out) + sum(back)
         forward = self._profile.forward_seconds
         backward = self._profile.step_seconds - forward + self._seconds
@@ -290,7 +296,7 @@ class _Replay:
             for source in self._viewed(index):
                 self._views[source] += 1
             self._see(event, self._beside[index])
-            if later or (index in made and not self._fleeting[index]):
+            if later or (index in made and not self._uncached[index]):
                 later.append(index)
             else:
                 made.add(index)
@@ -300,20 +306,20 @@ class _Replay:
 
     def _used(self, index: int) -> None:
         for source in self._profile.values[index].inputs:
-            if not self._fleeting[index]:
+            if not self._uncached[index]:
                 self._asked(source)
-            elif self._fleeting[source]:
+            elif self._uncached[source]:
                 self._forget(source)
 
     def _asked(self, index: int) -> None:
         self._pending[index] -= 1
         if not self._lazy[index]:
             return
-        if self._fleeting[index] or self._pending[index] <= 0:
+        if self._uncached[index] or self._pending[index] <= 0:
             self._forget(index)
         if self._pending[index] <= 0:
             self._pending[index] = self._wanted[index]  # another backward through the same graph starts anew
-            if self._fleeting[index]:
+            if self._uncached[index]:
                 for source in self._profile.values[index].inputs:
                     self._asked(source)
 

@@ -14,7 +14,7 @@ from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.forecast import Forecast, forecast, with_replaying
 from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.offload import as_planned
-from lightning_dpx.memory.plan.plan import CheckpointPlan
+from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile.profiler import Profile
 
@@ -23,7 +23,7 @@ _ATTEMPTS = 4  # to make room on each device for what the other one drops
 
 def plan_places(
     module: nn.Module, profiles: Sequence[Profile], budgets: Sequence[int], planner: str | Planner = "auto"
-) -> list[CheckpointPlan]:
+) -> list[MemoryPlan]:
     """Plans that decide alike about every value, one per device with the figures of that device.
 
     Args:
@@ -67,8 +67,8 @@ def plan_places(
 
 
 def with_figures(
-    plan: CheckpointPlan, profile: Profile, budget: int, result: Forecast, least_share: float | None
-) -> CheckpointPlan:
+    plan: MemoryPlan, profile: Profile, budget: int, result: Forecast, least_share: float | None
+) -> MemoryPlan:
     """``plan`` with what it comes to in the step of ``profile``."""
     return replace(
         plan,
@@ -81,19 +81,19 @@ def with_figures(
     )
 
 
-def forecast_named(profile: Profile, plan: CheckpointPlan) -> Forecast:
+def forecast_named(profile: Profile, plan: MemoryPlan) -> Forecast:
     """The step of ``profile`` with all that ``plan`` drops, also on devices that the profile does not count."""
     profile = as_planned(profile, plan)
     each_time = plan.names("recompute each time")
     dropped = [index for index, value in enumerate(profile.values) if value.name in plan.dropped]
-    fleeting = [index for index in dropped if profile.values[index].name in each_time]
-    return with_replaying(profile, forecast(profile, dropped, fleeting))
+    uncached = [index for index in dropped if profile.values[index].name in each_time]
+    return with_replaying(profile, forecast(profile, dropped, uncached))
 
 
-def _together(profiles: Sequence[Profile], plans: Sequence[CheckpointPlan]) -> CheckpointPlan:
+def _together(profiles: Sequence[Profile], plans: Sequence[MemoryPlan]) -> MemoryPlan:
     """Every device decides about its own values."""
     order = {value.name: index for index, value in enumerate(profiles[0].values) if value.name}
     decisions = {decision.name: decision for plan in plans for decision in plan.decisions}
-    overlap = min((plan.overlap for plan in plans if plan.names("park")), default=0)
+    prefetch_depth = min((plan.prefetch_depth for plan in plans if plan.names("offload")), default=0)
     in_order = tuple(sorted(decisions.values(), key=lambda d: order.get(d.name, len(order))))
-    return replace(plans[0], decisions=in_order, overlap=overlap)
+    return replace(plans[0], decisions=in_order, prefetch_depth=prefetch_depth)

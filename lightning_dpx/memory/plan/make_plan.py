@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.forecast import timeline
-from lightning_dpx.memory.plan.offload import OVERLAP, least_seconds_with_parking, ways_to_park
-from lightning_dpx.memory.plan.plan import Action, CheckpointPlan, Decision, fingerprint_of
+from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, least_seconds_with_offloading, ways_to_offload
+from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, fingerprint_of
 from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
@@ -64,14 +64,14 @@ def make_planner(planner: str | Planner) -> Planner:
 
 def plan_profile(
     module: nn.Module, profile: Profile, budget: int | None, planner: str | Planner = "auto"
-) -> CheckpointPlan:
+) -> MemoryPlan:
     """The plan for ``module``, whose step is ``profile``.
 
     Raises:
         BudgetError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
     """
     chosen, enough = make_planner(planner), budget is not None and profile.peak <= budget
-    problems = [Problem(way) for way in ([profile] if enough else ways_to_park(profile))]
+    problems = [Problem(way) for way in ([profile] if enough else ways_to_offload(profile))]
     problem, choice = (problems[0], Choice()) if enough else _chosen(problems, budget, chosen)
     replayed_calls, original = frozenset[str](), problem
     if chosen.replays and not enough:
@@ -93,8 +93,8 @@ def plan_profile(
             f"{_crest(least, smallest_choice)} {_bottleneck(problem)} Allow more, or use a smaller batch.",
             smallest,
         )
-    dropped, fleeting = problem.values_of(choice.dropped), problem.values_of(choice.fleeting)
-    if any(problem.profile.values[index].parked for index in dropped):
+    dropped, uncached = problem.values_of(choice.dropped), problem.values_of(choice.uncached)
+    if any(problem.profile.values[index].offloaded for index in dropped):
         problem = _with_most_overlap(problem, choice, result.peak if budget is None else budget)
         result = problem.forecast(choice)
     shares = _shares_of_calls(profile)
@@ -114,15 +114,16 @@ def plan_profile(
             planned.name,
             value.operator,
             value.num_bytes,
-            (planned if index in dropped else value).seconds + (shares.get(index, 0.0) if not planned.parked else 0.0),
-            _action(planned, index in dropped, index in fleeting),
+            (planned if index in dropped else value).seconds
+            + (shares.get(index, 0.0) if not planned.offloaded else 0.0),
+            _action(planned, index in dropped, index in uncached),
             _calls(profile, index) or ((planned.within,) if planned.within else ()),
         )
         for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
     ]
     bound = None if budget is None else lower_bound(profile, budget, original.proved.get(budget, 0.0))
-    return CheckpointPlan(
+    return MemoryPlan(
         model=type(module).__name__,
         fingerprint=fingerprint_of(module),
         planner=chosen.name,
@@ -133,13 +134,15 @@ def plan_profile(
         recompute_share=(result.seconds + problem.profile.replaying) / profile.step_seconds,
         least_share=None if bound is None else bound / profile.step_seconds,
         decisions=tuple(decisions),
-        overlap=problem.profile.overlap if any(decision.action == "park" for decision in decisions) else 0,
+        prefetch_depth=problem.profile.prefetch_depth
+        if any(decision.action == "offload" for decision in decisions)
+        else 0,
         basis=profile.basis,
     )
 
 
 def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
-    """What to drop, and the way to park that it was found with."""
+    """What to drop, and the way to offload that it was found with."""
     found: list[tuple[Problem, Choice]] = []
     for problem in problems:
         found.append((problem, planner.choose(problem, budget)))
@@ -183,8 +186,8 @@ def _calls(profile: Profile, index: int) -> tuple[str, ...]:
 
 def _with_most_overlap(problem: Problem, choice: Choice, limit: int) -> Problem:
     """With as many copies beside the computation as there is room for."""
-    for overlap in range(OVERLAP, problem.profile.overlap, -1):
-        wider = Problem(replace(problem.profile, overlap=overlap))
+    for prefetch_depth in range(PREFETCH_DEPTH, problem.profile.prefetch_depth, -1):
+        wider = Problem(replace(problem.profile, prefetch_depth=prefetch_depth))
         if wider.forecast(choice).peak <= limit:
             return wider
     return problem
@@ -193,22 +196,22 @@ def _with_most_overlap(problem: Problem, choice: Choice, limit: int) -> Problem:
 def lower_bound(profile: Profile, budget: int, proved: float = 0.0) -> float:
     """Seconds that no choice within ``budget`` goes below: the best proof there is, or one ``proved`` already."""
     if any(value.copying for value in profile.values):
-        return least_seconds_with_parking(Problem(profile), budget)
+        return least_seconds_with_offloading(Problem(profile), budget)
     return max(least_seconds(Relaxation(Problem(profile)), budget), proved)
 
 
-def _action(value: SavedValue, dropped: bool, fleeting: bool) -> Action:
+def _action(value: SavedValue, dropped: bool, uncached: bool) -> Action:
     if not dropped:
         return "replay" if value.within else "keep"
-    if value.parked:
-        return "park"
-    return "compress" if value.compact else "recompute each time" if fleeting else "recompute"
+    if value.offloaded:
+        return "offload"
+    return "compress" if value.compact else "recompute each time" if uncached else "recompute"
 
 
 def _crest(problem: Problem, choice: Choice) -> str:
     """Where the step needs most, if it follows ``choice``: the operator at work, its module, and what passes there."""
     profile = problem.profile
-    curve = timeline(profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
+    curve = timeline(profile, problem.values_of(choice.dropped), problem.values_of(choice.uncached))
     event = max(range(len(curve)), key=curve.__getitem__, default=0)
     if event < profile.forward_events:
         begun = [value for value in profile.values if value.name and value.saved <= event]

@@ -1,60 +1,60 @@
-"""Which values a plan would park if it drops them: those that cannot be computed again, or also others.
+"""Which values a plan would offload if it drops them: those that cannot be computed again, or also others.
 
 Planners choose what to drop, each value at one price; how a dropped value comes back is decided before, in the profile.
 Copies beside the computation cost next to nothing until they take longer than it, so no price per value is right:
 instead, as many values as hide behind the computation are offered for that little, those first that take longest to
 compute for the time of their copy. The forecast then counts what the copies of a choice cost together.
 
-    parked                                   on their way at once    for
-    what hides, the dearest values first     OVERLAP                 the fastest plan
+    offloaded                                   on their way at once    for
+    what hides, the costliest values first     PREFETCH_DEPTH                 the fastest plan
     what cannot be computed again            0                       budgets without room for the look-ahead
     the dearer half                          0                       smaller ones
     everything                               0                       the smallest
 
-Related: vDNN (Rhu et al., 2016), which parks the inputs of layers, one layer ahead; Capuchin (Peng et al., 2020) and
-POET (Patil et al., 2022), which choose between parking and computing again.
+Related: vDNN (Rhu et al., 2016), which offloads the inputs of layers, one layer ahead; Capuchin (Peng et al., 2020) and
+POET (Patil et al., 2022), which choose between offloading and computing again.
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
-from lightning_dpx.memory.plan.plan import CheckpointPlan
+from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.replayed_steps import replayed
 from lightning_dpx.memory.profile.profiler import Profile
 
-OVERLAP = 2  # parked values on their way at once, in each direction
+PREFETCH_DEPTH = 2  # offloaded values on their way at once, in each direction
 _HIDES = 0.5  # of the computation is taken for copies: they come in bursts, and other devices use the same host
 
 
-def ways_to_park(profile: Profile) -> Iterator[Profile]:
-    """The same step with the values marked that would be parked; on the host, which has nowhere to park, one way."""
+def ways_to_offload(profile: Profile) -> Iterator[Profile]:
+    """The same step with the values marked that would be offloaded; on the host there is one way: none."""
     costs = _copying(profile)
     if costs:
         beside = min(profile.forward_seconds, profile.step_seconds - profile.forward_seconds)
-        hidden = _parked(profile, _dearest(profile, costs, _HIDES * beside), share=HIDDEN_SHARE)
-        yield replace(hidden, overlap=OVERLAP)
+        hidden = _offloaded(profile, _costliest(profile, costs, _HIDES * beside), share=HIDDEN_SHARE)
+        yield replace(hidden, prefetch_depth=PREFETCH_DEPTH)
     yield profile
     if costs:
-        yield _parked(profile, _dearest(profile, costs, sum(costs.values()) / 2))
-        yield _parked(profile, _dearest(profile, costs, float("inf")))
+        yield _offloaded(profile, _costliest(profile, costs, sum(costs.values()) / 2))
+        yield _offloaded(profile, _costliest(profile, costs, float("inf")))
 
 
-def as_planned(profile: Profile, plan: CheckpointPlan) -> Profile:
-    """The step with the calls replayed that ``plan`` replays, and those values marked that it parks."""
+def as_planned(profile: Profile, plan: MemoryPlan) -> Profile:
+    """The step with the calls replayed that ``plan`` replays, and those values marked that it offloads."""
     profile = replayed(profile, plan.replayed)
-    names = plan.names("park")
+    names = plan.names("offload")
     if not names:
         return profile
     values = profile.values
     chosen = {index for index, v in enumerate(values) if v.name in names and (v.copying or v.storage < 0)}
-    return replace(_parked(profile, chosen), overlap=plan.overlap)
+    return replace(_offloaded(profile, chosen), prefetch_depth=plan.prefetch_depth)
 
 
-def _parked(profile: Profile, chosen: Collection[int], share: float = 1.0) -> Profile:
+def _offloaded(profile: Profile, chosen: Collection[int], share: float = 1.0) -> Profile:
     values = tuple(
-        replace(value, parked=True, picked=False, inputs=(), seconds=share * 2 * value.copying)
+        replace(value, offloaded=True, picked=False, inputs=(), seconds=share * 2 * value.copying)
         if index in chosen
         else value
         for index, value in enumerate(profile.values)
@@ -63,7 +63,7 @@ def _parked(profile: Profile, chosen: Collection[int], share: float = 1.0) -> Pr
 
 
 def _copying(profile: Profile) -> dict[int, float]:
-    """Seconds of a copy of each storage that can be parked, in the order of forward."""
+    """Seconds of a copy of each storage that can be offloaded, in the order of forward."""
     copying: dict[int, list[float]] = {}
     for value in profile.values:
         if value.storage >= 0:
@@ -76,16 +76,16 @@ def _copying(profile: Profile) -> dict[int, float]:
     }
 
 
-def _dearest(profile: Profile, costs: dict[int, float], seconds: float) -> set[int]:
+def _costliest(profile: Profile, costs: dict[int, float], seconds: float) -> set[int]:
     """Values whose copies together take no longer than that, those first that take longest to compute for their copy.
 
     What cannot be computed again goes before all others, and takes nothing of the room that they have on the host.
     """
-    again, forced = dict.fromkeys(costs, 0.0), {value.storage for value in profile.values if value.parked}
+    again, forced = dict.fromkeys(costs, 0.0), {value.storage for value in profile.values if value.offloaded}
     for value in profile.values:
         if value.storage in again:
-            again[value.storage] += float("inf") if value.parked else value.seconds
-    room, chosen = profile.parking_room, set[int]()
+            again[value.storage] += float("inf") if value.offloaded else value.seconds
+    room, chosen = profile.offloading_room, set[int]()
     for storage in sorted(costs, key=lambda storage: again[storage] / costs[storage], reverse=True):
         size = 0 if storage in forced else profile.storages[storage].num_bytes
         if costs[storage] <= seconds and size <= room:
@@ -95,12 +95,12 @@ def _dearest(profile: Profile, costs: dict[int, float], seconds: float) -> set[i
     return {index for index, value in enumerate(profile.values) if value.storage in chosen}
 
 
-def least_seconds_with_parking(problem: Problem, budget: int) -> float:
+def least_seconds_with_offloading(problem: Problem, budget: int) -> float:
     """What any choice within ``budget`` costs at least.
 
     At the moment of the unplanned peak some units must be missing; the cheapest, in parts if need be, and each without
     what it is computed from, would do. Real choices also pay for the way there, and for peaks at other moments. What
-    leaves for the host while forward runs costs nothing, and the rest of what is parked one copy.
+    leaves for the host while forward runs costs nothing, and the rest of what is offloaded one copy.
     """
     profile = problem.profile
     moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
 
-Action = Literal["keep", "recompute", "recompute each time", "compress", "park", "replay"]
+Action = Literal["keep", "recompute", "recompute each time", "compress", "offload", "replay"]
 _VERSION = 1
 
 
@@ -27,10 +27,10 @@ class Decision:
         operator: The autograd node that produced it; empty for what does not come from the graph.
         num_bytes: Its size.
         seconds: To compute it again from its inputs, or its share of a module call that is made again for it and
-            others; where it is parked, what of its copies nothing hides.
+            others; where it is offloaded, what of its copies nothing hides.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
-            of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"park"``: it rests in
-            the host's memory; ``"replay"``, for a call: it is made again as a whole; for a value: with a call.
+            of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"offload"``: it rests
+            in the host's memory; ``"replay"``, for a call: it is made again as a whole; for a value: with a call.
         calls: The module calls that are made again for a value, where no operator can be repeated for it, or none is.
     """
 
@@ -49,7 +49,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointPlan:
+class MemoryPlan:
     """The decisions for one model and what they lead to.
 
     Attributes:
@@ -63,8 +63,8 @@ class CheckpointPlan:
         recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
         least_share: What every plan for this budget costs at least; see bounds.py and programme.py.
         decisions: One for every value.
-        overlap: How many parked values are on their way beside the computation, in each direction; with 0 the device
-            waits for every copy.
+        prefetch_depth: How many offloaded values are on their way beside the computation, in each direction; with 0 the
+            device waits for every copy.
         basis: What the figures rest on, if not on a step that was run and measured.
     """
 
@@ -78,7 +78,7 @@ class CheckpointPlan:
     recompute_share: float | None
     least_share: float | None
     decisions: tuple[Decision, ...]
-    overlap: int = 0
+    prefetch_depth: int = 0
     basis: str = ""
 
     def names(self, *actions: Action) -> frozenset[str]:
@@ -88,7 +88,7 @@ class CheckpointPlan:
     @property
     def dropped(self) -> frozenset[str]:
         """The values that are not kept as they are."""
-        return self.names("recompute", "recompute each time", "compress", "park")
+        return self.names("recompute", "recompute each time", "compress", "offload")
 
     @property
     def replayed(self) -> frozenset[str]:
@@ -97,7 +97,7 @@ class CheckpointPlan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is computed again, parked or compressed."""
+        """Whether nothing is computed again, offloaded or compressed."""
         return not self.dropped and not self.replayed
 
     @property
@@ -126,7 +126,7 @@ class CheckpointPlan:
         write_whole(path, text)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "CheckpointPlan":
+    def load(cls, path: str | os.PathLike[str]) -> "MemoryPlan":
         """Reads a plan.
 
         Raises:
@@ -156,7 +156,7 @@ class CheckpointPlan:
                 if path not in paths:
                     raise PlanError(f"The plan names {decision.name!r}, but the model has no module {path!r}.")
 
-    def with_actions(self, actions: Mapping[str, Action]) -> "CheckpointPlan":
+    def with_actions(self, actions: Mapping[str, Action]) -> "MemoryPlan":
         """A copy with other actions for some values; its predictions are void.
 
         Raises:
@@ -170,12 +170,12 @@ class CheckpointPlan:
         return replace(self, decisions=changed, **_VOID)
 
 
-def to_mapping(plan: CheckpointPlan) -> dict[str, Any]:
+def to_mapping(plan: MemoryPlan) -> dict[str, Any]:
     """What a file of the plan holds, as lists, texts, numbers and ``None`` by name."""
     return {**_head_of(plan), "decisions": [_row_of(decision) for decision in plan.decisions]}
 
 
-def from_mapping(content: Any, path: str) -> CheckpointPlan:
+def from_mapping(content: Any, path: str) -> MemoryPlan:
     """The plan of a file with this content.
 
     Args:
@@ -203,7 +203,7 @@ def from_mapping(content: Any, path: str) -> CheckpointPlan:
         head[field] = content.get(field, _OF_BEFORE.get(field))
         if not isinstance(head[field], kinds) or not _is_sound(head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
-    plan = CheckpointPlan(**head, decisions=decisions)
+    plan = MemoryPlan(**head, decisions=decisions)
     if content.get("checksum") != _checksum(plan):
         plan = replace(plan, **_VOID)
     return plan
@@ -211,11 +211,11 @@ def from_mapping(content: Any, path: str) -> CheckpointPlan:
 
 _VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
 _NUMBER = (int, float)
-_OF_BEFORE: dict[str, Any] = {"overlap": 0, "basis": ""}  # what older files lack
+_OF_BEFORE: dict[str, Any] = {"prefetch_depth": 0, "basis": ""}  # what older files lack
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
-    "least_share": (*_NUMBER, type(None)), "overlap": int, "basis": str,
+    "least_share": (*_NUMBER, type(None)), "prefetch_depth": int, "basis": str,
 }  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _check_names(decisions: Sequence[Decision], path: str) -> None:
             raise PlanError(f"{path} decides twice about {name!r}.")
 
 
-def _check_sound(plan: CheckpointPlan, path: str) -> None:
+def _check_sound(plan: MemoryPlan, path: str) -> None:
     """Refuses what could not be loaded again."""
     _check_names(plan.decisions, path)
     for decision in plan.decisions:
@@ -239,7 +239,7 @@ def _check_sound(plan: CheckpointPlan, path: str) -> None:
             raise PlanError(f"{path}: {field}={getattr(plan, field)!r} is not allowed.")
 
 
-def _head_of(plan: CheckpointPlan) -> dict[str, Any]:
+def _head_of(plan: MemoryPlan) -> dict[str, Any]:
     head = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "decisions"}
     return {"version": _VERSION, **head, "num_decisions": len(plan.decisions), "checksum": _checksum(plan)}
 
@@ -272,10 +272,10 @@ def _is_sound(value: Any) -> bool:
     return not isinstance(value, int | float) or (not isinstance(value, bool) and 0 <= value < float("inf"))
 
 
-def _checksum(plan: CheckpointPlan) -> str:
+def _checksum(plan: MemoryPlan) -> str:
     text = "\n".join(f"{decision.name} {decision.action}" for decision in plan.decisions)
-    if plan.overlap:
-        text += f"\noverlap {plan.overlap}"
+    if plan.prefetch_depth:
+        text += f"\noverlap {plan.prefetch_depth}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -285,7 +285,7 @@ def fingerprint_of(module: nn.Module) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def format_plan(plan: CheckpointPlan, most_rows: int = 24) -> str:
+def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
     """A table for people: per module what is dropped, what that saves, and what it costs; then the peaks."""
     rows = list(_rows(plan))
     shown = sorted(rows, key=lambda row: row[2], reverse=True)[:most_rows]
@@ -305,7 +305,7 @@ def format_plan(plan: CheckpointPlan, most_rows: int = 24) -> str:
     return "\n".join([*lines, summary(plan)])
 
 
-def summary(plan: CheckpointPlan) -> str:
+def summary(plan: MemoryPlan) -> str:
     """The peaks and the price, in one line."""
     budget = "as few as possible" if plan.budget is None else f"{plan.budget / 2**20:.1f} MiB"
     basis = f"; {plan.basis}" if plan.basis else ""
@@ -314,15 +314,15 @@ def summary(plan: CheckpointPlan) -> str:
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
     if plan.least_share:
         least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
-    sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "park"]
-    parked = f", {sum(sizes) / 2**20:.1f} MiB parked on the host" if sizes else ""
+    sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "offload"]
+    offloaded = f", {sum(sizes) / 2**20:.1f} MiB offloaded to the host" if sizes else ""
     return (
         f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
-        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{parked} ({plan.planner}{least}){basis}"
+        f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{offloaded} ({plan.planner}{least}){basis}"
     )
 
 
-def _rows(plan: CheckpointPlan) -> Iterator[tuple[str, int, int, float]]:
+def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, int, float]]:
     modules: dict[str, list[Decision]] = {}
     for decision in plan.decisions:
         if decision.action != "keep" and not (decision.action == "replay" and decision.calls):

@@ -43,11 +43,11 @@ class Choice:
 
     Attributes:
         dropped: Units.
-        fleeting: Those of them that are forgotten after every use, for less memory and more time.
+        uncached: Those of them that are forgotten after every use, for less memory and more time.
     """
 
     dropped: frozenset[int] = frozenset()
-    fleeting: frozenset[int] = frozenset()
+    uncached: frozenset[int] = frozenset()
 
 
 class Problem:
@@ -97,11 +97,11 @@ class Problem:
 
     def forecast(self, choice: Choice) -> Forecast:
         """The step with this choice."""
-        return self.forecast_values(self.values_of(choice.dropped), self.values_of(choice.fleeting))
+        return self.forecast_values(self.values_of(choice.dropped), self.values_of(choice.uncached))
 
-    def forecast_values(self, dropped: Collection[int], fleeting: Collection[int]) -> Forecast:
+    def forecast_values(self, dropped: Collection[int], uncached: Collection[int]) -> Forecast:
         """The same, in values; answers are remembered."""
-        key = frozenset(dropped), frozenset(fleeting)
+        key = frozenset(dropped), frozenset(uncached)
         if key not in self._forecasts:
             at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
             self._forecasts[key] = forecast(self.profile, *key)
@@ -114,10 +114,10 @@ class Problem:
 
     @cached_property
     def forgettable(self) -> frozenset[int]:
-        """The units that may be fleeting; what is parked or compressed comes back in one way."""
+        """The units that may be uncached; what is offloaded or compressed comes back in one way."""
         values = self.profile.values
         computed = [
-            not any(values[index].parked or values[index].compact for index in unit.values) for unit in self.units
+            not any(values[index].offloaded or values[index].compact for index in unit.values) for unit in self.units
         ]
         return frozenset(index for index in self.droppable if computed[index])
 

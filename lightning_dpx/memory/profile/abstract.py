@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
-from lightning_dpx.memory.profile.fake import RatedMeter, faked, place_for
+from lightning_dpx.memory.profile.fake import RooflineCosts, faked, place_for
 from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
 
@@ -95,7 +95,7 @@ def _on_few_rows(
         given = cut(count)
         tensors = (*module.parameters(), *tree_leaves(given))
         here = canonical_device(next(t.device for t in tensors if isinstance(t, torch.Tensor)))
-        meter = RatedMeter(here, target)
+        meter = RooflineCosts(here, target)
         return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter, accumulates=accumulates)
 
     rule = f"for {target}: times by FLOPs and bytes"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_dpx.memory.execute.calls import Again, Key
+from lightning_dpx.memory.execute.calls import OutputKey, Replay
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Value, repeat
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -26,7 +26,7 @@ class CallCourse:
     """
 
     stretches: tuple[int, ...]
-    gone: Mapping[Key, int]
+    gone: Mapping[OutputKey, int]
 
 
 def most_with(stretches: Sequence[int], wanted: Collection[tuple[int, int]]) -> int:
@@ -47,8 +47,8 @@ def course_of(call: Value, trace: MemoryTrace) -> CallCourse:
     Raises:
         NotRecomputable: it talks to other processes, which would not answer.
     """
-    assert isinstance(call.make, Again), "it is a call"
-    spans: dict[Key, Allocation] = {}
+    assert isinstance(call.make, Replay), "it is a call"
+    spans: dict[OutputKey, Allocation] = {}
     with trace, call.make.told(lambda key, tensor: _note(spans, key, trace.allocation_of(tensor.untyped_storage()))):
         repeat(call)
     if trace.communicates:
@@ -60,6 +60,6 @@ def course_of(call: Value, trace: MemoryTrace) -> CallCourse:
     return CallCourse(tuple(stretches), {key: ends.index(event) + 1 for key, event in died.items()})
 
 
-def _note(spans: dict[Key, Allocation], key: Key, span: Allocation | None) -> None:
+def _note(spans: dict[OutputKey, Allocation], key: OutputKey, span: Allocation | None) -> None:
     if span is not None:
         spans[key] = span

@@ -34,7 +34,7 @@ class Trial(NamedTuple):
     most: int
 
 
-class Meter:
+class CostModel:
     """Measures on a device.
 
     Args:
@@ -44,7 +44,7 @@ class Meter:
         basis: What the figures rest on, if not on a step that was measured.
         kinds: Types of the tensors of the step.
         times_steps: Whether steps are timed as they are, and not by the trace.
-        parks: Whether what is planned for is a device that can leave tensors in the host's memory.
+        offloads: Whether what is planned for is a device that can leave tensors in the host's memory.
     """
 
     basis = ""
@@ -52,14 +52,14 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._account = device, account_of(device)
-        self.parks = not is_host(device)
+        self.offloads = not is_host(device)
         self.times_steps = is_host(device)
         self._writes: CopyOnWrite | None = None
         self._reach: tuple[nn.Module, Reach] | None = None
         if why := hidden_on(device):
             self.basis = f"without what operators take inside: {why}"
 
-    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[None]:
+    def preserve_module_state(self, module: nn.Module) -> AbstractContextManager[None]:
         """Around a run that :meth:`trace` follows: the module and random generators are put back."""
         return self._untouched(module)
 
@@ -132,7 +132,7 @@ class Meter:
 
     @contextmanager
     def _alone(self, module: nn.Module, watches: bool) -> Iterator[CopyOnWrite | None]:
-        with self.nothing_changed(module):
+        with self.preserve_module_state(module):
             writes = self._writes
             with nullcontext() if writes is None or not watches else BeforeWrites(writes):
                 yield writes
@@ -175,9 +175,9 @@ class Meter:
         """To the host's memory or back, the slower of the two."""
         return copy_seconds(tensor)
 
-    def parking_room(self) -> int:
+    def offloading_room(self) -> int:
         """Bytes of the host's memory for what could be computed again as well."""
-        return free_bytes(_HOST) // (2 * max(1, len(accelerators()))) if self.parks else 0
+        return free_bytes(_HOST) // (2 * max(1, len(accelerators()))) if self.offloads else 0
 
 
 _HOST = torch.device("cpu")

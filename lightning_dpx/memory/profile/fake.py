@@ -32,7 +32,7 @@ from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, repeat
 from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
-from lightning_dpx.memory.profile.costs import Meter, Trial
+from lightning_dpx.memory.profile.costs import CostModel, Trial
 from lightning_dpx.memory.profile.noted_calls import ReplayTrial
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, rates_of
@@ -85,7 +85,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         return super()._inside(func, args, out, counted)
 
 
-class RatedMeter(Meter):
+class RooflineCosts(CostModel):
     """Runs a step here, for another device: times come from that device's rates.
 
     Args:
@@ -96,13 +96,13 @@ class RatedMeter(Meter):
     def __init__(self, here: torch.device, target: torch.device) -> None:
         super().__init__(here)
         self.rates, self._target = rates_of(target), target
-        self.parks, self.elsewhere = not is_host(target), here.type != target.type
+        self.offloads, self.elsewhere = not is_host(target), here.type != target.type
         self.times_steps = False  # nothing runs as fast here as it would there
         self._costs = OperatorSeconds(self.rates)
 
     def as_on_target(self) -> AbstractContextManager[Any]:
         """Around a forward: keeps what the target's operators would."""
-        return AsOnAccelerators() if self.elsewhere and self.parks else nullcontext()
+        return AsOnAccelerators() if self.elsewhere and self.offloads else nullcontext()
 
     def _watch(self) -> RatedTrace:
         return RatedTrace(self.device, self._target, self._writes)
@@ -130,11 +130,11 @@ class RatedMeter(Meter):
 
     def bookkeeping(self) -> Bookkeeping:
         """On the host as here; devices work while Python does."""
-        return Bookkeeping() if self.parks else measured_bookkeeping()
+        return Bookkeeping() if self.offloads else measured_bookkeeping()
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
         """As the host does."""
-        return None if self.parks or not self.is_mask(value, span) else self._mask_costs(value)
+        return None if self.offloads or not self.is_mask(value, span) else self._mask_costs(value)
 
     def is_mask(self, value: Value, span: Allocation) -> bool:
         """Whether it is one number or zero everywhere."""
@@ -148,7 +148,7 @@ class RatedMeter(Meter):
         """To the host's memory or back."""
         return tensor.nbytes / self.rates.host_bytes
 
-    def parking_room(self) -> int:
+    def offloading_room(self) -> int:
         """None: what the host of that device has free is not known here."""
         return 0
 
@@ -211,7 +211,7 @@ def _scales(func: Any, args: Any) -> bool:
     return not isinstance(args[1], torch.Tensor) or args[1].ndim == 0
 
 
-class FakeMeter(RatedMeter):
+class FakeCosts(RooflineCosts):
     """Watches a step on fake tensors.
 
     Args:
@@ -233,7 +233,7 @@ class FakeMeter(RatedMeter):
             "recomputation not proven here"
         )
 
-    def nothing_changed(self, module: nn.Module) -> AbstractContextManager[Any]:
+    def preserve_module_state(self, module: nn.Module) -> AbstractContextManager[Any]:
         """The module's tensors are none of its own: all else is put back."""
         return untouched(module, tensors=False, reach=self.reach_of(module))
 
@@ -272,7 +272,7 @@ def place_for(target: torch.device) -> torch.device:
 
 
 @contextmanager
-def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.device) -> Iterator[tuple[Any, FakeMeter]]:
+def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.device) -> Iterator[tuple[Any, FakeCosts]]:
     """Inside, the parameters and buffers of ``module`` are fakes, and it works on fakes only.
 
     Its tensors may also be on the meta device, or fakes of somebody else's. All its attributes are put back.
@@ -292,7 +292,7 @@ def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.devic
     if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         raise TypeError("a ScriptModule takes no fake tensors")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    meter = FakeMeter(mode, here, target)
+    meter = FakeCosts(mode, here, target)
     known: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ class NotedCalls:
         self._names, self._trace, self._find = names, trace, find
         self._noted: list[_Noted] = []
         self._open: list[int] = []
-        self._packs: list[tuple[Any, int]] = []  # what autograd holds, weakly; and its elements
+        self._buckets: list[tuple[Any, int]] = []  # what autograd holds, weakly; and its elements
         self._hold_of: dict[int, int] = {}  # by the number of the tensor
         self._holds: list[tuple[str, str, int]] = []  # name, running call, number of the noted one
         self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
@@ -160,7 +160,7 @@ class NotedCalls:
         """A call begins."""
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._noted))
-        noted = _Noted(call, parent, self._trace.now, len(self._packs))
+        noted = _Noted(call, parent, self._trace.now, len(self._buckets))
         self._noted.append(noted)
         if call.obstacle or self._names.compiled:
             return
@@ -184,7 +184,7 @@ class NotedCalls:
             self._noted.clear()
             return
         noted.call = call.apart()
-        noted.end, noted.count = self._trace.now, len(self._packs) - noted.first
+        noted.end, noted.count = self._trace.now, len(self._buckets) - noted.first
         if call.obstacle or noted.count < _FEWEST_TENSORS:
             noted.given = []
             return
@@ -198,8 +198,8 @@ class NotedCalls:
 
     def packed(self, tensor: torch.Tensor, held: Any, hold: int, name: str) -> None:
         """Autograd saves a tensor, and holds ``held`` for it."""
-        number = len(self._packs)
-        self._packs.append((weakref.ref(held), tensor.numel()))
+        number = len(self._buckets)
+        self._buckets.append((weakref.ref(held), tensor.numel()))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
             self._random = number, self._noted[innermost].call.generators()
@@ -213,7 +213,7 @@ class NotedCalls:
 
         All of a kind are tried or none: a plan is to treat equal layers alike.
         """
-        left, most = _MOST_TRIES * len(self._packs), _LARGEST_PART * len(self._packs)
+        left, most = _MOST_TRIES * len(self._buckets), _LARGEST_PART * len(self._buckets)
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for number, noted in enumerate(self._noted):
             if noted.end >= 0 and noted.given and noted.count <= most and self._saves_values(noted):
@@ -248,7 +248,7 @@ class NotedCalls:
         return any(at in self._hold_of for at in range(noted.first, noted.first + noted.count))
 
     def _numbered(self, noted: _Noted) -> list[tuple[int, tuple[Any, int]]]:
-        return [(at, self._packs[at]) for at in range(noted.first, noted.first + noted.count)]
+        return [(at, self._buckets[at]) for at in range(noted.first, noted.first + noted.count)]
 
     def _kind(self, noted: _Noted) -> tuple[Any, ...]:
         sizes = tuple(size for _, (_, size) in self._numbered(noted))

@@ -2,7 +2,7 @@
 
 One run in which autograd keeps copies that nobody counts tells how long each tensor lives anyway. One in which
 everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
-proves on the spot that the result is the same. A :class:`Meter` watches and tries, on a device or without one.
+proves on the spot that the result is the same. A :class:`CostModel` watches and tries, on a device or without one.
 
 A step may run any number of backwards of its own: forces are gradients of an energy, a GAN optimizes twice. Whenever
 one begins, what was saved since the last one is tried, because it will soon be gone::
@@ -29,21 +29,21 @@ from torch import nn
 
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
-from lightning_dpx.memory.execute.calls import Again, Argument, pick
+from lightning_dpx.memory.execute.calls import Argument, Replay, select_output
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
 from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, used
 from lightning_dpx.memory.profile.call_course import CallCourse
-from lightning_dpx.memory.profile.costs import Meter
+from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.noted_calls import Hold, NotedCalls, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
 
 Run = Callable[[], torch.Tensor | None]
 _NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
-_PARKED = "it cannot be made again, and a step that runs a backward of its own parks nothing"
+_OFFLOADED = "it cannot be made again, and a step that runs a backward of its own offloads nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class SavedValue:
         seconds: That this takes, without the inputs.
         refused: Why it cannot be computed again; empty if it can.
         compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
-        parked: Whether it is not computed again but comes back from the host's memory.
-        copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be parked.
+        offloaded: Whether it is not computed again but comes back from the host's memory.
+        copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be offloaded.
         saved: The event of forward before which it was saved first.
         call: The module call that is made again for it; it stands for all that is picked from that call.
         beside: Bytes that come and go while it is made, beyond its own.
@@ -78,7 +78,7 @@ class SavedValue:
     seconds: float
     refused: str
     compact: int = 0
-    parked: bool = False
+    offloaded: bool = False
     copying: float = 0.0
     saved: int = 0
     call: str = ""
@@ -134,8 +134,8 @@ class Profile:
         step_seconds: Time in the operators of forward and backward.
         scale: Rows of the real batch for each row that was profiled.
         forward_seconds: The part of forward in the time of the step.
-        parking_room: Bytes that may be parked where they could be computed again as well.
-        overlap: How many parked values are on their way at once, in each direction; see parking.py.
+        offloading_room: Bytes that may be offloaded where they could be computed again as well.
+        prefetch_depth: How many offloaded values are on their way at once, in each direction; see offload.py.
         basis: What all this rests on, in words; empty for a step that was run and measured.
         saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
             that the requests tell how long a value is waited for.
@@ -153,8 +153,8 @@ class Profile:
     step_seconds: float
     scale: float = 1.0
     forward_seconds: float = 0.0
-    parking_room: int = 0
-    overlap: int = 0
+    offloading_room: int = 0
+    prefetch_depth: int = 0
     basis: str = ""
     saves: tuple[tuple[int, int], ...] = ()
     operators: tuple[tuple[int, str], ...] = ()
@@ -216,7 +216,9 @@ class _Profiler(Rematerialisation):
         ends: By what autograd holds, the event at which it let go of it.
     """
 
-    def __init__(self, names: CallNames, trace: MemoryTrace, meter: Meter, *, keep: bool, copies: bool = False) -> None:
+    def __init__(
+        self, names: CallNames, trace: MemoryTrace, meter: CostModel, *, keep: bool, copies: bool = False
+    ) -> None:
         super().__init__(names)
         self.kinds = meter.kinds
         self._trace, self._meter, self._keep, self._copies = trace, meter, keep, copies
@@ -358,8 +360,8 @@ class _Profiler(Rematerialisation):
         What only that part has saved goes as well, unless others are made from it.
         """
         self._holders[value.name] -= 1
-        value.wanted_by -= 1
-        if self._holders[value.name] or value.wanted_by:
+        value.num_uses -= 1
+        if self._holders[value.name] or value.num_uses:
             return
         span = self._found.pop(value)
         if span is not None:
@@ -408,12 +410,12 @@ class _Profiler(Rematerialisation):
         calls = self.calls.calls(ends, self.storages, end)
         return calls, self.calls.holds(asked, ends) if calls else ()
 
-    def park_nothing(self) -> None:
+    def offload_nothing(self) -> None:
         """A copy to the host's memory is awaited when the forward is over, and here a backward may come before that."""
         for number, value in enumerate(self.values):
             if value.copying:
-                refused = _PARKED if value.parked else value.refused
-                self.values[number] = replace(value, copying=0.0, parked=False, refused=refused)
+                refused = _OFFLOADED if value.offloaded else value.refused
+                self.values[number] = replace(value, copying=0.0, offloaded=False, refused=refused)
 
 
 def profile_step(
@@ -423,7 +425,7 @@ def profile_step(
     *,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    meter: Meter | None = None,
+    meter: CostModel | None = None,
     accumulates: bool = False,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
@@ -449,7 +451,7 @@ def profile_step(
             stacklevel=2,
         )
     with COLLECTOR.resting():  # it would search all that is watched, again and again, for a third of the time
-        meter = meter or Meter(device)
+        meter = meter or CostModel(device)
         try:
             return _profiled(module, run, meter, backward, context, accumulates, bool(compiled))
         finally:
@@ -459,7 +461,7 @@ def profile_step(
 def _profiled(
     module: nn.Module,
     run: Run,
-    meter: Meter,
+    meter: CostModel,
     backward: Callable[[torch.Tensor], None],
     context: Callable[[], AbstractContextManager[Any]],
     accumulates: bool,
@@ -480,13 +482,13 @@ def _profiled(
         at("watching a forward")
         by_hand = not getattr(module, "automatic_optimization", True)
         try:
-            with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+            with uncompiled, meter.preserve_module_state(module), torch.enable_grad():
                 lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=by_hand)
         except _AsksItselfError as asked:
             traceback.clear_frames(asked.__traceback__)
-            with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+            with uncompiled, meter.preserve_module_state(module), torch.enable_grad():
                 lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=True)
-        with uncompiled, meter.nothing_changed(module), torch.enable_grad():
+        with uncompiled, meter.preserve_module_state(module), torch.enable_grad():
             at("watching a step")
             COLLECTOR.collect_young()
             names.again = _Every()
@@ -501,7 +503,7 @@ def _profiled(
 def _times(
     module: nn.Module,
     run: Run,
-    meter: Meter,
+    meter: CostModel,
     backward: Callable[[torch.Tensor], None],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[float, float]:
@@ -558,7 +560,7 @@ class _Gradients:
 def _natural_lifetimes(
     names: CallNames,
     run: Run,
-    meter: Meter,
+    meter: CostModel,
     context: Callable[[], AbstractContextManager[Any]],
     *,
     copies: bool = False,
@@ -584,7 +586,7 @@ def _full_step(
     module: nn.Module,
     names: CallNames,
     run: Run,
-    meter: Meter,
+    meter: CostModel,
     backward: Callable[[torch.Tensor], None],
     context: Callable[[], AbstractContextManager[Any]],
     lifetimes: dict[str, int | None],
@@ -612,7 +614,7 @@ def _full_step(
     end = trace.now
     del result
     if asks_itself:
-        profiler.park_nothing()
+        profiler.offload_nothing()
     storages = []
     for name, span in profiler.memories:
         unused = lifetimes.get(name) if same else forward_operators  # nobody knows: it may be used to the last
@@ -629,7 +631,7 @@ def _full_step(
         forward_events=forward_events,
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
-        parking_room=meter.parking_room(),
+        offloading_room=meter.offloading_room(),
         basis=meter.basis,
         saves=tuple(saves),
         operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
@@ -642,7 +644,7 @@ def _measure(
     profiler: _Profiler,
     found: dict[Value, Allocation | None],
     tried: "weakref.WeakKeyDictionary[Value, int]",
-    meter: Meter,
+    meter: CostModel,
 ) -> list[Value]:
     """Makes every value again that can be; in the order of backward, because that is when it will happen.
 
@@ -659,7 +661,7 @@ def _measure(
     for value, span in found.items():
         if not value.operator and span is not None and (known := meter.compressed(value, span)) is not None:
             compact[value], seconds[value] = known
-            if value.make is pick:  # masks are small in another way than by making their call again
+            if value.make is select_output:  # masks are small in another way than by making their call again
                 value.inputs[0].make.forgo(value.inputs[1])
                 forget_recipe(value)
     order: dict[Value, int] = dict(tried)
@@ -680,15 +682,15 @@ def _measure(
             refused[value] = f"{value.operator} failed when repeated: {error}"
     _judge_calls(found, refused)
     copying = {}
-    if meter.parks:
+    if meter.offloads:
         named = [value for value, span in found.items() if value.name and span is not None]
         copying = _copying(named, meter)
-    parked = {value for value in copying if refused[value]}
-    for value in parked:
+    offloaded = {value for value in copying if refused[value]}
+    for value in offloaded:
         seconds[value], refused[value] = 2 * copying[value], ""
     seconds, beside_operators = _typical(seconds, sizes), meter.bookkeeping().value
     for value in new:
-        if isinstance(value.make, Again):
+        if isinstance(value.make, Replay):
             seconds[value] += meter.bookkeeping().call
         elif value.make is not None or value in compact:
             seconds[value] += beside_operators
@@ -708,16 +710,16 @@ def _measure(
             value.operator,
             sizes[value],
             numbers.get(value, -1),
-            () if value in parked else tuple(order[source] for source in value.sources),
+            () if value in offloaded else tuple(order[source] for source in value.sources),
             seconds[value],
             refused[value] if value in found else "",
             compact.get(value, 0),
-            value in parked,
+            value in offloaded,
             copying.get(value, 0.0),
             profiler.saved.get(value.name, 0),
-            value.make.call.name if isinstance(value.make, Again) else "",
+            value.make.call.name if isinstance(value.make, Replay) else "",
             memory.beside.get(value, 0),
-            value.make is pick and value not in parked,
+            value.make is select_output and value not in offloaded,
             memory.stretches_of(value),
             memory.gone_of(value),
         )
@@ -752,7 +754,7 @@ def _dead_value(
 
 def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
     """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
-    picked = [value for value in refused if value.make is pick]
+    picked = [value for value in refused if value.make is select_output]
     unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
     for value in picked:
         if value.inputs[0] in unfaithful:
@@ -815,11 +817,11 @@ class _Beside:
 
     def gone_of(self, value: Value) -> int:
         """The first stretch of its call without a tensor that is picked."""
-        course = self.courses.get(value.inputs[0]) if value.make is pick else None
+        course = self.courses.get(value.inputs[0]) if value.make is select_output else None
         return 0 if course is None else course.gone.get(value.inputs[1], len(course.stretches))
 
 
-def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
+def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
     """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
     stack = [source for source in value.sources if source.tensor is None]
     while stack:
@@ -831,7 +833,7 @@ def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Va
         if missing:
             stack += missing
             continue
-        if isinstance(top.make, Again):
+        if isinstance(top.make, Replay):
             for argument in top.make.call.arguments:
                 argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
             memory.courses[top] = _course_of(top, meter)
@@ -851,7 +853,7 @@ def _try(value: Value, meter: Meter, seconds: dict[Value, float], sizes: dict[Va
     return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
 
 
-def _course_of(call: Value, meter: Meter) -> CallCourse:
+def _course_of(call: Value, meter: CostModel) -> CallCourse:
     try:
         return meter.course_of(call)
     except torch.OutOfMemoryError as error:
@@ -875,7 +877,7 @@ def _bytes_on(device: torch.device, value: Value) -> int:
     return value.tensor.nbytes if value.tensor is not None and value.tensor.device == device else 0
 
 
-def _copying(values: Iterable[Value], meter: Meter) -> dict[Value, float]:
+def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:
     """What a copy of each takes; equal sizes are measured once."""
     by_size: dict[int, float] = {}
     found: dict[Value, float] = {}
@@ -892,12 +894,17 @@ def _is_scratch(value: Value) -> bool:
 
     They differ from call to call; that the call's other results are the same tells that they will do.
     """
-    return value.make is pick and not value.operator and value.tensor is not None and value.tensor.dtype == torch.uint8
+    return (
+        value.make is select_output
+        and not value.operator
+        and value.tensor is not None
+        and value.tensor.dtype == torch.uint8
+    )
 
 
 def _is_view_of(value: Value) -> bool:
     assert value.tensor is not None, "just computed"
-    if isinstance(value.make, Again):
+    if isinstance(value.make, Replay):
         return False
     address = value.tensor.untyped_storage()._cdata
     given = [*(source.tensor for source in value.sources), *value.inputs]

@@ -86,7 +86,7 @@ def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **op
         simulate_room(*[parse_bytes("memory", memory)] * num_devices)
     torch.manual_seed(0)
     model = Deep(peak_in)
-    strategy = dpx.DPXStrategy(execution=execution, gradient_packs=0, **options)
+    strategy = dpx.DPXStrategy(execution=execution, gradient_buckets=0, **options)
     trainer = make_trainer(
         strategy=strategy, accelerator="sim", devices=num_devices, max_epochs=1, callbacks=callbacks, **trainer_options
     )

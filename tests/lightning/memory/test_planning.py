@@ -133,7 +133,7 @@ def test_modules_that_are_called_again_train_as_well(
             model.net[number] = Swings(*model.net[number])
         return model
 
-    plan = dpx.search_plan(swinging(), next(iter(loader())))  # where there is nowhere to park
+    plan = dpx.search_plan(swinging(), next(iter(loader())))  # where there is nowhere to offload
     assert plan.calls
     strategies = [dpx.DPXStrategy(verify="off", execution=execution, plan=each) for each in (plan, None)]
     ours, theirs = (fit(swinging(), strategy=s, devices=devices, accelerator=accelerator) for s in strategies)
@@ -322,9 +322,9 @@ def test_a_model_that_does_not_fit_is_profiled_on_few_rows_and_trains(small_devi
 
 @on_devices
 @pytest.mark.parametrize("execution", ["inline", "threads"])
-def test_replicas_that_park_end_at_the_same_bits(execution: Any) -> None:
+def test_replicas_that_offload_end_at_the_same_bits(execution: Any) -> None:
     everything = dpx.search_plan(tower(dropout=0.0), next(iter(loader())), budget=1.0)
-    actions = {decision.name: "park" for decision in everything.decisions}
+    actions = {decision.name: "offload" for decision in everything.decisions}
     plan = dataclasses.replace(everything.with_actions(actions), overlap=2)  # type: ignore[arg-type]
     sim, found, peaks = torch.get_device_module("sim"), [], []
     for given in (plan, None):
@@ -341,7 +341,7 @@ def test_replicas_that_park_end_at_the_same_bits(execution: Any) -> None:
 @on_devices
 def test_unequal_devices_get_unequal_plans(small_devices: Any) -> None:
     strategy = dpx.DPXStrategy(verify="off", memory_budget="auto")
-    plans: dict[torch.device, dpx.CheckpointPlan] = {}
+    plans: dict[torch.device, dpx.MemoryPlan] = {}
 
     class Peek(Tower):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -116,11 +116,11 @@ def test_a_budget_that_the_target_cannot_meet_names_it() -> None:
     assert any("On sim:4, memory_budget=7340032 allows 7.0 MiB" in note for note in error.value.__notes__)
 
 
-def test_parked_parts_are_left_to_the_parking(sim: Any) -> None:
-    parked = tower(dropout=0.0)
-    dpx.park_activations(parked, ["net.[0-1]", "net.4"], "cpu")
+def test_offloaded_parts_are_left_to_the_offloading(sim: Any) -> None:
+    offloaded = tower(dropout=0.0)
+    dpx.offload_activations(offloaded, ["net.[0-1]", "net.4"], "cpu")
     options = {"memory_budget": "10MiB", "shifts": {"sim:0": "sim:4"}, "shift_activations": HALF}
-    ours = trained(parked, **options)
+    ours = trained(offloaded, **options)
     assert all(sim.max_memory_allocated(device) <= 10 * MIB for device in (0, 4))
     assert_equal(ours, plain(), bitwise=True)
 

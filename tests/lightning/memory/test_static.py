@@ -34,7 +34,7 @@ def test_the_whole_step_is_within_the_budget(
     budget = (8.5 if shifted else 12.0) + (0 if packs else 4)
     shifts: dict[str, Any] = {"shifts": EACH, "shift_activations": HALF} if shifted else {}
     trained(
-        tower(dropout=0.0), 2, memory_budget=f"{budget}MiB", reducer=reducer, gradient_packs=packs,
+        tower(dropout=0.0), 2, memory_budget=f"{budget}MiB", reducer=reducer, gradient_buckets=packs,
         accumulate_grad_batches=accumulate, **shifts,
     )  # fmt: skip
     peaks = [sim.max_memory_allocated(device) / MIB for device in range(8)]
@@ -92,7 +92,7 @@ def test_four_replicas_in_threads(sim: Any) -> None:
 def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: int, sim: Any) -> None:
     devices = [torch.device("sim", index) for index in range(3)]
     replicas = ReplicaSet(tower().to(devices[0]), devices)
-    step = TrainingStep(replicas, reducer, gradient_packs=packs)
+    step = TrainingStep(replicas, reducer, gradient_buckets=packs)
     predicted = step.reduction_bytes(range(3))
     for replica in replicas.replicas:
         for parameter in replica.parameters:
@@ -114,5 +114,5 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
 
 
 def test_a_budget_that_the_reduction_breaks_is_refused_with_both_numbers() -> None:
-    with pytest.raises(dpx.BudgetError, match=r"alone take .* with 6\.3 MiB that the reduction .* gradient_packs"):
-        trained(tower(dropout=0.0), 2, memory_budget="12MiB", reducer="collective", gradient_packs=0)
+    with pytest.raises(dpx.BudgetError, match=r"alone take .* with 6\.3 MiB that the reduction .* gradient_buckets"):
+        trained(tower(dropout=0.0), 2, memory_budget="12MiB", reducer="collective", gradient_buckets=0)

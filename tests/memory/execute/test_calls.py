@@ -58,7 +58,7 @@ def around(body: Callable[[Body, Tensor], Any]) -> tuple[nn.Module, nn.Module, T
     return make(lambda: (Around(Body(body)), torch.randn(ROWS, 64)))
 
 
-def smallest(module: nn.Module, x: Tensor) -> dpx.CheckpointPlan:
+def smallest(module: nn.Module, x: Tensor) -> dpx.MemoryPlan:
     """Everything goes that can."""
     plan = dpx.search_plan(module, x)
     can = [value.name for value in profile_module(module, x).values if value.name and not value.refused]
@@ -459,14 +459,14 @@ def test_a_plan_with_calls_can_be_saved_and_edited(tmp_path: Any) -> None:
     module, _, x = make(AWKWARD["calls in calls"])
     plan = smallest(module, x)
     plan.save(path := tmp_path / "plan.yaml")
-    assert dpx.CheckpointPlan.load(path).decisions == plan.decisions
+    assert dpx.MemoryPlan.load(path).decisions == plan.decisions
     text = path.read_text()
     path.write_text(text.replace("calls: [inner.other]", "calls: [inner.nobody]", 1))
     with pytest.raises(dpx.PlanError, match=r"no module 'inner\.nobody'"):
-        dpx.apply_plan(module, dpx.CheckpointPlan.load(path))
+        dpx.apply_plan(module, dpx.MemoryPlan.load(path))
     path.write_text(text.replace("calls: [inner.other]", "calls: inner.other", 1))
     with pytest.raises(dpx.PlanError, match=r"calls='inner\.other' is not allowed; give a list"):
-        dpx.CheckpointPlan.load(path)
+        dpx.MemoryPlan.load(path)
 
 
 def test_nobody_pays_for_calls_that_are_not_made_again() -> None:

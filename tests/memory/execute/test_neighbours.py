@@ -1,4 +1,4 @@
-"""Plans beside others that handle saved tensors: checkpointed regions, parking, and inputs that look like masks."""
+"""Plans beside others that handle saved tensors: checkpointed regions, offloading, and inputs that look like masks."""
 
 import gc
 from typing import Any
@@ -53,12 +53,12 @@ def test_a_plan_never_runs_a_checkpointed_region_in_forward() -> None:
 
 
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-def test_a_recipe_does_not_bring_parked_tensors_back() -> None:
+def test_a_recipe_does_not_bring_offloaded_tensors_back() -> None:
     torch.manual_seed(0)
     sim: Any = torch.get_device_module("sim")
     model, x = Blocks(regions=False).to("sim:0"), torch.randn(512, 256, device="sim:0")
     expected = [gradient.clone() for gradient in gradients(model, x)]
-    dpx.park_activations(model, ["blocks.1", "blocks.3"], "cpu")
+    dpx.offload_activations(model, ["blocks.1", "blocks.3"], "cpu")
     everything = dpx.search_plan(model, x, budget=1.0)
     plan = everything.with_actions({decision.name: "recompute" for decision in everything.decisions})
     predicted = dpx.estimate_cost(model, plan, x)["peak"]
@@ -68,7 +68,7 @@ def test_a_recipe_does_not_bring_parked_tensors_back() -> None:
     sim.reset_peak_memory_stats(0)
     before = sim.memory_allocated(0)
     model(x).sum().backward()
-    gradient = max(p.nbytes for p in model.parameters())  # until it is added to that of before; half a parked tensor
+    gradient = max(p.nbytes for p in model.parameters())  # until it is added to that of before; half a offloaded tensor
     assert sim.max_memory_allocated(0) - before <= 1.02 * predicted + gradient
 
 

@@ -1,4 +1,4 @@
-"""Parked values travel beside the computation, change no bit, take what was predicted, and leave nothing behind."""
+"""Offloaded values travel beside the computation, change no bit, take what was predicted, and leave nothing behind."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED, sim_device
 from tests.memory.models import AWKWARD, ORDINARY, CustomFunction
 from tests.memory.plan.test_planning import SavedLate, measured_peak
-from tests.shifting.test_park import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fail_in_backward, fetches
+from tests.shifting.test_offload import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fail_in_backward, fetches
 
 HOST, KEPT = torch.device("cpu"), ROWS * WIDTH * 4
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -31,11 +31,11 @@ def home(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def all_parked(module: nn.Module, x: Tensor, overlap: int) -> dpx.CheckpointPlan:
+def all_offloaded(module: nn.Module, x: Tensor, prefetch_depth: int) -> dpx.MemoryPlan:
     plan = dpx.search_plan(module, x, budget=1.0)
     assert not plan.dropped
     names = [decision.name for decision in plan.decisions]
-    return replace(plan.with_actions(dict.fromkeys(names, "park")), overlap=overlap)
+    return replace(plan.with_actions(dict.fromkeys(names, "offload")), prefetch_depth=prefetch_depth)
 
 
 def gradients(module: nn.Module, x: Tensor, backwards: int = 1) -> list[Tensor]:
@@ -49,13 +49,13 @@ def gradients(module: nn.Module, x: Tensor, backwards: int = 1) -> list[Tensor]:
     return [p.grad.cpu() for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("prefetch_depth", [0, 2])
 @pytest.mark.parametrize("name", [*ORDINARY, *AWKWARD])
-def test_parked_values_give_the_same_gradients(name: str, overlap: int, home: torch.device) -> None:
+def test_offloaded_values_give_the_same_gradients(name: str, prefetch_depth: int, home: torch.device) -> None:
     torch.manual_seed(0)
     module, x = (ORDINARY | AWKWARD)[name]()
     module, x = module.to(home), x.to(home)
-    plan = all_parked(module, x, overlap)
+    plan = all_offloaded(module, x, prefetch_depth)
     plain = copy.deepcopy(module)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         for backwards in (1, 2):  # the second through the same graph
@@ -68,15 +68,15 @@ def test_parked_values_give_the_same_gradients(name: str, overlap: int, home: to
             dpx.remove_plan(module)
             if clear:
                 back = sum(t.num_copies for t in traffic() if t.source == HOST and t.maker.startswith("devices."))
-                once = backwards * len(applied.plan.names("park"))  # some again, where backward takes another way
+                once = backwards * len(applied.plan.names("offload"))  # some again, where backward takes another way
                 assert once <= back <= 1.02 * once, "each was fetched once"
             assert all(map(torch.equal, ours, expected))
 
 
-def tower(home: torch.device, overlap: int) -> tuple[Tower, Tensor]:
-    """Every part parks the output of its tanh; gradients exist."""
+def tower(home: torch.device, prefetch_depth: int) -> tuple[Tower, Tensor]:
+    """Every part offloads the output of its tanh; gradients exist."""
     model, rows = Tower().to(home), torch.randn(ROWS, WIDTH).to(home)
-    dpx.apply_plan(model, all_parked(model, rows, overlap))
+    dpx.apply_plan(model, all_offloaded(model, rows, prefetch_depth))
     model(rows).sum().backward()
     model.notes.clear()
     if home.type == "sim":
@@ -88,37 +88,37 @@ SIM = sim_device(0)
 
 
 @on_sim
-@pytest.mark.parametrize("overlap", [0, 1, 2, 3])
-def test_fetches_come_ahead_of_use(overlap: int) -> None:
-    model, rows = tower(SIM, overlap)
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 3])
+def test_fetches_come_ahead_of_use(prefetch_depth: int) -> None:
+    model, rows = tower(SIM, prefetch_depth)
     model(rows).sum().backward()
     # the mark of part i comes just before its tanh asks: what part i + 1 asked for, and what was started for others
     used = [(index, LAYERS - 1 - index) for index in reversed(range(LAYERS))]
-    assert model.notes == [(index, min(LAYERS, count + overlap) if count else 0) for index, count in used]
+    assert model.notes == [(index, min(LAYERS, count + prefetch_depth) if count else 0) for index, count in used]
     assert fetches() == LAYERS, "nothing was fetched twice"
 
 
 @on_sim
-@pytest.mark.parametrize("overlap", [0, 2, 3, 5])
-def test_the_last_ones_keep_their_memory_until_others_leave(overlap: int) -> None:
-    model, rows = tower(SIM, overlap)
+@pytest.mark.parametrize("prefetch_depth", [0, 2, 3, 5])
+def test_the_last_ones_keep_their_memory_until_others_leave(prefetch_depth: int) -> None:
+    model, rows = tower(SIM, prefetch_depth)
     before, held = allocated(SIM)[0], []
     for part in model.parts:
         part.register_forward_hook(lambda *_: held.append(allocated(SIM)[0] - before))
     loss = model(rows).sum()
-    # the input and the output of a part are there anyway, and are the last two that were parked
-    assert [size // KEPT for size in held] == [max(2, min(index + 1, overlap)) for index in range(LAYERS)]
+    # the input and the output of a part are there anyway, and are the last two that were offloaded
+    assert [size // KEPT for size in held] == [max(2, min(index + 1, prefetch_depth)) for index in range(LAYERS)]
     assert allocated(SIM)[0] - before < KEPT, "forward is over"
     loss.backward()
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_the_peak_is_the_predicted_one(overlap: int, home: torch.device) -> None:
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2])
+def test_the_peak_is_the_predicted_one(prefetch_depth: int, home: torch.device) -> None:
     torch.manual_seed(0)
     rows = 512 if home.type == "sim" else 8192  # on CUDA, so that a tensor fills the blocks of its allocator
     module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()) for _ in range(12))).to(home)
     x, device = torch.randn(rows, 64).to(home), torch.get_device_module(home)
-    plan = all_parked(module, x, overlap)
+    plan = all_offloaded(module, x, prefetch_depth)
     predicted = forecast_plan(profile_module(module, x), plan)
     gradients(module, x)
     dpx.apply_plan(module, plan)
@@ -132,7 +132,7 @@ def test_the_peak_is_the_predicted_one(overlap: int, home: torch.device) -> None
     largest = (64 + 1) * 64 * 4  # a gradient, until it is added to that of before
     assert taken <= predicted.peak * 1.02 + largest
     assert taken == pytest.approx(predicted.peak, rel=0.02 if home.type == "sim" else 0.05, abs=largest)
-    assert predicted.peak <= (4 + 2 * overlap) * x.nbytes, "without a plan it is 25 times that"
+    assert predicted.peak <= (4 + 2 * prefetch_depth) * x.nbytes, "without a plan it is 25 times that"
 
 
 class Bulky(Tower):
@@ -148,16 +148,16 @@ class Bulky(Tower):
 
 
 @on_sim
-@pytest.mark.parametrize("overlap", [0, 3, 5])
-def test_a_peak_in_forward_includes_what_has_not_left_yet(overlap: int) -> None:
+@pytest.mark.parametrize("prefetch_depth", [0, 3, 5])
+def test_a_peak_in_forward_includes_what_has_not_left_yet(prefetch_depth: int) -> None:
     model, rows = Bulky().to(SIM), torch.randn(ROWS, WIDTH).to(SIM)
-    plan = all_parked(model, rows, overlap)
+    plan = all_offloaded(model, rows, prefetch_depth)
     peak = forecast_plan(profile_module(model, rows), plan).peak
     dpx.apply_plan(model, plan)
-    assert measured_peak(model, rows, SIM) == peak == (20 + max(1, overlap)) * KEPT
+    assert measured_peak(model, rows, SIM) == peak == (20 + max(1, prefetch_depth)) * KEPT
 
 
-ACTIONS = ("keep", "recompute", "recompute each time", "park")
+ACTIONS = ("keep", "recompute", "recompute each time", "offload")
 
 
 @on_sim
@@ -168,14 +168,14 @@ def test_random_plans_take_what_was_predicted_and_change_no_bit(name: str) -> No
     module, x = module.eval().to(SIM), x.to(SIM)  # no dropout: each forward of two would draw another mask
     profile, plan = profile_module(module, x), dpx.search_plan(module, x, budget=1.0)
     storages = {value.name: value.storage for value in profile.values if value.name}
-    forced = {value.name for value in profile.values if value.parked}
+    forced = {value.name for value in profile.values if value.offloaded}
     expected = gradients(module, x)
     for seed in range(12):
         generator = random.Random(seed)
         action = {storage: generator.choice(ACTIONS) for storage in sorted(set(storages.values()))}
         decisions = [replace(d, action=action[storages[d.name]]) for d in plan.decisions]
-        decisions = [replace(d, action="park") if d.name in forced and d.action != "keep" else d for d in decisions]
-        drawn = replace(plan, decisions=tuple(decisions), overlap=generator.randrange(4))
+        decisions = [replace(d, action="offload") if d.name in forced and d.action != "keep" else d for d in decisions]
+        drawn = replace(plan, decisions=tuple(decisions), prefetch_depth=generator.randrange(4))
         applied = dpx.apply_plan(module, drawn)
         assert all(map(torch.equal, gradients(module, x), expected)), f"seed {seed}"
         assert not applied.not_found
@@ -250,7 +250,7 @@ def test_what_is_written_into_is_noticed_as_without_a_plan(home: torch.device) -
     handle.remove()
 
 
-def test_parked_values_hold_while_the_device_lags_far_behind_the_host(home: torch.device) -> None:
+def test_offloaded_values_hold_while_the_device_lags_far_behind_the_host(home: torch.device) -> None:
     """Whatever is read before it has arrived, or overwritten before it was read, shows here."""
     model, rows = tower(home, 2)
     dpx.remove_plan(model)
@@ -268,8 +268,8 @@ def test_parked_values_hold_while_the_device_lags_far_behind_the_host(home: torc
 
         output.register_hook(delay)
 
-    for overlap in (0, 1, 2):
-        plan = all_parked(model, rows, overlap)
+    for prefetch_depth in (0, 1, 2):
+        plan = all_offloaded(model, rows, prefetch_depth)
         dpx.apply_plan(model, plan)
         handles = [part.register_forward_hook(lag) for part in model.parts]
         assert all(map(torch.equal, gradients(model, rows), expected))
@@ -281,7 +281,7 @@ def test_parked_values_hold_while_the_device_lags_far_behind_the_host(home: torc
 @on_sim
 def test_a_backward_inside_of_the_forward_s_context() -> None:
     model, rows = Tower().to(SIM), torch.randn(ROWS, WIDTH).to(SIM)
-    plan, expected = all_parked(model, rows, 3), gradients(model, rows)
+    plan, expected = all_offloaded(model, rows, 3), gradients(model, rows)
     applied, before = dpx.apply_plan(model, plan), allocated()
     model.zero_grad(set_to_none=False)
     with applied.active():
@@ -307,10 +307,10 @@ def test_graphs_may_go_backward_in_any_order() -> None:
 
 
 @on_sim
-def test_a_plan_of_a_device_is_followed_on_the_host_but_for_what_it_parks() -> None:
+def test_a_plan_of_a_device_is_followed_on_the_host_but_for_what_it_offloads() -> None:
     torch.manual_seed(0)
     module, x = CustomFunction(), torch.randn(64, 64)
-    plan = all_parked(copy.deepcopy(module).to(SIM), x.to(SIM), 2)
+    plan = all_offloaded(copy.deepcopy(module).to(SIM), x.to(SIM), 2)
     expected = gradients(module, x)
     assert dpx.estimate_cost(module, plan, x)["peak"] == dpx.search_plan(module, x, budget=1.0).peak
     dpx.apply_plan(module, plan)

@@ -62,13 +62,13 @@ def rows() -> Tensor:
     return torch.randn(ROWS, WIDTH)
 
 
-def by_hand(module: nn.Module, *calls: str) -> dpx.CheckpointPlan:
+def by_hand(module: nn.Module, *calls: str) -> dpx.MemoryPlan:
     """A plan that replays these calls, and keeps all else."""
     decisions = tuple(Decision(name, "", 0, 0.0, "replay") for name in calls)
-    return dpx.CheckpointPlan("Chain", fingerprint_of(module), "by hand", None, 1, None, None, None, None, decisions)
+    return dpx.MemoryPlan("Chain", fingerprint_of(module), "by hand", None, 1, None, None, None, None, decisions)
 
 
-def all_blocks(module: Chain) -> dpx.CheckpointPlan:
+def all_blocks(module: Chain) -> dpx.MemoryPlan:
     return by_hand(module, *(f"blocks.{number}" for number in range(len(module.blocks))))
 
 
@@ -78,7 +78,7 @@ def peak(module: nn.Module, x: Tensor) -> int:
     return peak_of_passing(lambda: module(x).float().pow(2).mean().backward())
 
 
-def assert_same(module: Chain, x: Tensor, plan: dpx.CheckpointPlan | None = None) -> None:
+def assert_same(module: Chain, x: Tensor, plan: dpx.MemoryPlan | None = None) -> None:
     plain = copy.deepcopy(module)
     dpx.apply_plan(module, all_blocks(module) if plan is None else plan)
     assert all(map(torch.equal, train(module, x), train(plain, x)))
@@ -125,7 +125,7 @@ def test_a_planner_chooses_calls_and_the_file_keeps_them(tmp_path: Any) -> None:
     assert plan.replayed
     assert not plan.dropped
     plan.save(tmp_path / "plan.yaml")
-    assert dpx.CheckpointPlan.load(tmp_path / "plan.yaml") == plan
+    assert dpx.MemoryPlan.load(tmp_path / "plan.yaml") == plan
     assert_same(module, x, plan)
     assert peak(module, x) <= budget
     assert plan.peak == forecast_plan(profile, plan).peak

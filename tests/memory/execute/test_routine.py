@@ -37,7 +37,7 @@ class Skipping(nn.Module):
         return torch.sigmoid(x) * x
 
 
-def make(share: float = 0.5) -> tuple[nn.Module, nn.Module, Tensor, dpx.CheckpointPlan]:
+def make(share: float = 0.5) -> tuple[nn.Module, nn.Module, Tensor, dpx.MemoryPlan]:
     torch.manual_seed(3)
     module, x = Skipping(), torch.randn(ROWS, 64)
     plain = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Operands outside of the graph are known to recipes as they were in this very call, or not at all."""
+"""Inputs outside of the graph are known to recipes as they were in this very call, or not at all."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.untracked_inputs import Operands, Reference, operand_of
+from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, operand_of
 from tests.memory.plan.test_planning import _Everything, train
 
 X = torch.rand(8, 8, requires_grad=True)
@@ -20,11 +20,11 @@ X = torch.rand(8, 8, requires_grad=True)
 
 def _constant(result: Tensor, index: int = 0) -> object:
     found = operand_of(result.grad_fn, index)
-    return found.base(10**6) if isinstance(found, Reference) else found
+    return found.base(10**6) if isinstance(found, WeakTensor) else found
 
 
 def test_a_number_is_noted_as_it_is() -> None:
-    with Operands():
+    with UntrackedInputs():
         result = torch.rsub(input=X, other=3)
     assert _constant(result) == 3
 
@@ -32,7 +32,7 @@ def test_a_number_is_noted_as_it_is() -> None:
 def test_a_tensor_is_noted_by_identity_and_not_kept_alive() -> None:
     mask, gone = torch.ones(8), torch.ones(8)
     reference = weakref.ref(gone)
-    with Operands():
+    with UntrackedInputs():
         result, other = X + mask, X - gone
     del gone
     gc.collect()
@@ -44,7 +44,7 @@ def test_a_tensor_is_noted_by_identity_and_not_kept_alive() -> None:
 
 def test_of_a_view_the_base_is_known() -> None:
     table = nn.Parameter(torch.rand(16, 8), requires_grad=False)
-    with Operands():
+    with UntrackedInputs():
         result = X + table[4:12]
     found = operand_of(result.grad_fn, 0)
     assert found.base(0) is table  # a parameter lives anyway
@@ -53,7 +53,7 @@ def test_of_a_view_the_base_is_known() -> None:
 
 def test_a_tensor_that_was_written_to_since_is_unknown() -> None:
     mask = torch.ones(8)
-    with Operands():
+    with UntrackedInputs():
         result = X + mask
     mask.mul_(2)
     with pytest.raises(NotRecomputable, match="changed in place"):
@@ -62,7 +62,7 @@ def test_a_tensor_that_was_written_to_since_is_unknown() -> None:
 
 def test_a_tensor_that_would_have_to_be_kept_in_place_of_the_result_is_refused() -> None:
     noise = torch.ones(8, 8)
-    with Operands():
+    with UntrackedInputs():
         result = X + noise
     with pytest.raises(NotRecomputable, match="as large as the result"):
         operand_of(result.grad_fn, 0).base(noise.nbytes - 1)
@@ -80,7 +80,7 @@ def test_a_tensor_that_would_have_to_be_kept_in_place_of_the_result_is_refused()
     ],
 )
 def test_what_is_not_noted_is_unknown(call: Callable[[Tensor], Tensor]) -> None:
-    with Operands():
+    with UntrackedInputs():
         result = call(X)
     with pytest.raises(NotRecomputable, match="is not part of the graph"):
         operand_of(result.grad_fn, 0)

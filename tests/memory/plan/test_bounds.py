@@ -5,7 +5,7 @@ import pytest
 
 from lightning_dpx.memory import PLANNERS
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, crests, knapsack, least_bytes, least_seconds
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack, least_bytes, least_seconds, local_maxima
 from tests.memory.chains import chain_profile
 from tests.memory.random_steps import MOST_UNITS, budgets_and_least, every_choice, random_profile
 
@@ -74,9 +74,9 @@ def test_equal_units_are_dropped_here_and_there() -> None:
 
 def test_crests_are_the_highest_and_some_in_between() -> None:
     curve = np.array([0, 5, 3, 9, 9, 1, 7, 0, 6, 0], dtype=np.float64)
-    assert crests(curve, 4, 10) == [1, 3, 6, 8]
-    assert crests(curve, 6, 10) == [3, 6]
-    assert crests(curve, 4, 2) == [1, 3]
+    assert local_maxima(curve, 4, 10) == [1, 3, 6, 8]
+    assert local_maxima(curve, 6, 10) == [3, 6]
+    assert local_maxima(curve, 4, 2) == [1, 3]
 
 
 @pytest.mark.parametrize("planner", ["optimal", "search"])

@@ -7,7 +7,7 @@ import pytest
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import PLANNERS
-from lightning_dpx.memory.plan.planners.milp import Programme, programmed
+from lightning_dpx.memory.plan.planners.milp import MilpModel, programmed
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
 from tests.memory.chains import KINDS, chain_profile
@@ -27,7 +27,7 @@ def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
         if len(problem.droppable) > MOST_UNITS:
             continue
         for budget, least in budgets_and_least(problem, seed):
-            programme = Programme(problem, budget)
+            programme = MilpModel(problem, budget)
             results = [problem.forecast(choice) for choice in programme.solve()]
             assert programme.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
             assert programme.least >= least_seconds(Relaxation(problem), budget)
@@ -51,7 +51,7 @@ def test_with_what_passes_while_values_are_made_the_solution_is_that_of_all_choi
         if len(problem.droppable) > MOST_UNITS:
             continue
         for budget, least in budgets_and_least(problem, seed):
-            programme = Programme(problem, budget)
+            programme = MilpModel(problem, budget)
             within = [r.seconds for r in map(problem.forecast, programme.solve()) if r.peak <= budget]
             assert programme.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
             if least == float("inf"):

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_dpx as dpx
-from lightning_dpx.memory import CheckpointPlan, Decision
+from lightning_dpx.memory import Decision, MemoryPlan
 from lightning_dpx.memory.plan.plan import Action
 
-ACTIONS: tuple[Action, ...] = ("keep", "recompute", "recompute each time", "compress", "park")
+ACTIONS: tuple[Action, ...] = ("keep", "recompute", "recompute each time", "compress", "offload")
 
 
-def plan_of(*decisions: Decision, **head: Any) -> CheckpointPlan:
-    empty = CheckpointPlan("Model", "0123", "auto", None, 10, 5, 3, 0.1, 0.05, decisions)
+def plan_of(*decisions: Decision, **head: Any) -> MemoryPlan:
+    empty = MemoryPlan("Model", "0123", "auto", None, 10, 5, 3, 0.1, 0.05, decisions)
     return replace(empty, **head)
 
 
-def many(count: int) -> CheckpointPlan:
+def many(count: int) -> MemoryPlan:
     rows = [
         Decision(
             f"blocks.{n}.norm#2:1", "AddmmBackward0", 4096 * n, 1.5e-5 * n, ACTIONS[n % 5], ("a.b", "a.c#2") * (n % 2)
@@ -48,7 +48,7 @@ def test_what_can_be_saved_can_be_loaded(tmp_path_factory: Any, rows: Any, model
     plan = plan_of(*unique.values(), model=model, recompute_share=share)
     path = tmp_path_factory.mktemp("plans") / "plan.yaml"
     plan.save(path)
-    assert CheckpointPlan.load(path) == plan
+    assert MemoryPlan.load(path) == plan
     content = yaml.safe_load(path.read_text())  # by anybody
     assert [row["name"] for row in content["decisions"]] == [decision.name for decision in plan.decisions]
 
@@ -59,11 +59,11 @@ def test_a_file_that_is_cut_at_any_line_is_refused(tmp_path: Path) -> None:
     for end in range(len(lines)):
         (tmp_path / "cut.yaml").write_text("".join(lines[:end]))
         with pytest.raises(dpx.PlanError, match=r"cut\.yaml"):
-            CheckpointPlan.load(tmp_path / "cut.yaml")
+            MemoryPlan.load(tmp_path / "cut.yaml")
     for gone in range(len(lines) - 6, len(lines)):
         (tmp_path / "cut.yaml").write_text("".join(lines[:gone] + lines[gone + 1 :]))
         with pytest.raises(dpx.PlanError, match=r"has 5 decisions and says that it has 6: it is not whole"):
-            CheckpointPlan.load(tmp_path / "cut.yaml")
+            MemoryPlan.load(tmp_path / "cut.yaml")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_could_not_be_loaded_is_not_saved_and_the_plan_before_stays(bad: di
     many(3).save(path)
     with pytest.raises(dpx.PlanError, match=r"plan\.yaml"):
         plan_of(**bad).save(path)
-    assert CheckpointPlan.load(path) == many(3)
+    assert MemoryPlan.load(path) == many(3)
     assert os.listdir(tmp_path) == ["plan.yaml"]
 
 
@@ -97,10 +97,10 @@ def test_a_save_that_fails_leaves_the_plan_before(tmp_path: Path, monkeypatch: p
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             many(5).save(path)
-    assert CheckpointPlan.load(path) == many(3)
+    assert MemoryPlan.load(path) == many(3)
     assert os.listdir(tmp_path) == ["plan.yaml"]
     many(5).save(path)
-    assert CheckpointPlan.load(path) == many(5)
+    assert MemoryPlan.load(path) == many(5)
     assert path.stat().st_mode & 0o777 == 0o640
 
 
@@ -108,7 +108,7 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
     (tmp_path / "link.yaml").symlink_to(tmp_path / "plan.yaml")
     many(2).save(tmp_path / "link.yaml")
     assert (tmp_path / "link.yaml").is_symlink()
-    assert CheckpointPlan.load(tmp_path / "plan.yaml") == many(2)
+    assert MemoryPlan.load(tmp_path / "plan.yaml") == many(2)
     many(2).save("/dev/null")
     assert not Path("/dev/null").is_file()
 
@@ -116,14 +116,14 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     row = Decision("a:1", "", np.int64(7), np.float64(1e-5), "keep")  # type: ignore[arg-type]
     plan_of(row, recompute_share=np.float64(2e-9)).save(tmp_path / "plan.yaml")
-    assert CheckpointPlan.load(tmp_path / "plan.yaml") == plan_of(row, recompute_share=2e-9)
+    assert MemoryPlan.load(tmp_path / "plan.yaml") == plan_of(row, recompute_share=2e-9)
 
 
 def test_twenty_thousand_decisions_are_loaded_at_once(tmp_path: Path) -> None:
     plan = many(20_000)
     plan.save(tmp_path / "plan.yaml")
     start = time.process_time()
-    assert CheckpointPlan.load(tmp_path / "plan.yaml") == plan
+    assert MemoryPlan.load(tmp_path / "plan.yaml") == plan
     assert time.process_time() - start < 1.0
 
 
@@ -132,10 +132,12 @@ def test_edited_lines_may_have_another_shape(tmp_path: Path) -> None:
     many(4).save(path)
     lines = path.read_text().splitlines()
     at = len(lines) - 4
-    lines[at] = "  - {name: 'b.0.norm#2:1', operator: AddmmBackward0, num_bytes: 0, seconds: 0, action: 'park'}  # mine"
+    lines[at] = (
+        "  - {name: 'b.0.norm#2:1', operator: AddmmBackward0, num_bytes: 0, seconds: 0, action: 'offload'}  # mine"
+    )
     lines[at + 1] = lines[at + 1].replace(", action", ",\n     action")
     path.write_text("\n".join(lines) + "\n\n# the end\n")
-    edited = CheckpointPlan.load(path)
-    assert [decision.action for decision in edited.decisions] == ["park", *[d.action for d in many(4).decisions[1:]]]
+    edited = MemoryPlan.load(path)
+    assert [decision.action for decision in edited.decisions] == ["offload", *[d.action for d in many(4).decisions[1:]]]
     assert edited.decisions[1] == many(4).decisions[1]
     assert edited.peak is None

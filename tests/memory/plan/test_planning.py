@@ -68,7 +68,7 @@ def make(builder: Callable[[], Case]) -> tuple[nn.Module, nn.Module, Tensor]:
     return module, copy.deepcopy(module), x
 
 
-def _plan_or_smallest(module: nn.Module, x: Tensor, budget: float) -> dpx.CheckpointPlan:
+def _plan_or_smallest(module: nn.Module, x: Tensor, budget: float) -> dpx.MemoryPlan:
     """Where a budget is refused, the smallest that the message names must work."""
     profile = profile_module(module, x)
     smallest: int | None = None
@@ -165,12 +165,12 @@ def test_masks_are_kept_in_a_byte_per_element() -> None:
 
 
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-def test_what_cannot_be_computed_again_is_parked_on_the_host() -> None:
+def test_what_cannot_be_computed_again_is_offloaded_on_the_host() -> None:
     torch.manual_seed(0)
     module, x = CustomFunction().to("sim:0"), torch.randn(64, 64, device="sim:0")
     plain = copy.deepcopy(module)
     plan = dpx.search_plan(module, x, planner=_Everything())
-    assert plan.names("park")
+    assert plan.names("offload")
     dpx.apply_plan(module, plan)
     results = [[value.cpu() for value in train(each, x)] for each in (module, plain)]
     assert all(map(torch.equal, *results))
@@ -250,13 +250,13 @@ def test_a_plan_can_be_saved_read_edited_and_priced(tmp_path) -> None:  # type: 
     module, _, x = make(ORDINARY["gpt"])
     plan = dpx.search_plan(module, x, budget=0.5)
     plan.save(tmp_path / "plan.yaml")
-    assert dpx.CheckpointPlan.load(tmp_path / "plan.yaml") == plan
+    assert dpx.MemoryPlan.load(tmp_path / "plan.yaml") == plan
     cost = dpx.estimate_cost(module, plan, x)
     assert cost["peak"] == plan.peak
     assert cost["saved"] == plan.saved_bytes
     text = (tmp_path / "plan.yaml").read_text()
     (tmp_path / "plan.yaml").write_text(text.replace("action: recompute}", "action: keep}"))
-    edited = dpx.CheckpointPlan.load(tmp_path / "plan.yaml")
+    edited = dpx.MemoryPlan.load(tmp_path / "plan.yaml")
     assert not edited.names("recompute")
     assert edited.peak is None
     assert dpx.estimate_cost(module, replace(edited, decisions=()), x)["peak"] == plan.unplanned_peak
@@ -283,7 +283,7 @@ def test_a_broken_plan_file_is_refused(tmp_path, old: str, new: str, message: st
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(dpx.PlanError, match=message):
-        dpx.apply_plan(module, dpx.CheckpointPlan.load(path))
+        dpx.apply_plan(module, dpx.MemoryPlan.load(path))
     assert applied_plan(module) is None
 
 

@@ -78,5 +78,5 @@ def test_what_is_not_computed_is_not_forgotten_after_every_use(monkeypatch: pyte
     if solver_installed():
         budgets = [round(share * problem.profile.peak) for share in (0.5, 0.3, 0.2)]
         choices += [choice for budget in budgets for choice in programmed(problem, budget)]
-    assert any(choice.fleeting for choice in choices)
-    assert not any(choice.fleeting & masks for choice in choices)
+    assert any(choice.uncached for choice in choices)
+    assert not any(choice.uncached & masks for choice in choices)

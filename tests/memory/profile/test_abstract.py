@@ -82,7 +82,7 @@ def test_awkward_models_fall_back(name: str) -> None:
     with pytest.warns(UserWarning, match="Fake tensors cannot run this step of "):
         profile = profile_module(module, x, device="cuda")
     assert "scaled, for cuda" in profile.basis
-    assert not any(value.compact for value in profile.values), "a GPU parks instead"
+    assert not any(value.compact for value in profile.values), "a GPU offloads instead"
 
 
 def test_few_rows_are_run_as_they_are() -> None:

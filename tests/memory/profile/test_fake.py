@@ -45,7 +45,7 @@ def convolves(module: nn.Module) -> bool:
 def described(profile: Profile) -> list[Any]:
     """All but the times, and why something is refused."""
     return [
-        (v.name, v.operator, v.num_bytes, v.storage, v.inputs, bool(v.refused), v.compact, v.parked)
+        (v.name, v.operator, v.num_bytes, v.storage, v.inputs, bool(v.refused), v.compact, v.offloaded)
         for v in profile.values
     ]
 
@@ -151,11 +151,11 @@ def test_the_plan_says_what_it_rests_on(tmp_path: Any) -> None:
     plan = dpx.search_plan(module, x, budget=0.6, device="cuda:3")
     assert "from fake tensors for cuda:3: times by FLOPs and bytes, what operators take inside by rule" in summary(plan)
     plan.save(tmp_path / "plan.yaml")
-    assert dpx.CheckpointPlan.load(tmp_path / "plan.yaml") == plan
+    assert dpx.MemoryPlan.load(tmp_path / "plan.yaml") == plan
     assert dpx.search_plan(module, x, budget=0.5).basis == ""
     text = (tmp_path / "plan.yaml").read_text()
     (tmp_path / "plan.yaml").write_text("\n".join(line for line in text.split("\n") if not line.startswith("basis")))
-    assert dpx.CheckpointPlan.load(tmp_path / "plan.yaml").dropped == plan.dropped, "a file of before"
+    assert dpx.MemoryPlan.load(tmp_path / "plan.yaml").dropped == plan.dropped, "a file of before"
     assert dpx.estimate_cost(module, plan, x, device="cuda:3")["peak"] == plan.peak
 
 
@@ -284,13 +284,13 @@ class Attends(nn.Module):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is assumed of an absent device")
 @pytest.mark.parametrize("inside", [True, False])
-def test_attention_on_an_absent_gpu_keeps_no_scores_and_is_parked(inside: bool) -> None:
+def test_attention_on_an_absent_gpu_keeps_no_scores_and_is_offloaded(inside: bool) -> None:
     profile = profile_module(Attends(inside), torch.randn(4, 64, 32), device="cuda")
     scores = 4 * 4 * 64 * 64 * 4
     assert all(value.num_bytes < scores for value in profile.values)
     attended = [value for value in profile.values if "Attention" in value.operator]
     assert attended
-    assert all(value.parked for value in attended if value.storage >= 0)
+    assert all(value.offloaded for value in attended if value.storage >= 0)
     on_host = profile_module(Attends(inside), torch.randn(4, 64, 32), device="cpu")
     assert any(value.num_bytes == scores for value in on_host.values)
 

@@ -49,7 +49,7 @@ def peak_and_gradients(module: nn.Module, rows: Tensor) -> tuple[int, list[Tenso
     return peak, found
 
 
-def plan_or_smallest(module: nn.Module, profile: Profile, budget: int) -> dpx.CheckpointPlan:
+def plan_or_smallest(module: nn.Module, profile: Profile, budget: int) -> dpx.MemoryPlan:
     """Where a budget is refused, for the smallest that the message names."""
     try:
         return plan_profile(module, profile, budget)

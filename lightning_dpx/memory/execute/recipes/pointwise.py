@@ -148,9 +148,9 @@ def _selected(node: Any) -> Any:
     """The values stand where the saved indices say: nothing is searched again."""
     dim, ndim = argument(node, "dim"), len(node.shape)
 
-    def pick(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def select_output(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if x.ndim == ndim:
             return x.gather(dim, indices)
         return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
 
-    return pick, [node.edge(0), node.saved("indices")]
+    return select_output, [node.edge(0), node.saved("indices")]

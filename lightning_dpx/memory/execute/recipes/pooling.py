@@ -57,10 +57,10 @@ def _pooled(num_dims: int) -> Recipe:
             raise NotRecomputable("the indices of max pooling are kept")
         shape = node.shape
 
-        def pick(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        def select_output(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
             return x.flatten(-num_dims).gather(-1, indices.flatten(-num_dims)).view(shape)
 
-        return pick, [node.saved("self", edge=0), node.saved("result1")]
+        return select_output, [node.saved("self", edge=0), node.saved("result1")]
 
     return make
 

@@ -9,9 +9,9 @@ What is added at an event t holds for every choice, too, so the bound of the sol
 
     computed   c[v] >= d[v] if v has been asked for by t. What has been computed had its inputs: c[s] >= c[v] if nobody
                saves s, else c[s] >= c[v] + d[s] - 1.
-    there      p[s] >= c[s] - f[s] if s is asked for after t: what was computed stays until then, unless it is fleeting
+    there      p[s] >= c[s] - f[s] if s is asked for after t: what was computed stays until then, unless it is uncached
                (f <= d), that is, forgotten after every use. Likewise between the first and the last request for s.
-    time       A fleeting value is computed for every use: once for each request, and once for each value that is
+    time       A uncached value is computed for every use: once for each request, and once for each value that is
                computed from it: y >= f[s] + d[v] - 1. What is on the way to it is computed as often.
 
 Where that does not explain what is missing, because values are computed on the way or operators take memory inside
@@ -35,7 +35,7 @@ import numpy as np
 
 from lightning_dpx.memory.plan.forecast import timeline
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, crests, least_seconds
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds, local_maxima
 from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
 
 _MOST_EVENTS, _MOST_VALUES = 24, 60  # that are added at once, and at each event
@@ -46,7 +46,7 @@ _TOLERANCE = 1e-6  # of the solver
 _FEW, _ROUNDS_OF_FEW = 12, 300  # units that are solved to the end
 
 
-class Programme:
+class MilpModel:
     """The choices within a budget, the cheapest first.
 
     Args:
@@ -77,13 +77,13 @@ class Programme:
         self._users.default_factory = None
         self._dropped = [self._solver.column(seconds * self._scale, integer=True) for seconds in self._model.seconds]
         self._unsaved = {v: self._solver.column(self._values[v].seconds * self._scale) for v in self._model.unsaved}
-        self._fleeting = {value: self._solver.column(integer=True) for value in self._model.column}
+        self._uncached = {value: self._solver.column(integer=True) for value in self._model.column}
         for source, column in self._unsaved.items():
             for user in self._users.get(source, ()):
                 self._solver.row({self._drop(user): 1, column: -1}, 0)
-        for value, column in self._fleeting.items():
+        for value, column in self._uncached.items():
             self._add_uses(value, column)
-        asked = self._fleeting.keys() & self._model.requests.keys()
+        asked = self._uncached.keys() & self._model.requests.keys()
         self._first = sorted((self._model.requests[value][0].event, value) for value in asked)
         self._asked_again = [value for value in asked if len(self._model.requests[value]) > 1]
         self._back: dict[int, frozenset[int]] = {}  # event -> what may have come back there, as far as it was added
@@ -93,21 +93,21 @@ class Programme:
         """The column that says that ``value`` is computed."""
         return self._unsaved[value] if value in self._unsaved else self._dropped[self._model.column[value]]
 
-    def _add_uses(self, value: int, fleeting: int) -> None:
+    def _add_uses(self, value: int, uncached: int) -> None:
         """The price of forgetting ``value`` after every use."""
         way = self._model.on_the_way[value]
-        self._solver.row({fleeting: 1, self._drop(value): -1}, 0)
+        self._solver.row({uncached: 1, self._drop(value): -1}, 0)
         if self._model.units[self._model.column[value]] not in self._problem.forgettable:
-            self._solver.row({fleeting: 1}, 0)
+            self._solver.row({uncached: 1}, 0)
         for source in {source for index in (value, *way) for source in self._values[index].inputs}:
-            if source in self._fleeting:  # one never rests on another
-                self._solver.row({fleeting: 1, self._fleeting[source]: 1}, 1)
+            if source in self._uncached:  # one never rests on another
+                self._solver.row({uncached: 1, self._uncached[source]: 1}, 1)
         if value not in self._model.requests:
             return
         price = self._scale * sum(self._values[index].seconds for index in (value, *way))
-        self._solver.add_cost(fleeting, price * (len(self._model.requests[value]) - 1))
+        self._solver.add_cost(uncached, price * (len(self._model.requests[value]) - 1))
         for user in self._users.get(value, ()):
-            self._solver.row({fleeting: 1, self._drop(user): 1, self._solver.column(price): -1}, 1)
+            self._solver.row({uncached: 1, self._drop(user): 1, self._solver.column(price): -1}, 1)
 
     def solve(self) -> list[Choice]:
         """Choices; only the last may be within the budget. Raises ``least`` on the way."""
@@ -131,7 +131,7 @@ class Programme:
         """Adds events until the linear programme has none above the budget; whether it has a solution."""
         shares = np.zeros(len(self._dropped))
         while True:
-            crossed = crests(self._model.curve_of(shares), self._budget * (1 + _TOLERANCE), _MOST_EVENTS)
+            crossed = local_maxima(self._model.curve_of(shares), self._budget * (1 + _TOLERANCE), _MOST_EVENTS)
             new = [event for event in crossed if event not in self._rows]
             if not new:
                 return True
@@ -149,18 +149,18 @@ class Programme:
         return answer
 
     def _choice(self, values: np.ndarray) -> Choice:
-        units, fleeting = self._model.units, {value for value, column in self._fleeting.items() if values[column] > 0.5}
+        units, uncached = self._model.units, {value for value, column in self._uncached.items() if values[column] > 0.5}
         return Choice(
             frozenset(unit for unit, column in zip(units, self._dropped, strict=True) if values[column] > 0.5),
-            frozenset(units[self._model.column[value]] for value in fleeting),
+            frozenset(units[self._model.column[value]] for value in uncached),
         )
 
     def _learn(self, choice: Choice, activity: np.ndarray) -> None:
         """Adds what was missing at the events where ``choice`` exceeds the budget."""
         dropped = self._problem.values_of(choice.dropped)
-        fleeting = self._problem.values_of(choice.fleeting)
-        curve = np.array(timeline(self._problem.profile, dropped, fleeting), dtype=np.float64)
-        crossed, news = crests(curve, self._budget, _MOST_EVENTS), False
+        uncached = self._problem.values_of(choice.uncached)
+        curve = np.array(timeline(self._problem.profile, dropped, uncached), dtype=np.float64)
+        crossed, news = local_maxima(curve, self._budget, _MOST_EVENTS), False
         for event in crossed:
             known = self._back.get(event)
             back = self._back_by(event, dropped) | (known or frozenset())
@@ -193,7 +193,7 @@ class Programme:
         for at in part:
             decided = [(self._dropped[at], units[at] in choice.dropped)]
             values = self._problem.units[units[at]].values
-            decided += [(self._fleeting[value], units[at] in choice.fleeting) for value in values]
+            decided += [(self._uncached[value], units[at] in choice.uncached) for value in values]
             for column, is_so in decided:  # each that differs counts one
                 terms[column] = most if is_so else -most
                 room += most * is_so
@@ -229,7 +229,7 @@ class Programme:
             for value in self._between_requests(event):
                 drop, share = self._drop(value), self._share(value)
                 terms[drop] = terms.get(drop, 0.0) + share
-                terms[self._fleeting[value]] = -share
+                terms[self._uncached[value]] = -share
             terms |= {column: self._share(value) for value, column in self._there(event, back).items()}
         self._rows[event] = self._solver.row(terms, self._room(event)), terms
 
@@ -271,11 +271,11 @@ class Programme:
                     self._solver.row({column: 1, self._drop(value): 1, computed[value]: -1}, 1)
             if value in back:
                 there[value] = self._solver.column()
-                self._solver.row({computed[value]: 1, self._fleeting[value]: -1, there[value]: -1}, 0)
+                self._solver.row({computed[value]: 1, self._uncached[value]: -1, there[value]: -1}, 0)
         return there
 
     def _asked_by(self, user: int, event: int) -> bool:
-        return user in self._fleeting and self._model.requests[user][0].event <= event
+        return user in self._uncached and self._model.requests[user][0].event <= event
 
     def _unsaved_after(self, back: frozenset[int]) -> set[int]:
         """What nobody saves and is computed from ``back`` before anything that is saved."""
@@ -293,7 +293,7 @@ def programmed(problem: Problem, budget: int) -> list[Choice]:
     Raises:
         UnsupportedError: HiGHS is not installed.
     """
-    programme = Programme(problem, budget)
+    programme = MilpModel(problem, budget)
     found = programme.solve()
     problem.proved[budget] = programme.least
     return found

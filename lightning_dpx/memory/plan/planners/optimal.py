@@ -11,7 +11,7 @@ then backward has freed the rest.
 
 Three variants compete: units that are computed from far away may be dropped or not, and cheap units may be forgotten
 after every use, so that a stretch comes back without them. The exact forecast decides, and also moves the target of
-the programme until the budget is met; then whatever still fits is kept, the dearest bytes first.
+the programme until the budget is met; then whatever still fits is kept, the costliest bytes first.
 
 Two more solutions stand beside these, the quickest first. The knapsack that gives the lower bound of the extra time is
 often within the budget as it is, or after a few steps, and then hardly above that bound; and where HiGHS is installed,
@@ -120,12 +120,12 @@ class _Variant:
 
     Attributes:
         droppable: Which units may be dropped here.
-        fleeting: Which of them would be forgotten after every use.
+        uncached: Which of them would be forgotten after every use.
     """
 
     problem: Problem
     droppable: np.ndarray
-    fleeting: np.ndarray
+    uncached: np.ndarray
 
 
 def _variants(problem: Problem) -> list[_Variant]:
@@ -133,14 +133,14 @@ def _variants(problem: Problem) -> list[_Variant]:
     can = np.array([unit.droppable for unit in units], bool)
     rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units], float)
     cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
-    cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is parked or compressed is not computed
-    nothing, fleeting = np.zeros(len(units), bool), np.zeros(len(units), bool)
+    cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is offloaded or compressed is not computed
+    nothing, uncached = np.zeros(len(units), bool), np.zeros(len(units), bool)
     for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
-        fleeting[index] = not any(fleeting[source] for source in units[index].inputs)
+        uncached[index] = not any(uncached[source] for source in units[index].inputs)
     far = np.array([len(unit.inputs) > 4 for unit in units], bool)
-    found = [_Variant(problem, can, nothing), _Variant(problem, can, fleeting)]
+    found = [_Variant(problem, can, nothing), _Variant(problem, can, uncached)]
     if (far & can).any():
-        found += [_Variant(problem, can & ~far, nothing), _Variant(problem, can & ~far, fleeting)]
+        found += [_Variant(problem, can & ~far, nothing), _Variant(problem, can & ~far, uncached)]
     return found
 
 
@@ -174,7 +174,7 @@ class _Table:
         problem = variant.problem
         units = problem.units
         self._count = len(units)
-        self._fleeting = variant.fleeting
+        self._uncached = variant.uncached
         cuts = _thinned([cut for cut in problem.cuts if cut != len(units) - 1], _MOST_CUTS)
         self._cuts = np.array([*cuts, len(units) - 1])
         self._starts = np.concatenate([[-1], self._cuts[:-1]])
@@ -203,9 +203,9 @@ class _Table:
                 last[source] = max(last[source], index)
                 inner[source] = True
             shallow[index] = not any(drop[source] for source in sources)
-        fleeting = drop & self._fleeting
-        cost = np.where(fleeting & inner, 2, 1) * self._times  # once on the way to others, once for itself
-        back = np.where(fleeting, 0.0, self._sizes)
+        uncached = drop & self._uncached
+        cost = np.where(uncached & inner, 2, 1) * self._times  # once on the way to others, once for itself
+        back = np.where(uncached, 0.0, self._sizes)
         kept, again, spent = (
             np.concatenate([[0.0], np.cumsum(np.where(mask, column, 0.0))])
             for mask, column in ((~drop, self._sizes), (drop, back), (drop, cost))
@@ -261,7 +261,7 @@ class _Table:
             dropped |= set(inside.tolist()) - set(members[members > start].tolist())
             step = before
         chosen = frozenset(dropped)
-        return Choice(chosen, chosen & frozenset(np.nonzero(self._fleeting)[0].tolist()))
+        return Choice(chosen, chosen & frozenset(np.nonzero(self._uncached)[0].tolist()))
 
 
 def _front(kept: np.ndarray, spent: np.ndarray) -> np.ndarray:
@@ -288,12 +288,12 @@ def _thinned(cuts: Sequence[int], most: int) -> list[int]:
 
 
 def _prices(times: np.ndarray, sizes: np.ndarray, droppable: np.ndarray) -> list[float]:
-    """Seconds per byte: a few between the cheapest and the dearest unit."""
+    """Seconds per byte: a few between the cheapest and the costliest unit."""
     rates = np.sort((times / np.maximum(sizes, 1))[droppable])
     if not len(rates):
         return [-1.0]
     picks = np.unique(np.linspace(0, len(rates) - 1, _PRICES).round().astype(int))
-    return [-1.0, *(float(rates[pick]) * (1 + 1e-9) for pick in picks)]
+    return [-1.0, *(float(rates[select_output]) * (1 + 1e-9) for select_output in picks)]
 
 
 def _overheads(problem: Problem) -> np.ndarray:

@@ -177,7 +177,7 @@ class Relaxation:
         return np.bincount(column, -size, minlength=len(self.units))
 
 
-def crests(curve: np.ndarray, level: float, most: int) -> list[int]:
+def local_maxima(curve: np.ndarray, level: float, most: int) -> list[int]:
     """Events at which ``curve`` is above ``level`` and its neighbours: the highest of them, and some evenly spread."""
     rising = np.concatenate([[True], curve[1:] > curve[:-1]])
     falling = np.concatenate([curve[:-1] >= curve[1:], [True]])
@@ -207,13 +207,15 @@ def least_seconds(relaxation: Relaxation, budget: int) -> float:
 
 
 def knapsack(relaxation: Relaxation, budget: int) -> tuple[float, frozenset[int]]:
-    """The dearest of the fractional knapsacks at the crests of the unplanned curve; see the note of this module.
+    """The costliest of the fractional knapsacks at the local maxima of the unplanned curve.
+
+    See the note of this module.
 
     Returns:
         Its seconds, infinite where all that could be dropped is not enough; and its units, the last of them whole.
     """
     most, chosen = 0.0, frozenset[int]()
-    for event in crests(relaxation.curve, budget, _MOST_EVENTS):
+    for event in local_maxima(relaxation.curve, budget, _MOST_EVENTS):
         lacking, freed = relaxation.curve[event] - budget, relaxation.freed(event)
         order = relaxation.cheapest(freed)
         sizes, seconds = freed[order], relaxation.shared_seconds[order]

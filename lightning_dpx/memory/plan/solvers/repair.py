@@ -60,7 +60,7 @@ class Descent:
     def _curve(self, choice: Choice) -> np.ndarray:
         self._left -= 1
         problem = self._problem
-        curve = timeline(problem.profile, problem.values_of(choice.dropped), problem.values_of(choice.fleeting))
+        curve = timeline(problem.profile, problem.values_of(choice.dropped), problem.values_of(choice.uncached))
         return np.array(curve, dtype=np.float64)
 
     def _rank(self, attempt: tuple[Choice, np.ndarray], budget: int) -> tuple[float, float]:
@@ -72,13 +72,13 @@ class Descent:
         freed = self._relaxation.freed(event)
         kept = self._relaxation.cheapest(np.where([unit in choice.dropped for unit in units], 0, freed))
         enough = int(np.searchsorted(np.cumsum(freed[kept]), curve[event] - budget)) + 1
-        found = [Choice(choice.dropped | {units[at] for at in kept[:enough].tolist()}, choice.fleeting)]
+        found = [Choice(choice.dropped | {units[at] for at in kept[:enough].tolist()}, choice.uncached)]
         large = kept[np.argsort(-freed[kept], kind="stable")]
         for at in (*kept[:_FEW].tolist(), *large[:_FEW].tolist()):
-            found.append(Choice(choice.dropped | {units[at]}, choice.fleeting))
+            found.append(Choice(choice.dropped | {units[at]}, choice.uncached))
         for unit in self._early(event, choice, freed)[: 2 * _FEW]:
-            found.append(Choice(choice.dropped - {unit}, choice.fleeting - {unit}))
-            found.append(Choice(choice.dropped, choice.fleeting | ({unit} & self._problem.forgettable)))
+            found.append(Choice(choice.dropped - {unit}, choice.uncached - {unit}))
+            found.append(Choice(choice.dropped, choice.uncached | ({unit} & self._problem.forgettable)))
         return [step for step in dict.fromkeys(found) if step != choice]
 
     def _early(self, event: int, choice: Choice, freed: np.ndarray) -> list[int]:
@@ -96,7 +96,7 @@ def _above(curve: np.ndarray, budget: int) -> float:
 
 
 def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
-    """Keeps what still fits, the dearest bytes first; in handfuls, halved when one does not fit."""
+    """Keeps what still fits, the costliest bytes first; in handfuls, halved when one does not fit."""
     result = problem.forecast(choice)
     if result.peak > budget:
         return choice
@@ -105,7 +105,7 @@ def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
     size, misses = max(1, len(waiting) // 4), 0
     while waiting and misses < _MOST_MISSES:
         handful = frozenset(waiting[:size])
-        attempt = Choice(choice.dropped - handful, choice.fleeting - handful)
+        attempt = Choice(choice.dropped - handful, choice.uncached - handful)
         after = problem.forecast(attempt)
         if after.peak <= budget and after.seconds <= result.seconds:
             choice, result, waiting = attempt, after, waiting[len(handful) :]

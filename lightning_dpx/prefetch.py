@@ -1,7 +1,7 @@
 """Which resting tensors come back before backward asks for them, and the order that this goes by.
 
 Backward asks nearly in the reverse order of forward, so what was saved just before is fetched next. The rule itself
-knows no device: parked submodules and plans follow it with tensors, the forecast of a plan with bytes.
+knows no device: offloaded submodules and plans follow it with tensors, the forecast of a plan with bytes.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from lightning_dpx.devices import Resting
+from lightning_dpx.devices import OffloadedTensor
 
 _REACH = 8  # so far away from the last one that was asked for is the next one sought
 
@@ -28,7 +28,7 @@ class Fetched(Protocol):
 
 
 F = TypeVar("F", bound=Fetched)
-R = TypeVar("R", bound=Resting)
+R = TypeVar("R", bound=OffloadedTensor)
 
 
 class Slot(Generic[F]):
@@ -45,7 +45,7 @@ class Slot(Generic[F]):
         self.used_by = -1
 
 
-class LookAhead(Generic[F]):
+class Prefetcher(Generic[F]):
     """What rests, in the order of forward, and what of it is on its way back.
 
     Args:
@@ -108,7 +108,7 @@ class LookAhead(Generic[F]):
         self._ahead.clear()
 
 
-class FetchAhead(LookAhead[R]):
+class TensorPrefetcher(Prefetcher[R]):
     """The same for tensors, from several threads; nothing that a backward did not ask for stays after it."""
 
     def __init__(self, count: int) -> None:

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import lightning_dpx as dpx
-from lightning_dpx.reducers import EagerReduction
-from lightning_dpx.reducers.packing import flatten, split_at_boundaries
+from lightning_dpx.reducers import OverlappedReduction
+from lightning_dpx.reducers.buckets import flatten, split_at_boundaries
 
 
 def make_grads() -> list[torch.Tensor]:
@@ -78,19 +78,19 @@ def test_bad_arguments_are_refused() -> None:
 def test_a_second_gradient_after_the_first_has_left_is_an_error() -> None:
     weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     reduced: list[list[int]] = []
-    eager = EagerReduction([[weight, bias]], 2, reduced.append, ["weight", "bias"])
+    eager = OverlappedReduction([[weight, bias]], 2, reduced.append, ["weight", "bias"])
     for _ in range(2):
-        with eager.armed([0]):
+        with eager.during_backward([0]):
             (weight * bias).sum().backward()
     assert sorted(index for indices in reduced for index in indices) == [0, 1]
     assert eager.done == {0, 1}
 
     def twice() -> None:
-        with eager.armed([0]):
+        with eager.during_backward([0]):
             weight.sum().backward()
             weight.sum().backward()
 
-    with pytest.raises(dpx.ReplicationError, match=r"Parameter weight got a second gradient .*gradient_packs=0"):
+    with pytest.raises(dpx.ReplicationError, match=r"Parameter weight got a second gradient .*gradient_buckets=0"):
         twice()
     eager.close()
     assert not weight._post_accumulate_grad_hooks

@@ -9,7 +9,7 @@ from torch import distributed
 from lightning_dpx.devices import wire_device
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
-from lightning_dpx.reducers.packing import alike, flatten, split_at_boundaries, unpack_like
+from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unpack_like
 from lightning_dpx.reducers.roll_call import current_roll_call, waits_for_others
 from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
 

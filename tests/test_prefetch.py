@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dpx.look_ahead import LookAhead, Slot
+from lightning_dpx.prefetch import Prefetcher, Slot
 
 
 class Noted:
@@ -18,9 +18,9 @@ class Noted:
         self.timeline.append(f"drop {self.name}")
 
 
-def rested(count: int, number: int) -> tuple[LookAhead[Noted], list[Slot[Noted]], list[str]]:
+def rested(count: int, number: int) -> tuple[Prefetcher[Noted], list[Slot[Noted]], list[str]]:
     timeline: list[str] = []
-    ahead: LookAhead[Noted] = LookAhead(count)
+    ahead: Prefetcher[Noted] = Prefetcher(count)
     return ahead, [ahead.slot_for(Noted(name, timeline)) for name in range(number)], timeline
 
 

@@ -1,4 +1,4 @@
-"""Parked tensors come back ahead of use, change nothing, and leave nothing behind on the device."""
+"""Offloaded tensors come back ahead of use, change nothing, and leave nothing behind on the device."""
 
 import copy
 import gc
@@ -77,22 +77,22 @@ def _no_collection() -> Iterator[None]:
     gc.enable()
 
 
-def tower(look_ahead: int) -> tuple[Tower, torch.Tensor]:
+def tower(prefetch_depth: int) -> tuple[Tower, torch.Tensor]:
     model, rows = Tower().to(HOME), torch.randn(ROWS, WIDTH).to(HOME)
-    dpx.park_activations(model, "parts.*", SPARE, look_ahead)
+    dpx.offload_activations(model, "parts.*", SPARE, prefetch_depth)
     model(rows).sum().backward()  # gradients exist from now on
     model.notes.clear()
     clear_traffic()
     return model, rows
 
 
-@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_fetches_come_ahead_of_use(look_ahead: int) -> None:
-    model, rows = tower(look_ahead)
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 3])
+def test_fetches_come_ahead_of_use(prefetch_depth: int) -> None:
+    model, rows = tower(prefetch_depth)
     model(rows).sum().backward()
     # the mark of part i comes just before its tanh asks: what part i + 1 asked for, and what was started for others
     used = [(index, LAYERS - 1 - index) for index in reversed(range(LAYERS))]
-    expected = [(index, min(LAYERS, count + look_ahead) if count else 0) for index, count in used]
+    expected = [(index, min(LAYERS, count + prefetch_depth) if count else 0) for index, count in used]
     assert model.notes == expected
     assert fetches() == LAYERS, "nothing was fetched twice"
 
@@ -107,43 +107,43 @@ def peak_of_backward(model: nn.Module, rows: torch.Tensor) -> tuple[int, int]:
     return held, sim.max_memory_allocated(HOME)
 
 
-@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_the_peak_is_that_of_parking_and_at_most_the_look_ahead(look_ahead: int) -> None:
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 3])
+def test_the_peak_is_that_of_offloading_and_at_most_the_look_ahead(prefetch_depth: int) -> None:
     model, rows = tower(0)
     held, waiting = peak_of_backward(model, rows)
-    dpx.unpark_activations(model)
+    dpx.unoffload_activations(model)
     plain_held, plain = peak_of_backward(model, rows)
-    dpx.park_activations(model, "parts.*", SPARE, look_ahead)
+    dpx.offload_activations(model, "parts.*", SPARE, prefetch_depth)
     assert peak_of_backward(model, rows)[0] == held
     assert plain_held - held >= (LAYERS - 1) * KEPT
     ahead = peak_of_backward(model, rows)[1]
-    assert waiting + (look_ahead - 1) * KEPT <= ahead <= waiting + look_ahead * KEPT
-    assert ahead <= plain - (LAYERS - 2 - look_ahead) * KEPT
+    assert waiting + (prefetch_depth - 1) * KEPT <= ahead <= waiting + prefetch_depth * KEPT
+    assert ahead <= plain - (LAYERS - 2 - prefetch_depth) * KEPT
 
 
 @pytest.mark.parametrize("place", [SPARE, torch.device("cpu")], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "recomputed"])
-def test_parked_models_train_to_the_same_bits(case: str, place: torch.device) -> None:
+def test_offloaded_models_train_to_the_same_bits(case: str, place: torch.device) -> None:
     build, shape, chosen = CASES[case]
     torch.manual_seed(0)
     plain = no_dropout(build()).to(HOME)
-    parked = copy.deepcopy(plain)
-    dpx.park_activations(parked, chosen, place)
+    offloaded = copy.deepcopy(plain)
+    dpx.offload_activations(offloaded, chosen, place)
     clear_traffic()
-    expected, ours = train(plain, shape), train(parked, shape)
+    expected, ours = train(plain, shape), train(offloaded, shape)
     assert any((t.source, t.target) == (place, HOME) and t.maker.startswith("devices.") for t in traffic())
     for name, value in expected.items():
         assert torch.equal(ours[name], value), name
 
 
-def test_a_tensor_that_several_operators_keep_is_parked_and_fetched_once() -> None:
+def test_a_tensor_that_several_operators_keep_is_offloaded_and_fetched_once() -> None:
     class Several(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = x.tanh()
             return y.exp().mul(2) + y * y
 
     model, x = nn.Sequential(Several()).to(HOME), torch.randn(ROWS, WIDTH).to(HOME).requires_grad_()
-    dpx.park_activations(model, "0", SPARE)
+    dpx.offload_activations(model, "0", SPARE)
     clear_traffic()
     output = model(x)
     assert sum(t.num_copies for t in traffic() if t.target == SPARE) == 2, "of tanh and exp"
@@ -154,7 +154,7 @@ def test_a_tensor_that_several_operators_keep_is_parked_and_fetched_once() -> No
     assert torch.equal(x.grad, expected.grad)
 
 
-def test_a_conjugate_is_parked_beside_its_original() -> None:
+def test_a_conjugate_is_offloaded_beside_its_original() -> None:
     class Conjugate(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * x.conj() * x).abs()
@@ -162,7 +162,7 @@ def test_a_conjugate_is_parked_beside_its_original() -> None:
     x = torch.randn(2, dtype=torch.complex64).requires_grad_()
     expected = x.detach().clone().requires_grad_()
     model = nn.Sequential(Conjugate())
-    dpx.park_activations(model, "0", SPARE)
+    dpx.offload_activations(model, "0", SPARE)
     model(x).sum().backward()
     Conjugate()(expected).sum().backward()
     assert torch.equal(x.grad, expected.grad)
@@ -251,13 +251,13 @@ def test_graphs_may_go_backward_in_any_order() -> None:
         assert allocated(SPARE) == before
 
 
-def test_a_copy_parks_by_itself() -> None:
+def test_a_copy_offloads_by_itself() -> None:
     model, rows = tower(2)
     twin = copy.deepcopy(model)
     before = allocated()
     clear_traffic()
     loss = twin(rows).sum()
-    dpx.unpark_activations(model)
+    dpx.unoffload_activations(model)
     assert allocated(SPARE)[0] >= before[1] + LAYERS * KEPT
     loss.backward()
     assert fetches() == LAYERS
@@ -272,7 +272,7 @@ def test_a_saved_tensor_may_be_looked_at_outside_of_backward() -> None:
     assert comes_to(before)
 
 
-@pytest.mark.parametrize("look_ahead", [-1, 1.5, True, "2"])
-def test_a_look_ahead_is_a_number_of_tensors(look_ahead: Any) -> None:
-    with pytest.raises(dpx.ConfigurationError, match=f"look_ahead={look_ahead!r} is not allowed"):
-        dpx.park_activations(Tower(), "parts.*", SPARE, look_ahead)
+@pytest.mark.parametrize("prefetch_depth", [-1, 1.5, True, "2"])
+def test_a_look_ahead_is_a_number_of_tensors(prefetch_depth: Any) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=f"prefetch_depth={prefetch_depth!r} is not allowed"):
+        dpx.offload_activations(Tower(), "parts.*", SPARE, prefetch_depth)

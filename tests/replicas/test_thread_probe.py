@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_dpx.replicas import Trial
-from lightning_dpx.replicas.trial import OperatorCensus
+from lightning_dpx.replicas.thread_probe import OperatorCensus
 
 ROWS = torch.randn(16, 512, 64, generator=torch.Generator().manual_seed(0))
 
