@@ -89,7 +89,7 @@ def test_help_is_a_manual(capsys: Any) -> None:
     manual = printed(capsys, "fit", "--trainer.strategy.help", "lightning_dpx.DPXStrategy")
     for argument in ("reducer", "workload", "memory_budget", "shifts", "communication_dtype", "timeout"):
         assert f"--trainer.strategy.{argument}" in manual
-    assert "in this many packs" in " ".join(manual.split())
+    assert "in this many buckets" in " ".join(manual.split())
     everything = printed(capsys, "--help")
     assert all(command in everything for command in ("fit", "validate", "test", "predict", "plan", "bench", "doctor"))
 

@@ -53,7 +53,7 @@ def test_trains_to_the_weights_of_one_device(name: str, options: dict[str, Any],
 @pytest.mark.parametrize("name", MODES)
 def test_eight_replicas_on_four_devices(name: str) -> None:
     devices = [torch.device("sim", index // 2) for index in range(8)]
-    strategy = dpx.DPXStrategy(reducer=name, parallel_devices=devices, accelerator=dpx.trainer.SimAccelerator())
+    strategy = dpx.DPXStrategy(reducer=name, parallel_devices=devices, accelerator=dpx.lightning.SimAccelerator())
     loader = make_loader(batch_size=32)
     ours = run(seeded(), loader, strategy=strategy, accelerator="auto", devices="auto")
     assert_equal(strip_rows(ours), strip_rows(run(seeded(), loader)))

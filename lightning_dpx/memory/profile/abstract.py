@@ -80,7 +80,7 @@ def profile_absent(
 
 def _reason(error: Exception) -> str:
     """What failed, and the last line of it that is neither torch's nor ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     lines = [
         f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
     ]

@@ -325,7 +325,7 @@ def test_a_model_that_does_not_fit_is_profiled_on_few_rows_and_trains(small_devi
 def test_replicas_that_offload_end_at_the_same_bits(execution: Any) -> None:
     everything = dpx.search_plan(tower(dropout=0.0), next(iter(loader())), budget=1.0)
     actions = {decision.name: "offload" for decision in everything.decisions}
-    plan = dataclasses.replace(everything.with_actions(actions), overlap=2)  # type: ignore[arg-type]
+    plan = dataclasses.replace(everything.with_actions(actions), prefetch_depth=2)  # type: ignore[arg-type]
     sim, found, peaks = torch.get_device_module("sim"), [], []
     for given in (plan, None):
         gc.collect()
