@@ -3,9 +3,9 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from lightning_dpx.backward_threads import end_failed_backward, finish_backward_at_exit, forget_failed_backward
 from lightning_dpx.devices import (
     canonical_device,
+    device_context,
     distinct_devices,
     is_host,
     num_usable_cpus,
@@ -34,9 +35,10 @@ from lightning_dpx.replicas.replicate import replicate, stand_in
 from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes, user_slicer
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
-from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
+from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
 
 Execution = Literal["auto", "inline", "threads"]
+_NOTHING = nullcontext()
 _SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
 _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
 
@@ -63,6 +65,60 @@ def weights_of(shares: Sequence[Share]) -> Weights:
     rows = [share.num_rows for share in shares]
     own = [share.num_rows if share.weight is None else share.weight for share in shares]
     return Weights(rows=rows, of_loss=own)
+
+
+class Watch(Protocol):
+    """Times a replica's part of a stage."""
+
+    def start(self) -> None:
+        """It begins."""
+
+    def stop(self) -> None:
+        """It has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTask(Task):
+    """A replica's part of a stage, run in the replica's rank; its errors say which module raised them.
+
+    Its ``call`` gets the share.
+
+    Attributes:
+        rank: The replica's place among those that take part.
+        share: Its part of the batch.
+        before: Called first, where another replica had its turn just before.
+        watches: What times it.
+        first_nan: Knows where its forward first made a NaN ...
+        searched: ... which is looked for under ``detect_anomaly`` only.
+    """
+
+    rank: ReplicaRank = field(kw_only=True)
+    share: Share = field(kw_only=True)
+    before: Callable[[], None] | None = field(kw_only=True)
+    watches: Sequence[Watch] = field(kw_only=True)
+    first_nan: FirstNaN = field(kw_only=True)
+    searched: bool = field(kw_only=True)
+
+    def attempt(self) -> Outcome:
+        """See :meth:`Task.attempt`; all of it in one frame, of which a user's traceback has one for each replica."""
+        module = self.share.replica.module
+        try:
+            with device_context(self.device), as_rank(self.rank):
+                try:
+                    if self.before is not None:
+                        self.before()
+                    for watch in self.watches:
+                        watch.start()
+                    with self.first_nan.watching(module) if self.searched else _NOTHING:
+                        value = self.call(self.share)
+                    for watch in self.watches:
+                        watch.stop()
+                    return Outcome(value=value)
+                except BaseException as error:
+                    annotate(error, module, self.device, self.first_nan)
+                    raise
+        except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt must reach the caller too
+            return Outcome(error=error)
 
 
 class ReplicaSet:
@@ -306,16 +362,7 @@ class ReplicaSet:
         state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(shares) > 1 else None
         if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
             self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
-        tasks = [
-            Task(
-                share.replica.index,
-                share.replica.device,
-                stage,
-                self._as_rank(rank, len(shares), call, share, stage),
-                partial(keep_gradients_out, share.replica.parameters),
-            )
-            for rank, share in enumerate(shares)
-        ]
+        tasks = self._tasks(stage, shares, call)
         try:
             values = (self._turns if in_turns else self._executor).run(tasks, self._rendezvous_slot)
         except BaseException as error:
@@ -328,38 +375,33 @@ class ReplicaSet:
             self._note_writes(stage, wrote)
         return values
 
-    def _as_rank(
-        self, index: int, world_size: int, call: Callable[[Share], Any], share: Share, stage: str
-    ) -> Callable[[], Any]:
-        rank = ReplicaRank(index, world_size, self._rendezvous_slot)
-        follows_another = index > 0 and self._runs_one_by_one(stage)
-        balancer = self._balancer if self.root.module.training else None
-        watches = [
-            None if balancer is None else balancer.watch(share.replica.index),
-            None if self.times is None else self.times.watch(share.replica.index, stage),
-        ]
-        watching = [watch for watch in watches if watch is not None]
-
-        module, first_nan = share.replica.module, self._first_nans[share.replica.index]
+    def _tasks(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Task]:
+        one_by_one = self._runs_one_by_one(stage)
         searched = torch.is_anomaly_enabled() and stage != "backward"
-
-        def ranked() -> Any:
-            with as_rank(rank):
-                try:
-                    if follows_another:
-                        self.python_state.hand_over()
-                    for watch in watching:
-                        watch.start()
-                    with first_nan.watching(module) if searched else nullcontext():
-                        result = call(share)
-                    for watch in watching:
-                        watch.stop()
-                    return result
-                except BaseException as error:
-                    annotate(error, module, share.replica.device, first_nan)
-                    raise
-
-        return ranked
+        balancer = self._balancer if self.root.module.training else None
+        tasks: list[Task] = []
+        for rank, share in enumerate(shares):
+            replica = share.replica
+            watches: list[Watch | None] = []
+            if balancer is not None:
+                watches.append(balancer.watch(replica.index))
+            if self.times is not None:
+                watches.append(self.times.watch(replica.index, stage))
+            task = ReplicaTask(
+                replica.index,
+                replica.device,
+                stage,
+                call,
+                partial(keep_gradients_out, replica.parameters),
+                rank=ReplicaRank(rank, len(shares), self._rendezvous_slot),
+                share=share,
+                before=self.python_state.hand_over if rank > 0 and one_by_one else None,
+                watches=[watch for watch in watches if watch is not None],
+                first_nan=self._first_nans[replica.index],
+                searched=searched,
+            )
+            tasks.append(task)
+        return tasks
 
     def backward(self, shares: Sequence[Share], roots: Sequence[Roots]) -> None:
         """Every replica's own backward, from the tensors that its forward returned, with their gradients.

@@ -1,0 +1,107 @@
+"""The flow of one training step: its stages in order, and what stands between Lightning and the user's step."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+import lightning_dpx
+from tests.conftest import make_loader, make_trainer
+
+PACKAGE = lightning_dpx.__path__[0]
+MOST_FRAMES = 11  # between Lightning and the user's training_step
+
+
+class Diary(LightningModule):
+    """Writes down each stage of a step, with the replica that is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.stages: list[str] = []
+        self.frames: list[int] = []
+
+    def note(self, stage: str) -> None:
+        self.stages.append(f"{stage} {self.trainer.strategy.global_rank}")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.stages.clear()
+        self.note("batch start")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("before transfer")
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.note("transfer")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("after transfer")
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.note("training step")
+        self.frames.append(own_frames())
+        inputs, targets = batch
+        output = self.layer(inputs)
+        output.register_hook(lambda _: self.note("backward"))
+        return nn.functional.cross_entropy(output, targets)
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.note("before backward")
+
+    def on_after_backward(self) -> None:
+        self.note("after backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("before optimizer")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("batch end")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def own_frames() -> int:
+    """Calls of this package that the caller's caller is in, up to the next one of Lightning's."""
+    frame, own = sys._getframe(2), 0
+    while frame is not None and "/lightning/pytorch/trainer/" not in frame.f_code.co_filename:
+        own += frame.f_code.co_filename.startswith(PACKAGE)
+        frame = frame.f_back  # type: ignore[assignment]
+    return own
+
+
+def fit(devices: int, **options: Any) -> Diary:
+    module, strategy = Diary(), lightning_dpx.DPXStrategy(verify="off", **options)
+    trainer = make_trainer(strategy=strategy, devices=devices, limit_train_batches=2, accelerator="cpu")
+    trainer.fit(module, make_loader(num_rows=32))
+    return module
+
+
+def test_the_stages_of_a_step_of_several_replicas_come_in_this_order() -> None:
+    module = fit(devices=2, execution="inline")
+    assert module.stages == [
+        "batch start 0",
+        "transfer 0",
+        "after transfer 0",
+        "training step 0",
+        "transfer 1",
+        "after transfer 1",
+        "training step 1",
+        "before backward 0",
+        "backward 1",
+        "backward 0",
+        "after backward 0",
+        "before optimizer 0",
+        "batch end 0",
+    ]
+
+
+@pytest.mark.parametrize("options", [{"devices": 1}, {"devices": 2}, {"devices": 2, "execution": "inline"}])
+def test_few_own_calls_stand_between_lightning_and_the_step(options: dict[str, Any]) -> None:
+    assert 0 < max(fit(**options).frames) <= MOST_FRAMES
