@@ -474,7 +474,8 @@ class Practised(Rematerialisation):
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Likewise, and notes steps that run backwards of their own, which are followed call by call for good."""
-        if self._running:
+        # Whoever looks at an attribute of a node, such as ``grad_fn._saved_input``, unpacks it as well.
+        if self._running and torch._C._current_graph_task_id() != -1:
             self._runs_backwards = True
         return super().unpack(saved)
 

@@ -460,6 +460,11 @@ class Node:
         """An argument of the operator that is not a tensor."""
         return getattr(self._node, f"_saved_{name}")
 
+    def saves(self, name: str) -> bool:
+        """Whether the operator has saved a tensor under ``name``."""
+        # To ask for ``_saved_{name}`` would unpack it: a use that is none, and seems to be a backward of the step's own.
+        return hasattr(self._node, f"_raw_saved_{name}")
+
     def edge(self, index: int) -> Value | View:
         """The input tensor number ``index``, found along the graph."""
         source, output = self._node.next_functions[index]

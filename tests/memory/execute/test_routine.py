@@ -99,6 +99,27 @@ def test_later_steps_give_the_same_bits_in_the_same_memory(name: str, share: flo
         assert hooks_of(module) < 2 * len(list(module.modules())) / 2
 
 
+@pytest.mark.parametrize("name", sorted(ORDINARY))
+def test_what_recipes_look_at_is_no_backward_of_the_steps_own(name: str) -> None:
+    torch.manual_seed(3)
+    module, x = ORDINARY[name]()
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=0.6))
+    for _ in range(2):
+        module(x).pow(2).mean().backward()
+    assert values_of(applied)._is_routine
+
+
+def test_looking_at_a_node_in_the_forward_is_no_backward() -> None:
+    module, _, x, plan = make()
+    looked: list[Tensor] = []
+    module.blocks[3][1].register_forward_hook(lambda _m, _i, out: looked.append(out.grad_fn._saved_self))
+    applied = dpx.apply_plan(module, plan)
+    for _ in range(2):
+        gradients_of(module, x)
+    assert looked
+    assert values_of(applied)._is_routine
+
+
 def test_hooks_are_off_where_everything_is_kept() -> None:
     module, _, x, plan = make(0.8)
     only = {decision.name: "keep" for decision in plan.decisions} | {"blocks.2.2:1": "recompute"}

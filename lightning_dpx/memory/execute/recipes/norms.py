@@ -16,7 +16,7 @@ def _batch_norm(node: Any) -> Any:
     """
     if node.output:
         raise NotRecomputable("only the first output of batch norm is computed again")
-    names = ("result1", "result2") if hasattr(node, "result1") else ("save_mean", "save_var")
+    names = ("result1", "result2") if node.saves("result1") else ("save_mean", "save_var")
     affine = _affine(node)
     if getattr(node, "training", True):
 
