@@ -462,7 +462,7 @@ class Node:
 
     def saves(self, name: str) -> bool:
         """Whether the operator has saved a tensor under ``name``."""
-        # To ask for ``_saved_{name}`` would unpack it: a use that is none, and seems to be a backward of the step's own.
+        # To ask for ``_saved_{name}`` would unpack it: a use that is none, and that looks like a backward of a step.
         return hasattr(self._node, f"_raw_saved_{name}")
 
     def edge(self, index: int) -> Value | View:
