@@ -33,7 +33,8 @@ from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, format_plan, su
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
 from lightning_dpx.memory.profile.abstract import profile_absent
-from lightning_dpx.memory.profile.profiler import Profile, profile_step
+from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.memory.shapes import SharedPlan, complete_plan, plan_shapes
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace

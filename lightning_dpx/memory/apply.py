@@ -27,8 +27,9 @@ from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import Planner, Problem
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
+from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import place_for
-from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
+from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.progress import shown
 
 _WATCHED = 8  # steps

@@ -19,7 +19,7 @@ from lightning_dpx.memory.plan.joint import plan_places, with_figures
 from lightning_dpx.memory.plan.make_plan import lower_bound, plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
-from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.memory.profile.data import Profile
 
 _ATTEMPTS = 5  # to find plans that do for all once each shape has its own
 _LEAST = 0.02  # of a room, by which it is made smaller at least: what is dropped is never a few bytes

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_dpx.memory.profile.call_course import most_with
-from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.prefetch import Prefetcher
 
 HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth

@@ -16,7 +16,7 @@ from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.offload import as_planned
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
-from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.memory.profile.data import Profile
 
 _ATTEMPTS = 4  # to make room on each device for what the other one drops
 

@@ -20,7 +20,7 @@ from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import fill
-from lightning_dpx.memory.profile.profiler import Profile, SavedValue
+from lightning_dpx.memory.profile.data import Profile, SavedValue
 
 
 @register_planner("auto")

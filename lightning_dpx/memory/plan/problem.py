@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from lightning_dpx.memory.plan.forecast import Forecast, forecast
-from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.progress import at
 from lightning_dpx.registry import Registry
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.replayed_steps import replayed
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
-from lightning_dpx.memory.profile.profiler import Profile
+from lightning_dpx.memory.profile.data import Profile
 
 Choose = Callable[[Problem, int | None], Choice]
 _WORTH = 0.05  # of the peak: what the calls of a kind must hold

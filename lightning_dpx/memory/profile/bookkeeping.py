@@ -3,12 +3,13 @@
 It is measured once in a process, on a model of small tensors whose operators cost next to nothing: the time of a
 planned step, less that of the same step without a plan and of the operators that are repeated. Where
 operators run beside Python, as on accelerators, such time is hidden and does not count.
+
+There the code and what it works on stay in the processor's caches. Between the operators of a larger model they do not,
+and the same lines take two to three times as long; see :mod:`lightning_dpx.memory.profile.planned_steps`.
 """
 
-import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,17 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.values import Value
-from lightning_dpx.python_objects.untouched import CopyOnWrite
 
-_ROWS, _WIDTH, _BLOCKS, _ROUNDS, _WARM = 32, 64, 8, 7, 3
+_ROWS, _WIDTH, _BLOCKS, _ROUNDS, _WARM = 32, 64, 8, 9, 3
 _RECIPES, _TENSORS = 5, 10  # of a block: values that are made again, and tensors that autograd saves
-_STEPS, _ENOUGH = 2, 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,64 +128,13 @@ def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:
     result.backward()
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds that what runs there takes: processor time on the host, where others may be at work at that moment.
-
-    Of this thread, because the others that share in its operators only work while it does.
-    """
-    return time.thread_time if is_host(device) else time.perf_counter
-
-
-def step_seconds(
-    run: Callable[[], Tensor | None],
-    backward: Callable[[Tensor], None],
-    device: torch.device,
-    alone: Callable[[bool], AbstractContextManager[CopyOnWrite | None]],
-) -> tuple[float, float]:
-    """The least time of one or two steps, and that of their forward, after one that is not counted.
-
-    Args:
-        run: A forward; ``None`` from a step that runs all its backwards itself.
-        backward: What to do with its result.
-        device: Where it runs.
-        alone: Around a step: it begins at the same state as the others, and leaves nothing behind. Given whether
-            writes to tensors are watched, it yields what has seen them.
-    """
-    best, spent, watches = (float("inf"), 0.0), 0.0, True
-    for turn in range(1 + _STEPS):
-        with alone(watches) as writes:
-            whole, forward = _timed_step(run, backward, device)
-            watches = writes is not None and writes.has_seen_any  # else the next one writes to nothing either
-        if not turn:
-            continue
-        best = min(best, (whole, forward))
-        spent += whole
-        if spent > _ENOUGH:
-            break
-    return best
-
-
-def _timed_step(
-    run: Callable[[], Tensor | None], backward: Callable[[Tensor], None], device: torch.device
-) -> tuple[float, float]:
-    clock = clock_of(device)
-    synchronize(device)
-    start = clock()
-    result = run()
-    synchronize(device)
-    middle = clock()
-    if result is not None:
-        backward(result)
-    synchronize(device)
-    return clock() - start, middle - start
-
-
 def _seconds(run: Callable[[], object]) -> float:
-    """Of processor time, the median of a few runs after the first ones."""
-    found = []
+    """Of processor time, the least of a few runs after the first ones: the differences of such times count, and what
+    others do on the same processor only ever adds to one of them."""
+    least = float("inf")
     for turn in range(_WARM + _ROUNDS):
         start = time.thread_time()
         run()
         if turn >= _WARM:
-            found.append(time.thread_time() - start)
-    return statistics.median(found)
+            least = min(least, time.thread_time() - start)
+    return least

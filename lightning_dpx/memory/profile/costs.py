@@ -1,6 +1,6 @@
 """How a step is watched and its operators are tried: by running them where the step runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -12,9 +12,10 @@ from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
 from lightning_dpx.memory.execute.offload import copy_seconds
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
-from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, clock_of, measured_bookkeeping, step_seconds
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.call_course import CallCourse, course_of
 from lightning_dpx.memory.profile.noted_calls import ReplayTrial
+from lightning_dpx.memory.profile.step_timer import StepTimer, clock_of
 from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, Reach, untouched
@@ -121,14 +122,9 @@ class CostModel:
         synchronize(self.device)
         return tensor, clock() - start
 
-    def step_seconds(
-        self,
-        module: nn.Module,
-        run: Callable[[], torch.Tensor | None],
-        backward: Callable[[torch.Tensor], None],
-    ) -> tuple[float, float]:
-        """The time of a step, and that of its forward."""
-        return step_seconds(run, backward, self.device, partial(self._alone, module))
+    def timer(self, module: nn.Module) -> StepTimer:
+        """Times steps of ``module``."""
+        return StepTimer(self.device, partial(self._alone, module))
 
     @contextmanager
     def _alone(self, module: nn.Module, watches: bool) -> Iterator[CopyOnWrite | None]:

@@ -17,66 +17,12 @@ from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
-from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
+from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
 _MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
-
-
-@dataclass(frozen=True, slots=True)
-class SavedCall:
-    """A call of a module that can be replayed as a whole.
-
-    Attributes:
-        name: Of the call.
-        kind: Calls of one kind do the same to tensors of the same sizes.
-        parent: The number of the innermost call among these that it is made in; -1 without one.
-        begin: The event at which it begins.
-        end: The event at which it is over.
-        tensors: That autograd saves within it.
-        seconds: To make it again.
-        most: Bytes at the most while it is made again, those that stay for backward among them.
-        again: What stays for backward then: bytes, and the event at which they go.
-        small: Bytes of what it saves that is no value of its own, and that stays as long as the call's.
-        given: Storages of the profile that it takes.
-        given_beside: What it takes and nobody saves: bytes, and the event at which they would go.
-        state: Bytes of the states of random generators that are kept for it.
-    """
-
-    name: str
-    kind: str
-    parent: int
-    begin: int
-    end: int
-    tensors: int
-    seconds: float
-    most: int
-    again: tuple[tuple[int, int], ...]
-    small: int
-    given: tuple[int, ...]
-    given_beside: tuple[tuple[int, int], ...]
-    state: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Autograd holds a value.
-
-    Attributes:
-        name: Of the value.
-        module_call: The name of the call that runs when it is saved.
-        call: The number of the innermost call that can be replayed; -1 without one.
-        asked: The event at which backward first asks for it; -1 if it never does.
-        end: The event at which autograd lets go of it.
-    """
-
-    name: str
-    module_call: str
-    call: int
-    asked: int
-    end: int
 
 
 class ReplayTrial:
@@ -97,9 +43,6 @@ class TriesReplays(Protocol):
 
     def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
         """Makes a call again."""
-
-    def bookkeeping(self) -> Bookkeeping:
-        """What a planned step spends beside its operators."""
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right."""
@@ -230,7 +173,7 @@ class NotedCalls:
                     self._tried.append(number)
             typical = statistics.median_low([noted.seconds for noted in alike]) if alike else 0.0
             for noted in alike:
-                noted.seconds = typical + meter.bookkeeping().of_call(noted.count)
+                noted.seconds = typical
         self._tried.sort()
         for noted in self._noted:
             noted.given = []

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,135 +37,15 @@ from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, i
 from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, used
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
-from lightning_dpx.memory.profile.noted_calls import Hold, NotedCalls, SavedCall
+from lightning_dpx.memory.profile.data import Hold, Profile, Request, SavedCall, SavedStorage, SavedValue
+from lightning_dpx.memory.profile.noted_calls import NotedCalls
+from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
 
 Run = Callable[[], torch.Tensor | None]
 _NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
 _OFFLOADED = "it cannot be made again, and a step that runs a backward of its own offloads nothing"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedValue:
-    """A tensor that backward needs, or one on the way to such a tensor that nobody saves.
-
-    Attributes:
-        name: The module call that saves it, and a number; empty where nobody does.
-        operator: The autograd node that produced it.
-        num_bytes: Of the tensor, made anew.
-        storage: Values with the same number share one storage; -1 where nobody saves it.
-        inputs: Indices of the values that it is computed from.
-        seconds: That this takes, without the inputs.
-        refused: Why it cannot be computed again; empty if it can.
-        compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
-        offloaded: Whether it is not computed again but comes back from the host's memory.
-        copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be offloaded.
-        saved: The event of forward before which it was saved first.
-        call: The module call that is made again for it; it stands for all that is picked from that call.
-        beside: Bytes that come and go while it is made, beyond its own.
-        picked: Whether it is a part of its only input, a call, and takes no memory of its own.
-        stretches: Of a call: bytes at the most in each of its stretches, while nothing is picked; see call_course.py.
-        gone: The first stretch of its call without what is picked.
-        within: The call that is replayed as a whole and saves it, if one is; see replayed_steps.py.
-    """
-
-    name: str
-    operator: str
-    num_bytes: int
-    storage: int
-    inputs: tuple[int, ...]
-    seconds: float
-    refused: str
-    compact: int = 0
-    offloaded: bool = False
-    copying: float = 0.0
-    saved: int = 0
-    call: str = ""
-    beside: int = 0
-    picked: bool = False
-    stretches: tuple[int, ...] = ()
-    gone: int = 0
-    within: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStorage:
-    """The memory behind one or several values.
-
-    Attributes:
-        num_bytes: Its size.
-        unused: The event of the step after which it is only kept for backward.
-        freed: The event at which it goes if it is kept.
-    """
-
-    num_bytes: int
-    unused: int
-    freed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Backward asks for a value.
-
-    Attributes:
-        event: When.
-        value: Which.
-        released: The event at which it has no more use for it.
-        hold: The number of what autograd holds for it among the profile's; -1 where nobody knows.
-    """
-
-    event: int
-    value: int
-    released: int
-    hold: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A step, seen from its memory. Events are numbered through forward and backward.
-
-    Attributes:
-        values: In the order in which forward made them known.
-        storages: What they occupy.
-        requests: Of backward, in order.
-        curve: Bytes at every event, if all is kept; without what outlives the step.
-        forward_events: How many of the events belong to forward.
-        step_seconds: Time in the operators of forward and backward.
-        scale: Rows of the real batch for each row that was profiled.
-        forward_seconds: The part of forward in the time of the step.
-        offloading_room: Bytes that may be offloaded where they could be computed again as well.
-        prefetch_depth: How many offloaded values are on their way at once, in each direction; see offload.py.
-        basis: What all this rests on, in words; empty for a step that was run and measured.
-        saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
-            that the requests tell how long a value is waited for.
-        operators: Event and name of every operator, in order; empty where nobody noted them.
-        calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
-        holds: What autograd holds, in order; empty if nothing can be replayed.
-        replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
-    """
-
-    values: tuple[SavedValue, ...]
-    storages: tuple[SavedStorage, ...]
-    requests: tuple[Request, ...]
-    curve: tuple[int, ...]
-    forward_events: int
-    step_seconds: float
-    scale: float = 1.0
-    forward_seconds: float = 0.0
-    offloading_room: int = 0
-    prefetch_depth: int = 0
-    basis: str = ""
-    saves: tuple[tuple[int, int], ...] = ()
-    operators: tuple[tuple[int, str], ...] = ()
-    calls: tuple[SavedCall, ...] = ()
-    holds: tuple[Hold, ...] = ()
-    replaying: float = 0.0
-
-    @property
-    def peak(self) -> int:
-        """Bytes of activations at the most, if all is kept."""
-        return max(self.curve, default=0)
 
 
 class _Every:
@@ -471,11 +351,12 @@ def _profiled(
         meter.bookkeeping()  # before hooks of ours are on
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
+    forward, timer = _Forward(module, run, context), meter.timer(module)
     times = None
     if meter.times_steps:
         at("timing steps")
         with uncompiled, torch.enable_grad():
-            times = _times(module, run, meter, backward, context)
+            times = timer.least(forward, backward)
     names = CallNames(module)
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
@@ -497,28 +378,35 @@ def _profiled(
     finally:
         names.listener = None
         names.remove()
-    return profile if times is None else replace(profile, step_seconds=times[0], forward_seconds=times[1])
+    bookkeeping = meter.bookkeeping()
+    if times is None:
+        return with_bookkeeping(profile, bookkeeping)
+    profile = replace(profile, step_seconds=times[0], forward_seconds=times[1])
+    if not (compiled or by_hand or profile.saves):
+        at("timing planned steps")
+        with torch.enable_grad():
+            profile, bookkeeping = measured_in_step(
+                profile, module, timer, forward=forward, backward=backward, known=bookkeeping
+            )
+    return with_bookkeeping(profile, bookkeeping)
 
 
-def _times(
-    module: nn.Module,
-    run: Run,
-    meter: CostModel,
-    backward: Callable[[torch.Tensor], None],
-    context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[float, float]:
-    """Of a step, and its forward, as they are without anybody who watches."""
+class _Forward:
+    """A forward of a step that finds no gradients, as it is without anybody who watches."""
 
-    def forward() -> torch.Tensor | None:
-        for parameter in module.parameters():
+    def __init__(self, module: nn.Module, run: Run, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._module = module
+        self._run = run
+        self._context = context
+
+    def __call__(self) -> torch.Tensor | None:
+        for parameter in self._module.parameters():
             parameter.grad = None
-        with context():
-            result = run()
+        with self._context():
+            result = self._run()
         if result is not None and not result.requires_grad:
             raise PlanError(_NO_LOSS)
         return result
-
-    return meter.step_seconds(module, forward, backward)
 
 
 def _stand_in_for_gradients(module: nn.Module, accumulates: bool) -> None:
@@ -688,12 +576,7 @@ def _measure(
     offloaded = {value for value in copying if refused[value]}
     for value in offloaded:
         seconds[value], refused[value] = 2 * copying[value], ""
-    seconds, beside_operators = _typical(seconds, sizes), meter.bookkeeping().value
-    for value in new:
-        if isinstance(value.make, Replay):
-            seconds[value] += meter.bookkeeping().call
-        elif value.make is not None or value in compact:
-            seconds[value] += beside_operators
+    seconds = _typical(seconds, sizes)
     numbers: dict[Value, int] = {}
     for value, span in found.items():
         if span is None:

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lightning_dpx.memory.profile.noted_calls import SavedCall
-from lightning_dpx.memory.profile.profiler import Profile, SavedValue
+from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
 
 
 def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int) -> Profile:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpx.memory import profile_module
-from lightning_dpx.memory.profile.bookkeeping import measured_bookkeeping
 
 
 class _Doubled(nn.Module):
@@ -82,12 +81,3 @@ def test_steps_that_are_timed_leave_nothing_behind() -> None:
     profile_module(module, torch.randn(32, 64))
     assert module.turn == 0
     assert not any(note.any() for note in module.notes)
-
-
-def test_what_is_dropped_costs_our_own_bookkeeping_as_well() -> None:
-    own = measured_bookkeeping().value
-    profile = profile_module(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()), torch.randn(32, 64))
-    droppable = [value for value in profile.values if value.name and not value.refused]
-    assert len(droppable) > 1
-    assert own > 0.0
-    assert all(value.seconds > own for value in droppable)

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from lightning_dpx.memory.plan.problem import Problem
-from lightning_dpx.memory.profile.profiler import Request
+from lightning_dpx.memory.profile.data import Request
 
 _MOST_EVENTS = 200
 

@@ -1,0 +1,179 @@
+"""What is known of a profiled step: numbers and names only, which is all that planners see."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A tensor that backward needs, or one on the way to such a tensor that nobody saves.
+
+    Attributes:
+        name: The module call that saves it, and a number; empty where nobody does.
+        operator: The autograd node that produced it.
+        num_bytes: Of the tensor, made anew.
+        storage: Values with the same number share one storage; -1 where nobody saves it.
+        inputs: Indices of the values that it is computed from.
+        seconds: That this takes, without the inputs.
+        refused: Why it cannot be computed again; empty if it can.
+        compact: Bytes that stay while it is dropped, of a mask that is compressed instead of computed again.
+        offloaded: Whether it is not computed again but comes back from the host's memory.
+        copying: Seconds of a copy to the host's memory or back, the slower of the two; 0 where it cannot be offloaded.
+        saved: The event of forward before which it was saved first.
+        call: The module call that is made again for it; it stands for all that is picked from that call.
+        beside: Bytes that come and go while it is made, beyond its own.
+        picked: Whether it is a part of its only input, a call, and takes no memory of its own.
+        stretches: Of a call: bytes at the most in each of its stretches, while nothing is picked; see call_course.py.
+        gone: The first stretch of its call without what is picked.
+        within: The call that is replayed as a whole and saves it, if one is; see replayed_steps.py.
+    """
+
+    name: str
+    operator: str
+    num_bytes: int
+    storage: int
+    inputs: tuple[int, ...]
+    seconds: float
+    refused: str
+    compact: int = 0
+    offloaded: bool = False
+    copying: float = 0.0
+    saved: int = 0
+    call: str = ""
+    beside: int = 0
+    picked: bool = False
+    stretches: tuple[int, ...] = ()
+    gone: int = 0
+    within: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """The memory behind one or several values.
+
+    Attributes:
+        num_bytes: Its size.
+        unused: The event of the step after which it is only kept for backward.
+        freed: The event at which it goes if it is kept.
+    """
+
+    num_bytes: int
+    unused: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Backward asks for a value.
+
+    Attributes:
+        event: When.
+        value: Which.
+        released: The event at which it has no more use for it.
+        hold: The number of what autograd holds for it among the profile's; -1 where nobody knows.
+    """
+
+    event: int
+    value: int
+    released: int
+    hold: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCall:
+    """A call of a module that can be replayed as a whole.
+
+    Attributes:
+        name: Of the call.
+        kind: Calls of one kind do the same to tensors of the same sizes.
+        parent: The number of the innermost call among these that it is made in; -1 without one.
+        begin: The event at which it begins.
+        end: The event at which it is over.
+        tensors: That autograd saves within it.
+        seconds: To make it again.
+        most: Bytes at the most while it is made again, those that stay for backward among them.
+        again: What stays for backward then: bytes, and the event at which they go.
+        small: Bytes of what it saves that is no value of its own, and that stays as long as the call's.
+        given: Storages of the profile that it takes.
+        given_beside: What it takes and nobody saves: bytes, and the event at which they would go.
+        state: Bytes of the states of random generators that are kept for it.
+    """
+
+    name: str
+    kind: str
+    parent: int
+    begin: int
+    end: int
+    tensors: int
+    seconds: float
+    most: int
+    again: tuple[tuple[int, int], ...]
+    small: int
+    given: tuple[int, ...]
+    given_beside: tuple[tuple[int, int], ...]
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Autograd holds a value.
+
+    Attributes:
+        name: Of the value.
+        module_call: The name of the call that runs when it is saved.
+        call: The number of the innermost call that can be replayed; -1 without one.
+        asked: The event at which backward first asks for it; -1 if it never does.
+        end: The event at which autograd lets go of it.
+    """
+
+    name: str
+    module_call: str
+    call: int
+    asked: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step, seen from its memory. Events are numbered through forward and backward.
+
+    Attributes:
+        values: In the order in which forward made them known.
+        storages: What they occupy.
+        requests: Of backward, in order.
+        curve: Bytes at every event, if all is kept; without what outlives the step.
+        forward_events: How many of the events belong to forward.
+        step_seconds: Time in the operators of forward and backward.
+        scale: Rows of the real batch for each row that was profiled.
+        forward_seconds: The part of forward in the time of the step.
+        offloading_room: Bytes that may be offloaded where they could be computed again as well.
+        prefetch_depth: How many offloaded values are on their way at once, in each direction; see offload.py.
+        basis: What all this rests on, in words; empty for a step that was run and measured.
+        saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
+            that the requests tell how long a value is waited for.
+        operators: Event and name of every operator, in order; empty where nobody noted them.
+        calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
+        holds: What autograd holds, in order; empty if nothing can be replayed.
+        replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
+    """
+
+    values: tuple[SavedValue, ...]
+    storages: tuple[SavedStorage, ...]
+    requests: tuple[Request, ...]
+    curve: tuple[int, ...]
+    forward_events: int
+    step_seconds: float
+    scale: float = 1.0
+    forward_seconds: float = 0.0
+    offloading_room: int = 0
+    prefetch_depth: int = 0
+    basis: str = ""
+    saves: tuple[tuple[int, int], ...] = ()
+    operators: tuple[tuple[int, str], ...] = ()
+    calls: tuple[SavedCall, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    replaying: float = 0.0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of activations at the most, if all is kept."""
+        return max(self.curve, default=0)

@@ -1,0 +1,80 @@
+"""Steps that are timed: each begins at the same state as the others, and leaves nothing behind."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.python_objects.untouched import CopyOnWrite
+
+Forward = Callable[[], Tensor | None]
+Backward = Callable[[Tensor], None]
+
+# One step says little where others are at work on the same processor: their cache misses and interrupts only ever add
+# to its time, so the least of several is what counts, and short steps can be afforded more often.
+_FEWEST_STEPS = 2
+_MOST_STEPS = 5
+_SHORT = 0.1  # seconds of steps, after which the fewest are enough
+_ENOUGH = 0.5  # seconds, after which even one is
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds that what runs there takes: processor time on the host, where others may be at work at that moment.
+
+    Of this thread, because the others that share in its operators only work while it does.
+    """
+    return time.thread_time if is_host(device) else time.perf_counter
+
+
+class StepTimer:
+    """Times steps of a module.
+
+    Args:
+        device: Where they run.
+        alone: Around a step: puts back what it changes. Given whether writes to tensors are watched, it yields what
+            has seen them.
+
+    Attributes:
+        watches: Whether the next step is watched, as the first one is: what writes to tensors that are not buffers
+            is not timed without, although that takes time itself.
+    """
+
+    def __init__(
+        self, device: torch.device, alone: Callable[[bool], AbstractContextManager[CopyOnWrite | None]]
+    ) -> None:
+        self._device = device
+        self._alone = alone
+        self.watches = True
+
+    def timed(self, forward: Forward, backward: Backward) -> tuple[float, float]:
+        """Seconds of a step, and of its forward; of a step that runs all its backwards itself, both are the same."""
+        clock = clock_of(self._device)
+        with self._alone(self.watches) as writes:
+            synchronize(self._device)
+            start = clock()
+            result = forward()
+            synchronize(self._device)
+            middle = clock()
+            if result is not None:
+                backward(result)
+            synchronize(self._device)
+            end = clock()
+            del result
+            self.watches = writes is not None and writes.has_seen_any
+        return end - start, middle - start
+
+    def least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
+        """The least time of several steps, and that of their forward, after one that is not counted."""
+        self.timed(forward, backward)
+        best = (float("inf"), 0.0)
+        spent = 0.0
+        for turn in range(1, _MOST_STEPS + 1):
+            whole, forward_only = self.timed(forward, backward)
+            best = min(best, (whole, forward_only))
+            spent += whole
+            if spent > _ENOUGH or (turn >= _FEWEST_STEPS and spent > _SHORT):
+                break
+        return best

@@ -1,0 +1,152 @@
+"""What planned steps spend beside their operators is measured in the step itself, which is left as it was."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dpx.memory import apply_plan, plan_profile
+from lightning_dpx.memory.apply import profile_module
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
+from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.planned_steps import droppable_values, measured_in_step, with_bookkeeping
+from lightning_dpx.python_objects.untouched import untouched
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Scripted:
+    """Runs the steps of a module, and says in turns that they take so long."""
+
+    def __init__(self, module: nn.Module, *seconds: float) -> None:
+        self._module = module
+        self._seconds = cycle(seconds)
+        self.watches = False
+        self.hooks: list[int] = []
+
+    def timed(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> tuple[float, float]:
+        self.hooks.append(num_hooks(self._module))
+        with untouched(self._module):
+            backward(forward())
+        seconds = next(self._seconds)
+        return seconds, seconds / 2
+
+
+def num_hooks(module: nn.Module) -> int:
+    return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in module.modules())
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[nn.Module, Tensor, Profile]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Block() for _ in range(4)))
+    x = torch.randn(64, 32)
+    return module, x, profile_module(module, x)
+
+
+def test_profiling_leaves_the_module_as_it_was(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    module, x, _ = step
+    before = copy.deepcopy(module.state_dict())
+    states = torch.get_rng_state()
+    profile_module(module, x)
+    assert num_hooks(module) == 0
+    assert all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    assert torch.equal(states, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_all_that_is_made_again_takes_bookkeeping_too(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    _, _, profile = step
+    more = with_bookkeeping(profile, Bookkeeping(value=1.0, call=10.0, tensor=100.0))
+    droppable = droppable_values(profile)
+    assert len(droppable) > 8
+    assert len(profile.calls) == 4
+    for index, (value, dearer) in enumerate(zip(profile.values, more.values, strict=True)):
+        assert dearer.seconds - value.seconds in (0.0, pytest.approx(10.0 if value.call else 1.0))
+        assert index not in droppable or dearer.seconds > 1.0
+    for call, dearer_call in zip(profile.calls, more.calls, strict=True):
+        assert dearer_call.seconds - call.seconds == pytest.approx(10.0 + 200.0 * call.tensors)
+
+
+def test_what_planned_steps_take_longer_is_bookkeeping(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    module, x, profile = step
+    free = replace(
+        profile,
+        step_seconds=2.0,
+        values=tuple(replace(value, seconds=0.0) for value in profile.values),
+        calls=tuple(replace(call, seconds=0.0) for call in profile.calls),
+    )
+
+    def forward() -> Tensor:
+        return module(x).pow(2).sum()
+
+    timer = Scripted(module, 1.0, 9.0, 17.0)
+    found, known = measured_in_step(
+        free,
+        module,
+        timer,  # type: ignore[arg-type]
+        forward=forward,
+        backward=Tensor.backward,
+        known=Bookkeeping(1.0, 1.0, 0.5),
+    )
+    assert (found.step_seconds, found.forward_seconds) == (1.0, 0.5)
+    made = 8.0 / known.value  # the values, and those on the way to them that nobody saves
+    assert made == pytest.approx(round(made))
+    assert made >= len(droppable_values(profile))
+    assert sum(known.of_call(call.tensors) for call in profile.calls) == pytest.approx(16.0)
+    assert known.call == pytest.approx(2 * known.tensor)
+    assert min(timer.hooks) > 0
+    assert num_hooks(module) == 0
+
+
+def test_steps_that_are_much_longer_than_bookkeeping_are_not_run_for_it(
+    step: tuple[nn.Module, Tensor, Profile],
+) -> None:
+    module, _, profile = step
+    known = Bookkeeping(1e-5, 1e-5, 1e-6)
+    timer = Scripted(module, 1.0)
+    long = replace(profile, step_seconds=100.0)
+    found = measured_in_step(long, module, timer, forward=lambda: None, backward=Tensor.backward, known=known)  # type: ignore[arg-type]
+    assert found == (long, known)
+    assert not timer.hooks
+
+
+def test_a_step_that_writes_to_what_it_holds_is_timed_as_it_was_watched() -> None:
+    module = nn.Linear(4, 4)
+    note = torch.zeros(4)
+    module.note = [note]  # type: ignore[assignment]
+
+    def forward() -> Tensor:
+        note.add_(1.0)
+        return module(torch.ones(2, 4)).sum()
+
+    timer = CostModel(torch.device("cpu")).timer(module)
+    timer.least(forward, Tensor.backward)
+    assert timer.watches
+    assert not note.any()
+
+
+def test_the_plan_that_is_made_gives_the_same_bits(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    module, x, profile = step
+    planned = copy.deepcopy(module)
+    apply_plan(planned, plan_profile(planned, profile, int(0.6 * profile.peak)))
+    for each in (module, planned):
+        torch.manual_seed(1)
+        each(x).pow(2).sum().backward()
+    for one, other in zip(module.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
