@@ -5,6 +5,7 @@ from lightning_dpx.bench.models import MODELS
 from lightning_dpx.bench.plan import BUDGETS, Contest, compare_plans, format_contests, plot_contests
 from lightning_dpx.bench.plan_peers import COMPILE_BUDGETS
 from lightning_dpx.bench.reduce import SIZES, Reduction, compare_reductions, format_reductions, plot_reductions
+from lightning_dpx.bench.scale import SCALE_PARAMETERS, ScaleResult, Where, format_scale, measure_scale
 from lightning_dpx.bench.staged import STAGED_MODELS
 from lightning_dpx.bench.step import Result, compare_steps, format_table
 from lightning_dpx.bench.zoo import ZOO
@@ -15,12 +16,15 @@ __all__ = [
     "COMPILE_BUDGETS",
     "MODELS",
     "MODES",
+    "SCALE_PARAMETERS",
     "SIZES",
     "STAGED_MODELS",
     "ZOO",
     "Contest",
     "Reduction",
     "Result",
+    "ScaleResult",
+    "Where",
     "ZooContest",
     "compare_plans",
     "compare_reductions",
@@ -28,8 +32,10 @@ __all__ = [
     "compare_zoo",
     "format_contests",
     "format_reductions",
+    "format_scale",
     "format_table",
     "format_zoo",
+    "measure_scale",
     "plot_contests",
     "plot_reductions",
 ]

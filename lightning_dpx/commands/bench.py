@@ -16,24 +16,28 @@ from lightning_dpx.bench import (
     COMPILE_BUDGETS,
     MODELS,
     MODES,
+    SCALE_PARAMETERS,
     SIZES,
     STAGED_MODELS,
     ZOO,
+    Where,
     compare_plans,
     compare_reductions,
     compare_steps,
     compare_zoo,
     format_contests,
     format_reductions,
+    format_scale,
     format_table,
     format_zoo,
+    measure_scale,
     plot_contests,
     plot_reductions,
 )
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.simulate import simulate
+from lightning_dpx.simulate import is_built, simulate
 
 
 def add_to(commands: Any) -> None:
@@ -44,6 +48,11 @@ def add_to(commands: Any) -> None:
     step.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     step.add_argument("--devices", type=_positive, default=4, help="replicas of dpx, processes of DDP")
     step.add_argument("--rounds", type=_positive, default=5, help="turns of every job")
+    step.add_argument(
+        "--scale", nargs="*", type=_positive, metavar="PARAMETERS",
+        help="instead: K = 1, 2, 4, 8 replicas of a module of 20, 200 and 2,000 parameters, or of those given, each as "
+        "processor time over K plain steps; on simulated devices, too, where their backend is built",
+    )  # fmt: skip
     step.add_argument("--json", action="store_true", help="print JSON instead of a table")
     step.set_defaults(run=_bench_step, takes_more=False)
     reduce = benches.add_parser("reduce", help="summing gradients: every mode, DDP's all-reduce and a plain copy")
@@ -95,8 +104,20 @@ def _share(text: str) -> float:
 
 
 def _bench_step(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    if args.scale is not None:
+        return _bench_scale(args)
     results = compare_steps(args.models, args.modes, args.devices, args.rounds, progress)
     _report(args.json, [result.as_dict() for result in results], format_table(results))
+    return 0
+
+
+def _bench_scale(args: argparse.Namespace) -> int:
+    where: list[Where] = ["inline"]
+    if is_built():
+        where.append("simulated")
+    sizes = args.scale or SCALE_PARAMETERS
+    results = measure_scale(sizes, where=where, rounds=args.rounds, progress=progress)
+    _report(args.json, [result.as_dict() for result in results], format_scale(results))
     return 0
 
 

@@ -5,6 +5,7 @@ where they are, so that only D lists travel; the modes differ in the way across 
 are summed in float32. Sparse gradients, and parameters that some replica did not use, take the plain way: to the owner.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,12 @@ from lightning_dpx.registry import Registry
 
 Gradients = list[torch.Tensor | None]
 Dense = list[torch.Tensor]
-HALVES = (torch.float16, torch.bfloat16)
+HALVES = frozenset((torch.float16, torch.bfloat16))
+
+# What is compared for every gradient of every step: mapped, not looped over.
+_LAYOUT = operator.attrgetter("layout")
+_DTYPE = operator.attrgetter("dtype")
+_KIND = operator.attrgetter("shape", "dtype", "layout")
 
 
 class GradientReducer(ABC):
@@ -172,6 +178,8 @@ class GradientReducer(ABC):
                 f"reduce() needs {len(self.devices)} lists of equal length (one per device), got lengths "
                 f"{[len(row) for row in grads]}."
             )
+        if _are_alike(grads):
+            return
         for index, column in enumerate(zip(*grads, strict=True)):
             kinds = {(tuple(g.shape), g.dtype, g.layout) for g in column if g is not None}
             if len(kinds) > 1:
@@ -192,19 +200,24 @@ def _is_dense(column: Iterable[torch.Tensor | None]) -> bool:
 
 def _are_twins(grads: Sequence[Gradients]) -> bool:
     """Whether every list has the same dense gradients, of a dtype that is summed as it is."""
-    first, *others = grads
-    for mine in first:
-        if mine is None or mine.layout != torch.strided or mine.dtype in HALVES:
-            return False
-    for other in others:
-        if len(other) != len(first):
-            return False
-        for mine, theirs in zip(first, other, strict=True):
-            if theirs is None or mine is None or theirs.layout != torch.strided:
-                return False
-            if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
-                return False
-    return True
+    first = grads[0]
+    if any(len(row) != len(first) or type(None) in set(map(type, row)) for row in grads):
+        return False
+    if not set(map(_LAYOUT, first)) <= {torch.strided} or not HALVES.isdisjoint(map(_DTYPE, first)):
+        return False
+    return all(_has_kinds_of(first, row) for row in grads[1:])
+
+
+def _are_alike(grads: Sequence[Gradients]) -> bool:
+    """Whether all gradients are there, and agree between the replicas."""
+    if any(type(None) in set(map(type, row)) for row in grads):
+        return False
+    return all(_has_kinds_of(grads[0], row) for row in grads[1:])
+
+
+def _has_kinds_of(first: Gradients, row: Gradients) -> bool:
+    # Compared one by one, without lists of the shapes: thousands of new tuples would start the garbage collector.
+    return all(map(operator.eq, map(_KIND, first), map(_KIND, row)))
 
 
 def _chosen(row: Gradients, indices: Sequence[int]) -> Dense:

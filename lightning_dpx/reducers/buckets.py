@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.torch_compat import flatten_dense, unflatten_dense
 
 SMALLEST_SPLIT = 1024  # elements; below, fusing costs more than it saves
 
@@ -118,7 +119,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.storage_offset() == end
         if not same or not tensor.is_contiguous():
-            return torch.cat([tensor.reshape(-1) for tensor in tensors])
+            return flatten_dense(tensors)
         end += tensor.numel()
     return first.as_strided((end - first.storage_offset(),), (1,))
 
@@ -147,7 +148,7 @@ def hand_out(
 
 def unpack_like(pack: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of ``pack`` with the shapes of ``like``; copies where those are not contiguous (channels last)."""
-    parts = unflatten(pack, [tensor.shape for tensor in like])
+    parts = unflatten_dense(pack, like)
     return [
         part if part.stride() == own.stride() else torch.empty_like(own, device=pack.device).copy_(part)
         for part, own in zip(parts, like, strict=True)

@@ -1,7 +1,6 @@
 """Gradients that travel while backward still runs, pack by pack (as PyTorch DDP's buckets do)."""
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,11 +37,16 @@ class OverlappedReduction:
         self._split_of = {index: number for number, split in enumerate(splits) for index in split}
         self._handles: list[RemovableHandle] = []
         self._expected: set[int] = set()
-        self._waiting: list[set[tuple[int, int]]] = []
         self._members: list[list[int]] = [list(split) for split in splits]
-        self._fired: Counter[tuple[int, int]] = Counter()
+        self._unfilled = [0] * len(splits)  # by pack, expected gradients that have not come yet
+        self._num_gradients = self._none_yet()
+        self._is_active = [False] * len(columns)
         self._done: set[int] = set()
         self._during_backward = False
+
+    def _none_yet(self) -> list[list[int]]:
+        """K x N: how many gradients each parameter got in this backward."""
+        return [[0] * len(column) for column in self._columns]
 
     @property
     def packs(self) -> list[list[int]]:
@@ -59,17 +63,18 @@ class OverlappedReduction:
         """For one backward of these replicas."""
         if not self._handles:
             self._install()
-        self._done, self._fired = set(), Counter()
-        self._waiting = [
-            {(replica, index) for replica in active for index in split if index in self._expected}
-            for split in self._members
-        ]
+        self._done = set()
+        self._num_gradients = self._none_yet()
+        self._is_active = [replica in active for replica in range(len(self._columns))]
+        self._unfilled = [len(active) * len(self._expected.intersection(split)) for split in self._members]
         self._during_backward = True
         try:
             yield
         finally:
             self._during_backward = False
-        self._expected = {i for i in self._split_of if all(self._fired[replica, i] == 1 for replica in active)}
+        counts = zip(*(self._num_gradients[replica] for replica in active), strict=True)
+        once = (1,) * len(active)
+        self._expected = {index for index, column in enumerate(counts) if column == once}
 
     @property
     def is_during_backward(self) -> bool:
@@ -95,21 +100,22 @@ class OverlappedReduction:
         if not self._during_backward:
             return
         with self._lock:
-            self._fired[replica, index] += 1
+            counts = self._num_gradients[replica]
+            counts[index] += 1
             if index in self._done:
                 raise ReplicationError(
                     f"Parameter {self._names[index]} got a second gradient in one backward, after the first was sent: "
                     "use DPXStrategy(gradient_buckets=0) for modules whose recomputation changes from step to step."
                 )
-            number = self._split_of[index]
-            waiting = self._waiting[number]
-            if (replica, index) not in waiting:
+            if counts[index] > 1 or index not in self._expected or not self._is_active[replica]:
                 return
-            waiting.discard((replica, index))
-            ready = [] if waiting else [member for member in self._members[number] if member in self._expected]
+            number = self._split_of[index]
+            self._unfilled[number] -= 1
+            if self._unfilled[number]:
+                return
+            ready = [member for member in self._members[number] if member in self._expected]
             self._done.update(ready)
-        if ready:
-            self._reduce(ready)
+        self._reduce(ready)
 
 
 def _hook(parameter: nn.Parameter, hook: Callable[[object], None]) -> RemovableHandle:

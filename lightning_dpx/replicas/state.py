@@ -1,6 +1,7 @@
 """Keeps the replicas equal to replica 0: parameters after they changed, buffers after a step, train/eval flags."""
 
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -12,6 +13,11 @@ from lightning_dpx.errors import ReplicationError, SharedWriteError
 from lightning_dpx.replicas.replica import Replica
 
 BufferMode = Literal["broadcast", "mean"]
+# What is compared for every parameter in every step: mapped, not looped over, which takes a third of the time. Shapes
+# one by one, because lists of thousands of new tuples would start the garbage collector.
+_SHAPE = operator.attrgetter("shape")
+_IS_TRAINED = operator.attrgetter("requires_grad")
+_ADDRESS = operator.methodcaller("data_ptr")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -89,12 +95,13 @@ class StateSync:
         if not self._owners:
             return
         replicas = (self._root, *self._others)
-        for index, owner in enumerate(self._owners):
-            value = replicas[owner].parameters[index]
-            for replica in replicas:
-                target = replica.parameters[index]
-                if target is not value and target.data_ptr() != value.data_ptr():
-                    target.copy_(value, non_blocking=True)
+        values = [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
+        for replica in replicas:
+            pairs = zip(replica.parameters, values, strict=True)
+            stale = [(target, value) for target, value in pairs if not _is_same_memory(target, value)]
+            if stale:
+                targets, sources = zip(*stale, strict=True)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
         self._owned = self._root.parameters
         self._versions = [parameter._version for parameter in self._owned]
         self._mirrored = [_versions(replica) for replica in self._others]
@@ -222,21 +229,34 @@ class StateSync:
         mirrored = replica.parameters
         if owned is not self._owned:
             self._check_names(replica)
+        if not all(map(operator.eq, map(_SHAPE, owned), map(_SHAPE, mirrored))):
+            self._refuse_resized(replica, owned)
+        if replica.device == self._root.device:
+            self._share_storage(owned, mirrored)
+        elif changed:
+            apart = [index for index, source in enumerate(owned) if source is not mirrored[index]]
+            if apart:  # the others are those of a module that all replicas share
+                targets: list[torch.Tensor] = [mirrored[index] for index in apart]
+                torch._foreach_copy_(targets, [owned[index] for index in apart], non_blocking=True)
+        if list(map(_IS_TRAINED, owned)) != list(map(_IS_TRAINED, mirrored)):
+            for source, target in zip(owned, mirrored, strict=True):
+                target.requires_grad_(source.requires_grad)
+
+    def _share_storage(self, owned: list[nn.Parameter], mirrored: list[nn.Parameter]) -> None:
+        """Replicas on the first device have its values, whatever storage the user's module has got since."""
+        if list(map(_ADDRESS, owned)) == list(map(_ADDRESS, mirrored)):
+            return
         for source, target in zip(owned, mirrored, strict=True):
-            if target is source:  # of a module that all replicas share
-                continue
+            if target is not source and target.data_ptr() != source.data_ptr():
+                target.data = source.detach()
+
+    def _refuse_resized(self, replica: Replica, owned: list[nn.Parameter]) -> None:
+        for source, target in zip(owned, replica.parameters, strict=True):
             if source.shape != target.shape:
                 raise ReplicationError(
                     f"Parameter {self._name_of(source)} was resized to {tuple(source.shape)} after setup; replica "
                     f"{replica.index} has {tuple(target.shape)}. Change the module before fit (configure_model)."
                 )
-            if replica.device == self._root.device:
-                if target.data_ptr() != source.data_ptr():
-                    target.data = source.detach()
-            elif changed:
-                target.copy_(source, non_blocking=True)
-            if target.requires_grad != source.requires_grad:
-                target.requires_grad_(source.requires_grad)
 
     def refuse_shared_writes(self) -> None:
         """After a forward: replicas on one device share the storage of their parameters, so each write hit it again.
@@ -348,6 +368,10 @@ class StateSync:
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, other in self._root.module.named_parameters() if other is parameter)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or one.data_ptr() == other.data_ptr()
 
 
 def _versions(replica: Replica) -> list[int]:

@@ -8,7 +8,16 @@ itself a CPU generator.
 """
 
 from lightning_dpx.simulate.backend import MAX_DEVICES, is_loaded
-from lightning_dpx.simulate.build import require_build_tools
+from lightning_dpx.simulate.build import is_built, require_build_tools
 from lightning_dpx.simulate.devices import Transfer, clear_traffic, simulate, traffic
 
-__all__ = ["MAX_DEVICES", "Transfer", "clear_traffic", "is_loaded", "require_build_tools", "simulate", "traffic"]
+__all__ = [
+    "MAX_DEVICES",
+    "Transfer",
+    "clear_traffic",
+    "is_built",
+    "is_loaded",
+    "require_build_tools",
+    "simulate",
+    "traffic",
+]

@@ -56,6 +56,11 @@ def cached_library() -> Path:
     return Path(root, f"lightning_dpx_sim_{key}.so")
 
 
+def is_built() -> bool:
+    """Whether the backend has been compiled here, so that devices are simulated without a compiler and at once."""
+    return cached_library().exists()
+
+
 def require_build_tools() -> None:
     """Whether the backend could be built here.
 
