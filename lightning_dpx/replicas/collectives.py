@@ -213,9 +213,9 @@ def check_differentiable(rank: ReplicaRank) -> None:
     """
     if rank.rendezvous_slot.oversubscribed:
         raise CollectiveError(
-            f"Gradients through a collective are not possible here: {rank.rendezvous_slot.oversubscribed} holds several "
-            "replicas, whose backwards would wait for each other in its one autograd thread. Give every replica a device "
-            "of its own."
+            f"Gradients through a collective are not possible here: {rank.rendezvous_slot.oversubscribed} holds "
+            "several replicas, whose backwards would wait for each other in its one autograd thread. Give every "
+            "replica a device of its own."
         )
 
 

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
-from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import RooflineCosts, faked, place_for
-from lightning_dpx.memory.profile.profiler import Run, profile_step
+from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
 
 Cut = Callable[[int], Any]
+_PACKAGE = Path(__file__).parents[2]
 
 
 def profile_absent(
@@ -81,7 +81,7 @@ def profile_absent(
 
 def _reason(error: Exception) -> str:
     """What failed, and the last line of it that is neither torch's nor ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    ours = (str(Path(torch.__file__).parent), str(_PACKAGE))
     lines = [
         f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
     ]

@@ -21,7 +21,7 @@ from tests.memory.execute.test_neighbours import Blocks
 from tests.memory.models import AWKWARD, GPT, ORDINARY, Block, Case
 from tests.memory.plan.test_planning import _Everything, make, measured_peak, train
 
-NEED_NUMBERS = ("data-dependent", "hooks", "recurrent layers")  # see test_absent.py
+NEED_NUMBERS = ("data-dependent", "hooks", "recurrent layers")  # see test_abstract.py
 
 
 def small(name: str) -> Case:
