@@ -123,6 +123,12 @@ class Budgets:
         present = 0 if is_host(device) else allocated_and_peak(device)[0]
         return present + int(free_bytes(device) * (1 - _MARGIN))
 
+    def is_measured(self, device: torch.device, homes: Sequence[torch.device]) -> bool:
+        """Whether :meth:`limit` is what happens to be free, and so another number in every run."""
+        budget = self.given if self._each is None else self._budget_of(device)
+        named, target = self._each is not None, device not in homes
+        return not isinstance(budget, int | float) or (not named and target and is_host(device))
+
     def _budget_of(self, device: torch.device) -> Budget:
         assert self._each is not None, "asked of budgets by device"
         if device not in self._each and not is_host(device):

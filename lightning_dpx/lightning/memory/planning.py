@@ -274,7 +274,10 @@ class MemoryPlanning:
             now = self._decided[home].plans[0] if home in self._decided else None
             try:
                 profiles = [step.profiles for step in steps]
-                shared = self._cache.plan_shapes(replicas.root.module, profiles, rooms, self.planner, now)
+                measured = any(self.budgets.is_measured(place, replicas.devices) for place in places)
+                shared = self._cache.plan_shapes(
+                    replicas.root.module, profiles, rooms, self.planner, now, measured=measured
+                )
             except BudgetError as error:
                 if error.smallest is not None:
                     index = error.place

@@ -8,6 +8,7 @@ which of them comes first.
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, SharedPlan, plan_shapes
+from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_plans, key_of_step
 
 Agree = Callable[[bool], bool]
+_MORE_ROOM = 1.1  # times what was free when a plan was made
 
 
 class PlanningCache:
@@ -67,25 +70,62 @@ class PlanningCache:
         rooms: Sequence[Sequence[int]],
         planner: str | Planner,
         now: MemoryPlan | None,
+        *,
+        measured: bool = False,
     ) -> SharedPlan:
         """As the function of this name.
+
+        Args:
+            module: As the function takes it.
+            steps: Likewise.
+            rooms: Likewise.
+            planner: Likewise.
+            now: Likewise.
+            measured: Whether the rooms are what happens to be free. Then an earlier plan does that was made for nearly
+                as much and fits.
 
         Raises:
             BudgetError: a budget cannot be met.
         """
-        key = ""
+        key, free = "", [room for step in rooms for room in step]
         if self._cache.is_on:
             every = [profile for profiles in steps for profile in profiles]
             before = () if now is None else (now.fingerprint, [(one.name, one.action) for one in now.decisions])
-            key = key_of_plans(every, planner, [len(profiles) for profiles in steps], rooms, before)
-            found = self._cache.plans(key, module)
-            if found is not None and len(found[0]) == len(found[1]) == len(steps[0]):
+            allowed = "what is free" if measured else rooms
+            key = key_of_plans(every, planner, [len(profiles) for profiles in steps], allowed, before)
+            shared = self._found(key, module, steps, rooms)
+            if shared is not None:
                 self._tell(key)
-                return SharedPlan(tuple(found[0]), tuple(found[1]))
+                return shared
         shared = plan_shapes(module, steps, rooms, planner, now)
-        self._cache.keep_plans(key, shared.plans, shared.worst)
+        self._cache.keep_plans(key, shared.plans, [*shared.worst, *free])
         self._keys.append(key)
         return shared
+
+    def _found(
+        self, key: str, module: nn.Module, steps: Sequence[Sequence[Profile]], rooms: Sequence[Sequence[int]]
+    ) -> SharedPlan | None:
+        """The plans of an earlier run, if they do for these rooms."""
+        found = self._cache.plans(key, module)
+        if found is None:
+            return None
+        plans, numbers = found
+        places, free = len(steps[0]), [room for step in rooms for room in step]
+        worst, before = numbers[:places], numbers[places:]
+        if len(plans) != places or len(before) != len(free):
+            return None
+        # With much more room than then a plan may be found that computes less again.
+        if not plans[0].keeps_all and any(now > _MORE_ROOM * then for now, then in zip(free, before, strict=True)):
+            return None
+        if free != before and any(
+            forecast_plan(profile, plans[0]).peak > room
+            for profiles, allowed in zip(steps, rooms, strict=True)
+            for profile, room in zip(profiles, allowed, strict=True)
+        ):
+            return None
+        allowed = [rooms[step][place] for place, step in enumerate(worst)]
+        now = tuple(replace(plan, budget=budget) for plan, budget in zip(plans, allowed, strict=True))
+        return SharedPlan(now, tuple(worst))
 
     def plan_profile(self, module: nn.Module, profile: Profile, planner: str | Planner) -> MemoryPlan:
         """As the function of this name, for as few bytes as possible."""

@@ -91,6 +91,28 @@ def test_the_second_run_of_a_job_plans_nothing(caplog: Any, devices: int) -> Non
     assert second.count("of a step (") == first.count("of a step (")  # the plan is announced as ever
 
 
+def test_so_it_does_where_the_budget_is_what_happens_to_be_free(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where that is a little less or more than then; not where it is far more, or the plan no longer fits."""
+
+    def said_with(free: float) -> str:
+        monkeypatch.setattr("lightning_dpx.lightning.memory.budgets.free_bytes", lambda _: int(free * MIB))
+        return fit(caplog, memory_budget="auto", plan_cache=tmp_path)[0]
+
+    assert planned_anew(said_with(3.6))
+    for free in (3.6, 3.59, 3.7):
+        assert not planned_anew(said_with(free)), free
+    for free in (5.0, 3.2):
+        assert "found in the cache" not in said_with(free), free
+    assert "found in the cache" not in fit(caplog, memory_budget=int(0.95 * 3.2 * MIB), plan_cache=tmp_path)[0]
+
+
+def test_a_plan_that_keeps_all_does_for_any_room(caplog: Any) -> None:
+    assert planned_anew(fit(caplog, memory_budget="auto")[0])
+    assert not planned_anew(fit(caplog, memory_budget="auto")[0])
+
+
 def test_another_job_is_planned_by_itself(caplog: Any) -> None:
     fit(caplog)
     for other in ({"rows": 192}, {"depth": 3}, {"kind": Squared}, {"plan_cache": False}):
