@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
+from lightning_dpx.torch_compat import key_of, tree_leaves, tree_map_only
 
 Run = Callable[[], Any]
 
@@ -104,7 +104,7 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
     """The activations of ``run``, which calls ``module`` or parts of it."""
     found: list[Activation] = []
     known = [*module.parameters(), *module.buffers(), *(leaf for leaf in inputs if isinstance(leaf, torch.Tensor))]
-    given = {tensor.untyped_storage()._cdata for tensor in known}
+    given = {key_of(tensor.untyped_storage()) for tensor in known}
     kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
     calls, counts = CallStack(module), Counter[str]()
     saved: list[list[torch.Tensor]] = []
@@ -112,13 +112,13 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         saved.append([tensor])
         storage = tensor.untyped_storage()
-        if storage._cdata in given:
+        if key_of(storage) in given:
             return saved[-1]
         number = counts[calls.name]
         counts[calls.name] += 1
         name = f"{calls.name}:{number}" if number else calls.name
-        size = 0 if storage._cdata in kept else storage.nbytes()
-        kept[storage._cdata] = storage
+        size = 0 if key_of(storage) in kept else storage.nbytes()
+        kept[key_of(storage)] = storage
         operator = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
         found.append(Activation(name, calls.path, tuple(tensor.shape), tensor.dtype, size, tensor.device, operator))
         return saved[-1]

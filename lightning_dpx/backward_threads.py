@@ -20,6 +20,7 @@ from functools import cache
 import torch
 
 from lightning_dpx.devices import is_host
+from lightning_dpx.torch_compat import execution_engine
 
 
 @cache
@@ -51,7 +52,7 @@ def finish_backward(device: torch.device) -> None:
         gradient = torch.ones((), device=device)
         _keep_forever([probe, result, gradient])
         # The engine itself: torch.autograd.backward gives every graph the caller's context variables (torch 2.11+).
-        torch.autograd.Variable._execution_engine.run_backward(
+        execution_engine.run_backward(
             (result,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
 
@@ -100,7 +101,7 @@ def _pass_through(probe: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         return
     result, gradient = probe
     with suppress(RuntimeError):  # the device is lost, or cannot be used after a fork
-        torch.autograd.Variable._execution_engine.run_backward(
+        execution_engine.run_backward(
             (result,), (gradient,), True, False, (), allow_unreachable=True, accumulate_grad=True
         )
 

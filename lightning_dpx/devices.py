@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.torch_compat import DisableFuncTorch, privateuse1_backend_name, pynvml_handler
 
 
 def canonical_device(device: torch.device | str) -> torch.device:
@@ -55,7 +56,7 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
 
 def autocast_types() -> tuple[str, ...]:
     """Device types whose autocast state a thread may carry."""
-    return ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
+    return ("cpu", "cuda", privateuse1_backend_name())
 
 
 def has_nccl(devices: Sequence[torch.device]) -> bool:
@@ -244,7 +245,7 @@ class RandomStates:
 
     def digest(self) -> int:
         """Tells states apart, and takes no memory."""
-        with torch._C._DisableFuncTorch():  # transforms that are under way would take them for theirs
+        with DisableFuncTorch():  # transforms that are under way would take them for theirs
             return hash(tuple(state.numpy().tobytes() for state in self._all()))
 
     def restore(self) -> None:
@@ -384,7 +385,7 @@ def _listed_for_others(device: torch.device) -> int | None:
     except ImportError:
         return None
     try:
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(torch.cuda._get_pynvml_handler(device))
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml_handler(device))
     except (pynvml.NVMLError, RuntimeError):
         return None
     if all(process.pid != os.getpid() for process in processes):

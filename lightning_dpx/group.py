@@ -5,8 +5,6 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.devices import canonical_device
@@ -23,6 +21,7 @@ from lightning_dpx.replicas import (
     gather,
     slice_batch,
 )
+from lightning_dpx.torch_compat import FakeTensorMode, parameters_of, tree_leaves, tree_map, tree_map_only
 
 GradReq = Literal["write", "add", "null"]
 
@@ -369,7 +368,7 @@ def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict
 def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
     """Parameters of these names become the existing ones."""
     for path, child in module.named_modules(remove_duplicate=False):
-        for key, mine in list(child._parameters.items()):
+        for key, mine in list(parameters_of(child).items()):
             name = f"{path}.{key}" if path else key
             if mine is None or name not in existing:
                 continue
@@ -378,7 +377,7 @@ def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
                     f"Parameter {name} has shape {tuple(mine.shape)} here and {tuple(existing[name].shape)} in "
                     "shared_group; shared parameters need equal shapes."
                 )
-            child._parameters[key] = existing[name]
+            parameters_of(child)[key] = existing[name]
 
 
 def _monitored(monitor: Callable[[int, str, torch.Tensor], None], index: int, name: str) -> Callable[..., None]:

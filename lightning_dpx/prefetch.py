@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lightning_dpx.devices import OffloadedTensor
+from lightning_dpx.torch_compat import current_graph_task_id, execution_engine
 
 _REACH = 8  # so far away from the last one that was asked for is the next one sought
 
@@ -123,13 +124,13 @@ class TensorPrefetcher(Prefetcher[R]):
 
     def take(self, slot: Slot[R]) -> torch.Tensor:
         """The tensor of ``slot`` where it was; those that will be asked for next are on their way from then on."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         with self._lock:
             arrived = slot.resting.take()
             self.asked(slot, backward)
             if backward >= 0 and self._ahead and self._backward != backward:
                 self._backward = backward
-                torch.autograd.Variable._execution_engine.queue_callback(self.forget)  # type: ignore[attr-defined]
+                execution_engine.queue_callback(self.forget)  # type: ignore[attr-defined]
         return arrived
 
     def forget(self) -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
 import torch
-from torch.utils import _pytree
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import GatherError
@@ -33,6 +32,7 @@ from lightning_dpx.replicas import (
     weighted_mean,
     weights_of,
 )
+from lightning_dpx.torch_compat import tree_map_only
 
 # On one device. Objects for more gradients of eight replicas would also start the garbage collector (700 new objects),
 # which took a third of the reduction's time in a module of 2,000 parameters.
@@ -221,7 +221,7 @@ class TrainingStep:
                 waiting.leaves.append(leaf)
                 return leaf
 
-            copies.append(_pytree.tree_map_only(torch.Tensor, detach, output))
+            copies.append(tree_map_only(torch.Tensor, detach, output))
             self._pending.append(waiting)
         return self.rules.merge_outputs(copies, weights_of(shares), device, self._replicas.output_dim)
 

@@ -1,9 +1,426 @@
-"""Every private name of torch that the package uses, in one place."""
+"""Every private name of torch that the package uses: why, on which version it was checked, what breaks without it.
 
-from collections.abc import Sequence
+Other modules import from here what has no public counterpart, under a public name. The table :data:`PRIVATE_NAMES` is
+what an upgrade of torch is checked against: a test resolves every entry and fails with the name that is gone. Beside
+this file only the names of operators and of autograd nodes (``torch.ops.aten._x``, ``node._saved_x``) stand where they
+are used: in the recipes and in the tables of costs, one entry of which describes one operator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
+from torch import _appdirs
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.autograd import graph as _graph
+from torch.distributed import distributed_c10d as _c10d
+from torch.nn.modules import module as _nn_module
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateName:
+    """One private name of another library.
+
+    Attributes:
+        why: What it gives us that no public name gives.
+        without: What breaks when an upgrade takes it away.
+        checked_on: The version on which it was last seen to work.
+    """
+
+    why: str
+    without: str
+    checked_on: str = "torch 2.13.0"
+
+
+_MODES = "steps that we watch or repeat run under modes, and must neither see nor disturb the user's"
+_HOOKS_OF_MODULES = "modules keep their hooks in dicts without a public reader"
+_PARTS = "a module's own dicts: the public iterators compute names on the way, which costs a third of a walk"
+
+PRIVATE_NAMES: dict[str, PrivateName] = {
+    "torch.utils._pytree": PrivateName(
+        why="nested outputs and batches are mapped over, of any registered container",
+        without="batches, outputs and saved values in containers cannot be moved or compared",
+    ),
+    "torch.utils._python_dispatch.TorchDispatchMode": PrivateName(
+        why="sees every operator of a step: its memory, its cost, its draws from generators",
+        without="no profile and no plan can be made",
+    ),
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": PrivateName(
+        why="tells tensors that are made of other tensors (DTensor, quantized) from plain ones",
+        without="such parameters would be copied as if they were plain",
+    ),
+    "torch.utils._python_dispatch._disable_current_modes": PrivateName(
+        why=_MODES, without="a profile would count its own work"
+    ),
+    "torch.overrides._get_current_function_mode": PrivateName(
+        why=_MODES, without="a shift could not tell whether it is the innermost mode"
+    ),
+    "torch.overrides._get_current_function_mode_stack": PrivateName(
+        why=_MODES, without="calls under the user's function modes would be replayed without them"
+    ),
+    "torch._subclasses.fake_tensor.FakeTensor": PrivateName(
+        why="values without memory, of which nothing may be kept or read",
+        without="dry plans, and modules that are traced by others, are mistaken for real ones",
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorMode": PrivateName(
+        why="runs a step without its memory", without="no plan for a device that is not there"
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": PrivateName(
+        why="a compiled module is not its own class", without="compiled modules are not recognized"
+    ),
+    "torch._ops.OpOverload": PrivateName(
+        why="operators are no state of a module", without="modules that hold an operator cannot be replicated"
+    ),
+    "torch._ops.OpOverloadPacket": PrivateName(
+        why="as OpOverload", without="modules that hold an operator cannot be replicated"
+    ),
+    "torch._utils._flatten_dense_tensors": PrivateName(
+        why="joins thousands of gradients in one call", without="reductions take about twice their host time"
+    ),
+    "torch._utils._unflatten_dense_tensors": PrivateName(
+        why="takes a pack apart in one call", without="reductions take about twice their host time"
+    ),
+    "torch._foreach_add_": PrivateName(
+        why="adds lists of gradients in one call", without="gradients would be added one by one"
+    ),
+    "torch._foreach_copy_": PrivateName(
+        why="copies lists in one call", without="parameters would be copied one by one"
+    ),
+    "torch._foreach_div": PrivateName(
+        why="averages lists in one call", without="gradients would be divided one by one"
+    ),
+    "torch._foreach_div_": PrivateName(why="as _foreach_div", without="gradients would be divided one by one"),
+    "torch._foreach_mul_": PrivateName(why="as _foreach_div", without="gradients would be scaled one by one"),
+    "torch.nn.modules.batchnorm._BatchNorm": PrivateName(
+        why="the class of all batch norms, also those of libraries", without="their statistics are not recognized"
+    ),
+    "torch.nn.modules.instancenorm._InstanceNorm": PrivateName(
+        why="the class of all instance norms", without="their statistics are not recognized"
+    ),
+    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": PrivateName(
+        why="each batch norm has its own words for a wrong input",
+        without="the batch norm over replicas cannot refuse an input as the original does",
+    ),
+    "torch.nn.modules.module._has_any_global_hook": PrivateName(
+        why="global hooks see every call", without="calls would be replayed although a hook watches them"
+    ),
+    "torch.autograd.graph._engine_run_backward": PrivateName(
+        why="its frame tells that a value is made inside a backward",
+        without="memory of the backward would be counted as the forward's",
+    ),
+    "torch.autograd.Variable._execution_engine.run_backward": PrivateName(
+        why="enters the engine without torch's Python, for backwards of nothing that end others",
+        without="after an error another device's backward could still write gradients",
+    ),
+    "torch.autograd.Variable._execution_engine.queue_callback": PrivateName(
+        why="tells the end of a backward", without="what a backward fetched ahead would stay when it ends early"
+    ),
+    "torch.cuda._get_pynvml_handler": PrivateName(
+        why="NVML's handle of a CUDA device", without="other processes' share of a device's memory is not known"
+    ),
+    "torch.distributed.distributed_c10d._get_default_store": PrivateName(
+        why="the store of the default group", without="processes that are lost cannot be named"
+    ),
+    "torch._appdirs.user_cache_dir": PrivateName(
+        why="where torch keeps compiled extensions", without="simulated devices would be compiled in another folder"
+    ),
+    "torch._register_device_module": PrivateName(
+        why="torch.sim", without="simulated devices cannot be counted or asked for their memory"
+    ),
+    "torch.Tensor._make_wrapper_subclass": PrivateName(
+        why="a tensor without data of its own, on another device", without="attributes cannot follow lazily"
+    ),
+    "torch.Tensor._cdata": PrivateName(
+        why="the identity of the tensor behind its Python object, which autograd may make anew",
+        without="saved tensors are not recognized",
+    ),
+    "torch.UntypedStorage._cdata": PrivateName(
+        why="the identity of a storage", without="views and what they share memory with are not recognized"
+    ),
+    "torch.UntypedStorage._weak_ref": PrivateName(
+        why="knows of a storage without keeping it", without="plans would keep what they are there to free"
+    ),
+    "torch.UntypedStorage._free_weak_ref": PrivateName(why="ends a _weak_ref", without="weak references would leak"),
+    "torch.Tensor._version": PrivateName(
+        why="counts writes in place", without="changed parameters are not sent to the replicas"
+    ),
+    "torch.Tensor._base": PrivateName(why="what a view looks at", without="memory of views would be counted twice"),
+    "torch.Tensor._is_view": PrivateName(why="as _base", without="memory of views would be counted twice"),
+    "torch.Tensor._backward_hooks": PrivateName(
+        why="tensors keep their hooks without a public reader", without="hooks set during a fit are not followed"
+    ),
+    "torch.Tensor._post_accumulate_grad_hooks": PrivateName(
+        why="as _backward_hooks", without="hooks set during a fit are not followed"
+    ),
+    "torch.ops.aten.add.Tensor._schema": PrivateName(
+        why="which inputs an operator writes", without="writes in place are not noticed"
+    ),
+    "torch.ops.aten.add.Tensor._overloadname": PrivateName(
+        why="the name of an operator's variant", without="draws from generators are not recognized"
+    ),
+    "torch.nn.Module()._modules": PrivateName(why=_PARTS, without="replicas cannot be followed"),
+    "torch.nn.Module()._parameters": PrivateName(why=_PARTS, without="replicas cannot be followed"),
+    "torch.nn.Module()._buffers": PrivateName(why=_PARTS, without="buffers cannot be put back or followed"),
+    "torch.nn.Module()._forward_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
+    "torch.nn.Module()._forward_pre_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
+    "torch.nn.Module()._backward_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
+    "torch.nn.Module()._forward_hooks_with_kwargs": PrivateName(
+        why=_HOOKS_OF_MODULES, without="hooks lose their keyword arguments"
+    ),
+    "torch.nn.Module()._forward_pre_hooks_with_kwargs": PrivateName(
+        why=_HOOKS_OF_MODULES, without="hooks lose their keyword arguments"
+    ),
+    "torch.nn.Module()._forward_hooks_always_called": PrivateName(
+        why=_HOOKS_OF_MODULES, without="hooks that run after errors, too, would not"
+    ),
+    "torch.nn.Module()._compiled_call_impl": PrivateName(
+        why="module.compile() leaves its class as it is", without="compiled modules are not recognized"
+    ),
+    "(torch.ones(1, requires_grad=True) * 1).grad_fn._input_metadata": PrivateName(
+        why="shape, dtype and device of a node's output, without unpacking what it saved",
+        without="recipes would have to unpack saved values to look at them",
+    ),
+    "torch._C.DisableTorchFunction": PrivateName(
+        why=_MODES, without="our own looks at tensors are taken for the user's"
+    ),
+    "torch._C.DisableTorchFunctionSubclass": PrivateName(
+        why="looks at subclasses as plain tensors", without="lazily moved attributes recurse for ever"
+    ),
+    "torch._C._DisableTorchDispatch": PrivateName(
+        why=_MODES, without="measured allocations would include those of the mode that measures"
+    ),
+    "torch._C._DisableFuncTorch": PrivateName(
+        why="generator states are no values of a transform", without="steps under torch.func fail on dropout"
+    ),
+    "torch._C._DisableAutocast": PrivateName(
+        why="replays run in the types of the first run", without="recomputed values have other types"
+    ),
+    "torch._C._is_any_autocast_enabled": PrivateName(
+        why="whether _DisableAutocast is needed", without="every replay would pay for it"
+    ),
+    "torch._C._is_torch_function_mode_enabled": PrivateName(
+        why="whether DisableTorchFunction is needed", without="every replay would pay for it"
+    ),
+    "torch._C._len_torch_dispatch_stack": PrivateName(
+        why=_MODES, without="calls under the user's modes would be replayed without them"
+    ),
+    "torch._C._len_torch_function_stack": PrivateName(
+        why=_MODES, without="calls under the user's modes would be replayed without them"
+    ),
+    "torch._C._current_graph_task_id": PrivateName(
+        why="whether, and in which, backward this thread is", without="prefetching cannot tell two backwards apart"
+    ),
+    "torch._C._has_storage": PrivateName(
+        why="some tensors have none, and raise when asked for it", without="offloading fails on them"
+    ),
+    "torch._C._get_privateuse1_backend_name": PrivateName(
+        why="who has taken the one name for other backends", without="simulated devices would take another's place"
+    ),
+    "torch._C._functorch.is_functorch_wrapped_tensor": PrivateName(
+        why="values of a transform cannot be kept", without="plans break steps that use torch.func"
+    ),
+    "torch._C._autograd._top_saved_tensors_default_hooks": PrivateName(
+        why="the user's hooks of saved tensors, for other threads", without="they do not reach the replicas"
+    ),
+    "torch._C._autograd._push_saved_tensors_default_hooks": PrivateName(
+        why="hooks for one call, at a tenth of the context manager's time", without="planned steps are slower"
+    ),
+    "torch._C._autograd._pop_saved_tensors_default_hooks": PrivateName(
+        why="as _push_saved_tensors_default_hooks", without="planned steps are slower"
+    ),
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": PrivateName(
+        why="torch.func forbids such hooks", without="plans break steps that use torch.func"
+    ),
+    "torch.autograd._profiler_enabled": PrivateName(
+        why="one profiler at a time", without="an account of allocations would end the user's profile"
+    ),
+    "torch.autograd._enable_profiler_legacy": PrivateName(
+        why="sees allocations inside of operators", without="scratch memory of kernels is estimated, not measured"
+    ),
+    "torch.autograd._disable_profiler_legacy": PrivateName(
+        why="as _enable_profiler_legacy", without="scratch memory of kernels is estimated, not measured"
+    ),
+    "torch._C._profiler._ExperimentalConfig": PrivateName(
+        why="profile_all_threads", without="a profile shows nothing of replicas in threads"
+    ),
+    "torch._C._profiler._EventType": PrivateName(
+        why="tells allocations from other events", without="dpx bench plan cannot measure peaks"
+    ),
+    "torch._dynamo.config": PrivateName(
+        why="limits of recompilation", without="dpx bench plan --compile falls back to eager without a word"
+    ),
+    "torch._dynamo.list_backends": PrivateName(why="names for an error", without="dpx bench plan --compile-backend"),
+    "torch._dynamo.lookup_backend": PrivateName(why="checks a name", without="dpx bench plan --compile-backend"),
+    "torch._functorch.config": PrivateName(
+        why="activation_memory_budget has no argument", without="dpx bench plan --compile BUDGET"
+    ),
+    "torch._inductor.cpp_builder.get_cpp_compiler": PrivateName(
+        why="whether Inductor can compile here", without="dpx bench plan --compile fails late"
+    ),
+}
+
+# ---- classes and functions, under public names ----
+
+tree_flatten = pytree.tree_flatten
+tree_leaves = pytree.tree_leaves
+tree_map = pytree.tree_map
+tree_map_only = pytree.tree_map_only
+tree_unflatten = pytree.tree_unflatten
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div = torch._foreach_div
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+DisableTorchDispatch = torch._C._DisableTorchDispatch
+DisableFuncTorch = torch._C._DisableFuncTorch
+DisableAutocast = torch._C._DisableAutocast
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+len_torch_function_stack = torch._C._len_torch_function_stack
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+has_storage = torch._C._has_storage
+privateuse1_backend_name = torch._C._get_privateuse1_backend_name
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+
+top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+ProfilerConfig = torch._C._profiler._ExperimentalConfig
+ProfilerEventType = torch._C._profiler._EventType
+execution_engine: Any = torch.autograd.Variable._execution_engine
+engine_code = _graph._engine_run_backward.__code__
+has_any_global_hook: Callable[[], bool] = _nn_module._has_any_global_hook
+free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+register_device_module: Callable[[str, object], None] = torch._register_device_module
+pynvml_handler: Any = getattr(torch.cuda, "_get_pynvml_handler", None)
+user_cache_dir: Callable[..., str] = _appdirs.user_cache_dir
+
+# ---- attributes, as functions without Python frames: thousands of tensors are asked in every step ----
+
+key_of: Callable[[Any], int] = attrgetter("_cdata")
+version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
+view_base: Callable[[torch.Tensor], Any] = attrgetter("_base")
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")
+output_metadata: Callable[[Any], Any] = attrgetter("_input_metadata")
+submodules_of: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = attrgetter("_modules")
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+forward_hooks_of: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+forward_hooks_with_kwargs: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter("_forward_hooks_with_kwargs")
+forward_pre_hooks_with_kwargs: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter(
+    "_forward_pre_hooks_with_kwargs"
+)
+forward_hooks_always_called: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter("_forward_hooks_always_called")
+backward_hooks_of: Callable[[Any], dict[int, Any] | None] = attrgetter("_backward_hooks")
+post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` looks at the memory of another one."""
+    return tensor._is_view()
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """A reference that keeps no memory; :data:`free_weak_storage` ends it."""
+    return storage._weak_ref()
+
+
+def check_input_dim(norm: AnyBatchNorm, values: torch.Tensor) -> None:
+    """A batch norm's own check of its input.
+
+    Raises:
+        ValueError: it has another number of dimensions than this kind of batch norm takes.
+    """
+    norm._check_input_dim(values)  # type: ignore[no-untyped-call]
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Makes ``tensor`` one that ``isinstance`` takes for a parameter, as ``nn.Parameter`` does with subclasses."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def profiler_is_enabled() -> bool:
+    """Whether a profiler runs in this thread."""
+    running: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return running
+
+
+def has_legacy_profiler() -> bool:
+    """Whether this torch has the older profiler."""
+    return hasattr(torch.autograd, "_enable_profiler_legacy")
+
+
+def start_legacy_profiler(config: Any) -> None:
+    """Starts the older profiler in this thread."""
+    torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]
+
+
+def end_legacy_profiler() -> Any:
+    """Ends it; returns its events, a list per thread."""
+    return torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return _c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def dynamo_config() -> Any:
+    """The settings of ``torch.compile``; slow to import, so only where they are used."""
+    from torch._dynamo import config
+
+    return config
+
+
+def functorch_config() -> Any:
+    """The settings of ``torch.compile``'s autograd, likewise."""
+    from torch._functorch import config
+
+    return config
+
+
+def compile_backends() -> list[str]:
+    """The names that ``torch.compile`` knows, likewise."""
+    from torch._dynamo import list_backends
+
+    return list(list_backends(exclude_tags=()))
+
+
+def find_compile_backend(name: str) -> Any:
+    """What compiles under ``name``, likewise."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def inductor_compiler() -> str:
+    """The C++ compiler that Inductor uses, likewise."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
 
 
 def flatten_dense(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -16,3 +433,25 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     """Views of the one-dimensional ``flat`` with the shapes of ``like``, in order."""
     views: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
     return views
+
+
+__all__ = [
+    "AnyBatchNorm", "AnyInstanceNorm", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
+    "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "OpOverload",
+    "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES", "PrivateName", "ProfilerConfig",
+    "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "buffers_of", "check_input_dim",
+    "compile_backends", "compiled_call_of", "current_function_mode", "current_graph_task_id", "default_store",
+    "disable_current_modes", "dynamo_config", "end_legacy_profiler", "engine_code", "execution_engine",
+    "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_",
+    "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs",
+    "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes",
+    "functorch_config", "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler",
+    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled",
+    "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack",
+    "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "output_metadata",
+    "overload_name", "parameters_of", "pop_saved_tensors_hooks", "post_accumulate_hooks_of",
+    "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks", "pynvml_handler", "pytree",
+    "register_device_module", "saved_tensors_hooks_enabled", "schema_of", "start_legacy_profiler",
+    "submodules_of", "top_saved_tensors_hooks", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten", "unflatten_dense", "user_cache_dir", "version_counter", "view_base", "weak_storage",
+]  # fmt: skip

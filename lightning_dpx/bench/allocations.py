@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+
+from lightning_dpx.torch_compat import ProfilerEventType
 
 _Block = tuple[int, int, int]  # nanoseconds, address, bytes (negative: given back)
 
@@ -39,7 +40,7 @@ def peak_of_passing(step: Callable[[], object]) -> int:
 def _blocks(events: list[Any]) -> Iterator[_Block]:
     """What came and went during ``events``."""
     for event in events:
-        if event.tag != _EventType.Allocation:
+        if event.tag != ProfilerEventType.Allocation:
             yield from _blocks(event.children)
         elif event.extra_fields.device.type == "cpu":
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size

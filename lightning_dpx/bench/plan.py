@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
 
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan_peers import PEERS, compiled_models, require_compiler
@@ -26,6 +25,7 @@ from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainl
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, apply_plan, plan_profile, profile_step
 from lightning_dpx.pictures import new_figure, save_figure
+from lightning_dpx.torch_compat import dynamo_config
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
 
@@ -155,7 +155,7 @@ def compare_plans(
             torch.compiler.reset()  # models before would count as recompilations of this one
             modules = compiled_models(model, compile_budgets, compile_backend)
             peers += [_Contestant(mode, module, nullcontext) for mode, module in modules.items()]
-        with dynamo_config.patch(recompile_limit=max(1, len(peers) - len(PEERS))):  # each is compiled once
+        with dynamo_config().patch(recompile_limit=max(1, len(peers) - len(PEERS))):  # each is compiled once
             results += _compare(name, model, peers, budgets, rounds, progress, missing)
     return results
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import list_backends, lookup_backend
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_dpx.bench.staged import Runner, Stage, State, run_plainly
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.torch_compat import compile_backends, find_compile_backend, functorch_config, inductor_compiler
 
 COMPILE_BUDGETS = (0.7, 0.5, 0.3)
 
@@ -74,10 +73,10 @@ def compiled(model: nn.Module, budget: float, backend: str) -> nn.Module:
             may save. It limits what is saved, not the peak: what backward computes again has to live, too.
         backend: Name of the backend; it has to partition as inductor does.
     """
-    compile_graph = lookup_backend(backend)
+    compile_graph = find_compile_backend(backend)
 
     def within_budget(graph: Any, inputs: Any) -> Any:  # a backend of its own, else compiled code is shared
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config().patch(activation_memory_budget=budget):
             return compile_graph(graph, inputs)
 
     return torch.compile(model, backend=within_budget, fullgraph=True)  # type: ignore[return-value]
@@ -90,13 +89,11 @@ def require_compiler(backend: str) -> None:
         ConfigurationError: there is no such backend.
         UnsupportedError: inductor has no C++ compiler.
     """
-    if backend not in (names := list_backends(exclude_tags=())):
+    if backend not in (names := compile_backends()):
         raise ConfigurationError(f"torch.compile has no backend {backend!r}; there are {', '.join(names)}.")
     if backend == "inductor":
-        from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
-
         try:
-            get_cpp_compiler()
+            inductor_compiler()
         except RuntimeError as error:
             raise UnsupportedError(
                 f"torch.compile needs a C++ compiler: {error}. Install one (for example `apt install g++`), set CXX to "

@@ -23,6 +23,7 @@ from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, 
 from lightning_dpx.errors import BenchError
 from lightning_dpx.pictures import new_figure, save_figure
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_reducer
+from lightning_dpx.torch_compat import foreach_copy_
 
 SIZES = ("1e5", "1e6", "1e7", "2.5e7", "1e8", "resnet50", "gpt2")
 SETTLE_SECONDS = 0.05  # thread pools spin on for a while, and would take the cores of whoever comes next
@@ -186,7 +187,7 @@ def _compare(
         contestants[f"{reducer_name}, to all"] = _timed(lambda r=reducer: r.all_reduce(grads), devices)  # type: ignore[misc]
     source = [torch.zeros(shape, device=devices[0]) for shape in shapes]
     target = [torch.zeros(shape, device=devices[-1]) for shape in shapes]
-    contestants["copy"] = _timed(lambda: torch._foreach_copy_(target, source), devices)
+    contestants["copy"] = _timed(lambda: foreach_copy_(target, source), devices)
     contestants[PEER] = lambda: peers.run(elements)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch.optim import LBFGS
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.replicas import MergeRules, Share, children_of, rebuild, weights_of
+from lightning_dpx.torch_compat import tree_leaves, tree_map_only, version_counter
 
 _HOOKS = {
     "train": "on_train_batch_end",
@@ -235,7 +235,7 @@ def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
 
 def _version(value: Any) -> int:
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value._version if is_counted else 0
+    return version_counter(value) if is_counted else 0
 
 
 def _exchangeable(batch: Any) -> Any:

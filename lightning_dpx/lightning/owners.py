@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree
+
+from lightning_dpx.torch_compat import tree_map_only
 
 
 def move_optimizers(optimizers: Sequence[Optimizer], counterparts: Mapping[Any, torch.nn.Parameter]) -> None:
@@ -26,6 +27,4 @@ def move_optimizers(optimizers: Sequence[Optimizer], counterparts: Mapping[Any, 
 
 def _moved(state: Any, source: torch.device, target: torch.device) -> Any:
     """Step counters that an optimizer keeps on the host stay there."""
-    return _pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(target) if tensor.device == source else tensor, state
-    )
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(target) if tensor.device == source else tensor, state)

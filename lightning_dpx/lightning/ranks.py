@@ -6,12 +6,12 @@ import torch
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
-from torch.utils import _pytree
 
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.lightning.processes.connect import gather_objects, on_wire
 from lightning_dpx.reducers import between_processes
 from lightning_dpx.replicas import ReplicaRank, collectives, current_rank
+from lightning_dpx.torch_compat import tree_map_only
 
 
 class RanksOfReplicas(ParallelStrategy):
@@ -128,7 +128,7 @@ class RanksOfReplicas(ParallelStrategy):
         Raises:
             CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
         """
-        mine = kind, self._rows_of_step, _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
+        mine = kind, self._rows_of_step, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
         everyone: list[tuple[str, float, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
         kinds = [theirs for theirs, _, _ in everyone]
         if len(set(kinds)) > 1:

@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 
 from lightning_dpx import shifting
@@ -72,6 +71,7 @@ from lightning_dpx.replicas import (
     synchronize_batch_norm,
 )
 from lightning_dpx.step import LossReduction, TrainingStep
+from lightning_dpx.torch_compat import OptimizedModule
 
 
 class DPXStrategy(StepsOfReplicas):

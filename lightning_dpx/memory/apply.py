@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
@@ -31,6 +30,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import place_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.progress import shown
+from lightning_dpx.torch_compat import tree_leaves
 
 _WATCHED = 8  # steps
 _LOG = logging.getLogger("lightning_dpx")

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dpx.python_objects.object_graph import content_of, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
+from lightning_dpx.torch_compat import key_of
 
 _MOST_OBJECTS = 100_000
 _MOST_ITEMS = 1_000  # of a container of numbers and texts: of a vocabulary the size is enough
@@ -143,7 +144,7 @@ class Digest:
         strided = tensor.layout is torch.strided and not tensor.is_nested
         storage = 0
         if strided:
-            address = tensor.untyped_storage()._cdata
+            address = key_of(tensor.untyped_storage())
             storage = self._storages.setdefault(address, len(self._storages))
         self._note(
             type(tensor).__qualname__, tuple(tensor.shape), str(tensor.dtype), str(tensor.layout), storage,

@@ -38,6 +38,7 @@ from lightning_dpx.python_objects.object_graph import ATOMS, content_of, pairs_o
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
 from lightning_dpx.python_objects.reachable import globals_of
+from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket, version_counter
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINERS = ("_trainer", "_fabric")
@@ -52,7 +53,7 @@ _CONSTANT = (
     decimal.Decimal, uuid.UUID, logging.Logger, logging.Handler, np.generic, np.dtype, np.ufunc,
     type(threading.Lock()), type(threading.RLock()), threading.Condition, torch.Stream, torch.jit.ScriptFunction,
     torch.utils.hooks.RemovableHandle,
-    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.finfo, torch.iinfo,
+    OpOverload, OpOverloadPacket, torch.finfo, torch.iinfo,
 )  # fmt: skip
 _BUILTIN = (
     object, list, tuple, dict, OrderedDict, set, frozenset, deque, BaseException, types.SimpleNamespace, *_NUMBERS,
@@ -411,7 +412,7 @@ def _globals_of(kind: Any) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def _version(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (None if tensor.is_inference() else tensor._version,)
+    return (None if tensor.is_inference() else version_counter(tensor),)
 
 
 def _checksum(array: Any) -> tuple[Any, ...]:

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
+from lightning_dpx.torch_compat import (
+    FakeTensor,
+    TorchDispatchMode,
+    buffers_of,
+    key_of,
+    parameters_of,
+    schema_of,
+    tree_leaves,
+)
 
 
 class CopyOnWrite:
@@ -25,7 +31,7 @@ class CopyOnWrite:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._watched = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            key_of(tensor.untyped_storage()): tensor.untyped_storage()
             for tensor in tensors
             if type(tensor) is not FakeTensor and tensor.layout is torch.strided and not tensor.is_meta
         }
@@ -36,7 +42,7 @@ class CopyOnWrite:
         for tensor in _written(func, args, kwargs or {}):
             if tensor.layout is not torch.strided:
                 continue
-            address = tensor.untyped_storage()._cdata
+            address = key_of(tensor.untyped_storage())
             storage = self._watched.get(address)
             if storage is not None and address not in self._kept:
                 self._kept[address] = storage, storage.clone()  # type: ignore[no-untyped-call]
@@ -68,7 +74,7 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _written_places(func: Any) -> list[tuple[int, str]]:
-    arguments = func._schema.arguments if func._schema.is_mutable else ()
+    arguments = schema_of(func).arguments if schema_of(func).is_mutable else ()
     return [(n, one.name) for n, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
 
 
@@ -114,9 +120,9 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     reach = reach or Reach(module)
     parts, state = reach.parts, reach.state
     marks, owners = state.marks(), [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-    own = [(part, dict(part._parameters), dict(part._buffers)) for part in owners]
-    held = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
-    buffers = [tensor for part in parts for tensor in part._buffers.values() if tensor is not None]
+    own = [(part, dict(parameters_of(part)), dict(buffers_of(part))) for part in owners]
+    held = [tensor for part in parts for tensor in parameters_of(part).values() if tensor is not None]
+    buffers = [tensor for part in parts for tensor in buffers_of(part).values() if tensor is not None]
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in held if tensors]
     writes = CopyOnWrite(tensor for tensor in (*held, *state.tensors()) if _is_there(tensor))
@@ -139,8 +145,8 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
         initialised = {id(part) for part, kind in zip(parts, types, strict=True) if type(part) is not kind}
         for part, parameters, statistics in own:
             if id(part) not in initialised:  # a lazy module has its tensors from now on
-                _put_in(part._parameters, parameters)
-                _put_in(part._buffers, statistics)
+                _put_in(parameters_of(part), parameters)
+                _put_in(buffers_of(part), statistics)
 
 
 def _with_those_outside(module: nn.Module) -> tuple[list[nn.Module], ObjectState]:

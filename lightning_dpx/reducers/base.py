@@ -15,6 +15,7 @@ from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, 
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.local import add_in_place
 from lightning_dpx.registry import Registry
+from lightning_dpx.torch_compat import foreach_div, foreach_div_, foreach_mul_
 
 Gradients = list[torch.Tensor | None]
 Dense = list[torch.Tensor]
@@ -93,7 +94,7 @@ class GradientReducer(ABC):
         shrink = self._shrink(lists)
         sums = lists[0] if len(lists) == 1 else self._sum(lists, [targets[index] for index in dense])
         if shrink != 1 and sums:
-            torch._foreach_div_(sums, shrink)
+            foreach_div_(sums, shrink)
         for index, tensor in zip(dense, _finished(sums, grads[0], dense, divisor), strict=True):
             total[index] = tensor
         for index in set(range(len(targets))).difference(dense):
@@ -117,7 +118,7 @@ class GradientReducer(ABC):
         shrink = self._shrink(lists)
         spread = self._spread(lists) if len(lists) > 1 else lists
         for sums in spread if shrink != 1 else ():
-            torch._foreach_div_(sums, shrink)
+            foreach_div_(sums, shrink)
         divisor = len(grads) if average else 1
         finished = [_finished(sums, grads[0], dense, divisor) for sums in spread]
         totals: list[Gradients] = []
@@ -159,7 +160,7 @@ class GradientReducer(ABC):
         factor = 0.5 ** (len(self.devices) - 1).bit_length()
         for row in lists:
             if row:
-                torch._foreach_mul_(row, factor)
+                foreach_mul_(row, factor)
         return factor
 
     def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
@@ -226,7 +227,7 @@ def _chosen(row: Gradients, indices: Sequence[int]) -> Dense:
 
 def _finished(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int) -> Dense:
     """Sums, divided, in the dtype that their gradients came in."""
-    divided = list(torch._foreach_div(sums, divisor)) if divisor > 1 and sums else sums
+    divided = list(foreach_div(sums, divisor)) if divisor > 1 and sums else sums
     return [total.to(own.dtype) for total, own in zip(divided, _chosen(row, indices), strict=True)]
 
 

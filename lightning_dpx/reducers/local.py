@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.devices import is_host
+from lightning_dpx.torch_compat import foreach_add_
 
 BLOCK = 1 << 20  # elements: 4 MiB of float32, which stay in the cache while K blocks are added to them
 
@@ -19,12 +20,12 @@ def add_in_place(total: list[torch.Tensor], others: Sequence[Sequence[torch.Tens
         return
     if not is_host(total[0].device):
         for other in others:
-            torch._foreach_add_(total, list(other))
+            foreach_add_(total, list(other))
         return
     large = [index for index, tensor in enumerate(total) if tensor.numel() > BLOCK and _is_flat(total, others, index)]
     small = set(range(len(total))).difference(large) if large else range(len(total))
     for other in others if small else ():
-        torch._foreach_add_([total[index] for index in small], [other[index] for index in small])
+        foreach_add_([total[index] for index in small], [other[index] for index in small])
     for index in large:
         rows = [other[index].view(-1).split(BLOCK) for other in others]  # type: ignore[no-untyped-call]
         for number, block in enumerate(total[index].view(-1).split(BLOCK)):  # type: ignore[no-untyped-call]

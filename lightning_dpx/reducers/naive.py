@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
+from lightning_dpx.torch_compat import foreach_add_
 
 
 @register_reducer("naive")
@@ -28,7 +29,7 @@ class NaiveReducer(GradientReducer):
                 continue
             sums = [self._move(lists[0][index], place) for index in indices]
             for row in lists[1:]:
-                torch._foreach_add_(sums, [self._move(row[index], place) for index in indices])
+                foreach_add_(sums, [self._move(row[index], place) for index in indices])
             for index, total in zip(indices, sums, strict=True):
                 result[index] = self._move(total, self.places[targets[index]])
         return result

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from torch import distributed
 from torch.distributed import distributed_c10d
 
+from lightning_dpx.torch_compat import default_store
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 ROLL_CALL_SECONDS = 3.0  # how long everyone has to answer
@@ -160,7 +162,7 @@ _current: RollCall | None = None
 def start_roll_call() -> None:
     """From now on this process answers; called by all once they are connected."""
     global _current
-    store = distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store = default_store()
     if _current is not None and _current.answers_for(store):
         return
     _current = RollCall(store, distributed.get_rank(), distributed.get_world_size())

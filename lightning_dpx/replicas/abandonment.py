@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.torch_compat import current_graph_task_id
+
 GRACE_SECONDS = 0.2  # for a step that is about to end; an exception in the middle of it is the rougher way
 BOUND_SECONDS = 0.8  # for all of it: Ctrl-C must end a fit within two seconds
 _AGAIN_SECONDS = 0.05  # a finalizer that runs at that moment swallows the exception, so it is raised again
@@ -101,7 +103,7 @@ def keep_gradients_out(parameters: Iterable[torch.Tensor]) -> None:
     newest = _newest_backward()
 
     def refuse(_gradients: Any) -> None:
-        if torch._C._current_graph_task_id() <= newest:
+        if current_graph_task_id() <= newest:
             raise StepAbandoned
 
     with torch.inference_mode(False), torch.enable_grad():
@@ -115,7 +117,7 @@ def _newest_backward() -> int:
     numbers: list[int] = []
 
     def note(_gradient: torch.Tensor) -> None:
-        numbers.append(torch._C._current_graph_task_id())
+        numbers.append(current_graph_task_id())
 
     with torch.inference_mode(False), torch.enable_grad():
         probe = torch.zeros((), device="cpu", requires_grad=True)

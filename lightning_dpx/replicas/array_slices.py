@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dpx.errors import SliceError
+from lightning_dpx.torch_compat import DisableTorchFunctionSubclass
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 # Jagged tensors fit together only while they share the very tensor of offsets, and so must their slices.
@@ -80,7 +81,7 @@ def _cut_subclass(tensor: torch.Tensor, start: int, stop: int, dim: int) -> torc
     indexed: torch.Tensor = tensor[index if dim else slice(start, stop)]  # MONAI looks at a plain slice only
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return indexed  # its memory is elsewhere, so it knows alone how it is cut
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         data = _own(tensor.as_subclass(torch.Tensor)[index])
         part = data.as_subclass(type(tensor))  # torchvision returns plain tensors
     return _with_attributes(_with_attributes(part, indexed), tensor)

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_dpx.replicas.collectives import sum_over_replicas
 from lightning_dpx.replicas.context import ReplicaRank, current_rank
+from lightning_dpx.torch_compat import AnyBatchNorm, check_input_dim
 
 _synced: dict[type, type] = {}
 _plain: dict[type, type] = {}  # the other way round
 
 
-class SyncedBatchNorm(_BatchNorm):
+class SyncedBatchNorm(AnyBatchNorm):
     """Mixed into a batch norm class; without other replicas, and in eval mode, that class does its own."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,7 @@ class SyncedBatchNorm(_BatchNorm):
         rank = current_rank()
         if rank is None or rank.is_alone or not (self.training or self.running_mean is None):
             return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        check_input_dim(self, input)
         return self._normalised(input, rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncedBatchNorm":
@@ -68,7 +68,7 @@ class SyncedBatchNorm(_BatchNorm):
 def synchronize_batch_norm(module: nn.Module) -> None:
     """Makes every batch norm inside ``module`` a synchronized one, in place; names and state dicts stay."""
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and not isinstance(child, SyncedBatchNorm):
+        if isinstance(child, AnyBatchNorm) and not isinstance(child, SyncedBatchNorm):
             kind: type = type(child)
             if kind not in _synced:
                 _synced[kind] = type(f"Synced{kind.__name__}", (SyncedBatchNorm, kind), {})

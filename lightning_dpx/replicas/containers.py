@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree
 
 from lightning_dpx.errors import SliceError
+from lightning_dpx.torch_compat import pytree
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _VALUES = (
@@ -60,8 +60,8 @@ def children_of(node: Any) -> list[tuple[str, Any]] | None:
         return [(str(index), value) for index, value in enumerate(node)]
     if (names := _attribute_names(node)) is not None:
         return [(name, getattr(node, name)) for name in names]
-    if type(node) in _pytree.SUPPORTED_NODES:
-        children, _ = _pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
+    if type(node) in pytree.SUPPORTED_NODES:
+        children, _ = pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
         return [(str(index), value) for index, value in enumerate(children)]
     return None
 
@@ -95,7 +95,7 @@ def rebuild(node: Any, parts: Sequence[Any]) -> Any:
         for name, part in zip(names, parts, strict=True):
             object.__setattr__(clone, name, part)  # frozen ones too, and without a second __post_init__
         return clone
-    handler = _pytree.SUPPORTED_NODES[type(node)]
+    handler = pytree.SUPPORTED_NODES[type(node)]
     _, context = handler.flatten_fn(node)
     return handler.unflatten_fn(list(parts), context)
 

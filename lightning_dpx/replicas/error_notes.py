@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import BackwardHook
 
 from lightning_dpx.devices import allocated_and_peak, capacity_of
+from lightning_dpx.torch_compat import tree_leaves
 
 
 def annotate(error: BaseException, module: nn.Module, device: torch.device, first_nan: "FirstNaN") -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
+
 
 class ParameterHooks:
     """The hooks of the user's on some parameters, as they are now.
@@ -34,7 +36,7 @@ class ParameterHooks:
         """By place, the numbers of the user's hooks."""
         found: dict[int, tuple[int, ...]] = {}
         for index, parameter in enumerate(self._parameters):
-            of_gradient, after_it = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            of_gradient, after_it = backward_hooks_of(parameter), post_accumulate_hooks_of(parameter)
             if not of_gradient and not after_it:
                 continue
             held = (*(of_gradient or {}).items(), *(after_it or {}).items())

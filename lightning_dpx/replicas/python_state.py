@@ -33,6 +33,7 @@ from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, versio
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
+from lightning_dpx.torch_compat import backward_hooks_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -373,14 +374,14 @@ class PythonState:
     def note_hooks_of_parameters(self) -> None:
         """Somebody else has seen to it that hooks of parameters do no harm."""
         self._next_hook = RemovableHandle.next_id
-        self._parameter_hooks = {id(p): len(p._backward_hooks or ()) for p in self._root.parameters}
+        self._parameter_hooks = {id(p): len(backward_hooks_of(p) or ()) for p in self._root.parameters}
 
     def _check_hooks_of_parameters(self) -> None:
         if RemovableHandle.next_id == self._next_hook:  # torch numbers all hooks of the process
             return
         self._next_hook = RemovableHandle.next_id
         for parameter in self._root.parameters:
-            hooks = parameter._backward_hooks
+            hooks = backward_hooks_of(parameter)
             if hooks and len(hooks) > self._parameter_hooks.get(id(parameter), 0):
                 name = next(name for name, other in self._root.module.named_parameters() if other is parameter)
                 raise ReplicationError(

@@ -7,7 +7,13 @@ such a list must not pay for a copy of what is in it; one that reads it must fin
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from lightning_dpx.torch_compat import (
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    tree_map_only,
+    version_counter,
+)
 
 # What can be told without the values.
 _DESCRIPTIONS = frozenset(
@@ -29,7 +35,7 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, source: torch.Tensor, device: torch.device) -> "RemoteTensor":
         """Takes no memory on ``device``."""
-        made: RemoteTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: RemoteTensor = make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, source.size(), strides=source.stride(), dtype=source.dtype, device=device
         )
         made._source = source
@@ -42,9 +48,9 @@ class RemoteTensor(torch.Tensor):
         """Runs ``func`` on plain tensors."""
         kwargs = kwargs or {}
         if func in _DESCRIPTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        plain_args, plain_kwargs = _pytree.tree_map_only(RemoteTensor, fetched, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(RemoteTensor, fetched, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
     @classmethod
@@ -52,7 +58,7 @@ class RemoteTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Likewise, for operators that come past :meth:`__torch_function__`."""
-        plain_args, plain_kwargs = _pytree.tree_map_only(RemoteTensor, fetched, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(RemoteTensor, fetched, (args, kwargs or {}))
         return func(*plain_args, **plain_kwargs)
 
 
@@ -69,7 +75,7 @@ def fetched(remote: RemoteTensor) -> torch.Tensor:
     kept: torch.Tensor | None = state["_copy"]
     version = version_of(source)
     if kept is None or state["_version_seen"] != version:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             device = remote.device
         kept = source.detach().to(device, copy=True)
         state["_copy"] = kept
@@ -79,4 +85,4 @@ def fetched(remote: RemoteTensor) -> torch.Tensor:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written in place; tensors of inference mode do not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else version_counter(tensor)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.torch_compat import buffers_of, parameters_of, submodules_of
+
 
 class Replica:
     """One copy of the module, with the device that it lives on.
@@ -44,8 +46,8 @@ class Replica:
     def parts(self) -> tuple[list[nn.Module], list[nn.Parameter], list[torch.Tensor]]:
         """The submodules, parameters and buffers as they are now."""
         modules = _walk(self.module)
-        parameters = _distinct(value for child in modules for value in child._parameters.values())
-        buffers = _distinct(value for child in modules for value in child._buffers.values())
+        parameters = _distinct(value for child in modules for value in parameters_of(child).values())
+        buffers = _distinct(value for child in modules for value in buffers_of(child).values())
         return modules, parameters, buffers
 
     def has_other_structure(self) -> bool:
@@ -62,7 +64,9 @@ def _walk(module: nn.Module) -> list[nn.Module]:
         child = waiting.pop()
         if child not in found:
             found[child] = None
-            waiting.extend(grandchild for grandchild in reversed(child._modules.values()) if grandchild is not None)
+            waiting.extend(
+                grandchild for grandchild in reversed(submodules_of(child).values()) if grandchild is not None
+            )
     return list(found)
 
 

@@ -36,6 +36,7 @@ from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
+from lightning_dpx.torch_compat import buffers_of
 
 Execution = Literal["auto", "inline", "threads"]
 _NOTHING = nullcontext()
@@ -526,7 +527,7 @@ def end_failed_step(
 
 
 def _names_of_buffers(replica: Replica) -> list[tuple[str, ...]]:
-    return [tuple(child._buffers) for child in replica.modules if child._buffers]
+    return [tuple(buffers_of(child)) for child in replica.modules if buffers_of(child)]
 
 
 def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:

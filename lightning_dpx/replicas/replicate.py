@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device
@@ -33,6 +32,7 @@ from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_iterators import StandIn
+from lightning_dpx.torch_compat import is_traceable_wrapper_subclass, submodules_of
 
 # One object serves all replicas, whatever it holds: data, and what acts on the parameters once a step.
 SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, StandIn)
@@ -226,7 +226,7 @@ def modules_without(module: nn.Module, kept: Collection[int]) -> Iterator[nn.Mod
         if id(child) not in seen and id(child) not in kept:
             seen.add(id(child))
             yield child
-            waiting.extend(one for one in reversed(child._modules.values()) if one is not None)
+            waiting.extend(one for one in reversed(submodules_of(child).values()) if one is not None)
 
 
 def _attribute_values(child: nn.Module) -> Iterator[Any]:

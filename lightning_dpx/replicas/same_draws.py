@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dpx.torch_compat import TorchDispatchMode, overload_name, schema_of
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 _SEEDS = 2**31 - 1
@@ -84,8 +85,8 @@ class SameDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             raise CollectiveInRehearsal(str(func))
-        if func._schema.is_mutable:
-            for index, argument in enumerate(func._schema.arguments):
+        if schema_of(func).is_mutable:
+            for index, argument in enumerate(schema_of(func).arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._before_write(args[index] if index < len(args) else kwargs.get(argument.name))
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -93,7 +94,7 @@ class SameDraws(TorchDispatchMode):
             if isinstance(result, torch.Tensor) and result.dtype in (torch.float16, torch.bfloat16):
                 self.low_precision.add(result.dtype)
             return result
-        draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{func._overloadname}")
+        draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{overload_name(func)}")
         if draw is None:
             self.left_alone[str(func.overloadpacket)] = None
             return func(*args, **kwargs)

@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device, is_host
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.replicas.context import current_rank
+from lightning_dpx.torch_compat import tree_map_only
 
 _MOST_ITEMS = 64  # of a list or dict that is searched for iterators
 _MISSING = object()
@@ -441,7 +441,7 @@ def _copied(value: Any, home: torch.device | None) -> Any:
         here = torch.device(home.type, torch.get_device_module(home.type).current_device())
         return tensor.detach().to(here, copy=True)
 
-    return _pytree.tree_map_only(torch.Tensor, of_replica, value)
+    return tree_map_only(torch.Tensor, of_replica, value)
 
 
 def _unwrapped(iterator: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_dpx.errors import ReplicationError, SharedWriteError
 from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.torch_compat import buffers_of, foreach_copy_, version_counter
 
 BufferMode = Literal["broadcast", "mean"]
 # What is compared for every parameter in every step: mapped, not looped over, which takes a third of the time. Shapes
@@ -101,9 +102,9 @@ class StateSync:
             stale = [(target, value) for target, value in pairs if not _is_same_memory(target, value)]
             if stale:
                 targets, sources = zip(*stale, strict=True)
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+                foreach_copy_(targets, sources, non_blocking=True)
         self._owned = self._root.parameters
-        self._versions = [parameter._version for parameter in self._owned]
+        self._versions = [version_counter(parameter) for parameter in self._owned]
         self._mirrored = [_versions(replica) for replica in self._others]
         self._changed = False
         self._left = checksums(self._owned) if self.watches_writes else []
@@ -157,13 +158,13 @@ class StateSync:
         for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
             if target_module is source_module:
                 continue
-            for name in set(target_module._buffers) - set(source_module._buffers):
-                del target_module._buffers[name]
-            for name, source in source_module._buffers.items():
+            for name in set(buffers_of(target_module)) - set(buffers_of(source_module)):
+                del buffers_of(target_module)[name]
+            for name, source in buffers_of(source_module).items():
                 if source is not None and id(source) not in memo:
                     memo[id(source)] = source.detach().to(replica.device, copy=True)
                 vars(target_module).pop(name, None)
-                target_module._buffers[name] = None if source is None else memo[id(source)]
+                buffers_of(target_module)[name] = None if source is None else memo[id(source)]
         replica.refresh()
 
     def differing(self) -> list[tuple[str, int]]:
@@ -186,7 +187,7 @@ class StateSync:
     def _changes_known(self) -> bool:
         owned = self._root.parameters
         known = self._changed or owned is not self._owned
-        return known or [parameter._version for parameter in owned] != self._versions
+        return known or [version_counter(parameter) for parameter in owned] != self._versions
 
     def _check_now_and_then(self) -> None:
         """Every so many steps: writes that left no trace, and that no coming step would overwrite."""
@@ -212,7 +213,7 @@ class StateSync:
         """
         self._take_flags_of_owners()
         owned = self._root.parameters
-        versions = [parameter._version for parameter in owned]
+        versions = [version_counter(parameter) for parameter in owned]
         changed = self._changed or versions != self._versions or owned is not self._owned
         for replica, left in zip(self._others, self._mirrored, strict=True):
             self._follow(replica, owned, changed or _versions(replica) != left)
@@ -237,7 +238,7 @@ class StateSync:
             apart = [index for index, source in enumerate(owned) if source is not mirrored[index]]
             if apart:  # the others are those of a module that all replicas share
                 targets: list[torch.Tensor] = [mirrored[index] for index in apart]
-                torch._foreach_copy_(targets, [owned[index] for index in apart], non_blocking=True)
+                foreach_copy_(targets, [owned[index] for index in apart], non_blocking=True)
         if list(map(_IS_TRAINED, owned)) != list(map(_IS_TRAINED, mirrored)):
             for source, target in zip(owned, mirrored, strict=True):
                 target.requires_grad_(source.requires_grad)
@@ -279,7 +280,7 @@ class StateSync:
         sums, self._sums = self._sums, []
         now = checksums(self._owned) if sums else []
         for index, (parameter, version) in enumerate(zip(self._owned, self._versions, strict=True)):
-            if parameter._version != version or (sums and sums[index] != now[index]):
+            if version_counter(parameter) != version or (sums and sums[index] != now[index]):
                 return self._name_of(parameter)
         return ""
 
@@ -290,14 +291,14 @@ class StateSync:
             self._before = [buffer.detach().clone() for buffer in buffers]
         elif buffers:
             with torch.no_grad():
-                torch._foreach_copy_(self._before, buffers)
+                foreach_copy_(self._before, buffers)
         self._may_restore = True
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
         if self._may_restore and self._before and _alike(self._root.buffers, self._before):
-            torch._foreach_copy_(self._root.buffers, self._before)
+            foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
 
     def collect_buffers(
@@ -375,7 +376,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _versions(replica: Replica) -> list[int]:
-    return [parameter._version for parameter in replica.parameters]
+    return [version_counter(parameter) for parameter in replica.parameters]
 
 
 @torch.no_grad()

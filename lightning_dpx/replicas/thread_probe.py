@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.errors import describe_error
 from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas.state import checksums
+from lightning_dpx.torch_compat import TorchDispatchMode, version_counter
 
 MIN_FLOPS_PER_OPERATOR = 2e6  # of one replica's slice: some 30 us of arithmetic, against 5-10 us of interpreter
 MIN_FLOPS_PER_PARAMETER = 1024  # of the whole batch: below, summing K gradients costs more than threads gain
@@ -115,11 +115,11 @@ def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
                 size = len(value) if isinstance(value, list | dict | set) else 0
                 yield f"{path}.{key}".lstrip("."), (id(value), size)
     for path, buffer in module.named_buffers():
-        yield path, (id(buffer), buffer._version)
+        yield path, (id(buffer), version_counter(buffer))
     named = list(module.named_parameters())
     sums = checksums([parameter for _, parameter in named])  # writes through ``.data`` count in no version
     for (path, parameter), bits in zip(named, sums, strict=True):
-        yield path, (id(parameter), parameter._version, bits)
+        yield path, (id(parameter), version_counter(parameter), bits)
 
 
 def first_loss(output: Any) -> Any:

@@ -28,6 +28,7 @@ from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned, stop_
 from lightning_dpx.replicas.collectives import WAIT_SECONDS, Rendezvous
 from lightning_dpx.replicas.context import RendezvousSlot
 from lightning_dpx.replicas.error_notes import note_place
+from lightning_dpx.torch_compat import top_saved_tensors_hooks
 
 
 def _nothing() -> None:
@@ -440,7 +441,7 @@ class CallerContext:
                 (kind, torch.get_autocast_dtype(kind)) for kind in autocast_types() if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
+            saved_tensor_hooks=top_saved_tensors_hooks(True),
         )
 
     def entered(self) -> AbstractContextManager[None]:

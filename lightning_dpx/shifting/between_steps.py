@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.shifting.shift import LOOKS, in_shifted_step, writes_in_place
+from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 Pair = tuple[torch.device, torch.device]  # where the rest of a module runs, and where its shifted parts do
 

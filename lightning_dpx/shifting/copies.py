@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_dpx.devices import moved
+from lightning_dpx.torch_compat import has_storage, key_of, version_counter
 
 
 class Extent:
@@ -69,10 +70,10 @@ class Copies:
 
     def check(self, tensor: torch.Tensor) -> None:
         """Whoever writes into a copy writes past the original, and all that read the original, or a view, differ."""
-        if not self._lent or not torch._C._has_storage(tensor):
+        if not self._lent or not has_storage(tensor):
             return
-        for lent in self._lent.get(tensor.untyped_storage()._cdata, ()):
-            if lent.counter._version != lent.version and lent.extent.overlaps(Extent(tensor)):
+        for lent in self._lent.get(key_of(tensor.untyped_storage()), ()):
+            if version_counter(lent.counter) != lent.version and lent.extent.overlaps(Extent(tensor)):
                 self._refuse(lent, tensor, self._running[-1])
 
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -81,17 +82,17 @@ class Copies:
             return moved(tensor, device)
         self.check(tensor)
         entry = self._copies.get(tensor, {}).get(device)
-        if entry is not None and entry[0] == tensor._version:
+        if entry is not None and entry[0] == version_counter(tensor):
             held: torch.Tensor = entry[1]
             return held
         version, reference = self._originals.get(tensor, (-1, None))
-        original = reference() if reference is not None and version == tensor._version else None
+        original = reference() if reference is not None and version == version_counter(tensor) else None
         if isinstance(original, torch.Tensor) and original.device == device:
             return original
         arrived = moved(tensor, device)
-        self._copies.setdefault(tensor, {})[device] = tensor._version, arrived
-        self._originals[arrived] = arrived._version, TensorWeakRef(tensor)
-        if torch._C._has_storage(tensor):
+        self._copies.setdefault(tensor, {})[device] = version_counter(tensor), arrived
+        self._originals[arrived] = version_counter(arrived), TensorWeakRef(tensor)
+        if has_storage(tensor):
             self._lend(tensor, arrived)
         return arrived
 
@@ -99,5 +100,5 @@ class Copies:
         counter = arrived.detach()
         counter.data = counter.new_empty(0)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        lent = Lent(storage, Extent(tensor), counter, arrived._version, arrived.device, self._running[-1])
+        lent = Lent(storage, Extent(tensor), counter, version_counter(arrived), arrived.device, self._running[-1])
         self._lent.setdefault(storage.cdata, []).append(lent)

@@ -4,6 +4,14 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dpx.torch_compat import (
+    forward_hooks_always_called,
+    forward_hooks_of,
+    forward_hooks_with_kwargs,
+    forward_pre_hooks_of,
+    forward_pre_hooks_with_kwargs,
+)
+
 
 def copied_part(root: nn.Module | None, memo: dict[int, Any]) -> tuple[str, nn.Module | None]:
     """In a deepcopy that goes on: the outermost part of ``root`` that is being copied, by name, and its copy."""
@@ -15,11 +23,11 @@ def remove_hooks_of(owner: object, module: nn.Module) -> None:
     """Takes the forward hooks that are methods of ``owner`` off ``module`` and its parts."""
     for child in module.modules():
         notes: tuple[dict[int, Any], ...] = (
-            child._forward_pre_hooks_with_kwargs,
-            child._forward_hooks_with_kwargs,
-            child._forward_hooks_always_called,
+            forward_pre_hooks_with_kwargs(child),
+            forward_hooks_with_kwargs(child),
+            forward_hooks_always_called(child),
         )
-        for hooks in (child._forward_pre_hooks, child._forward_hooks):
+        for hooks in (forward_pre_hooks_of(child), forward_hooks_of(child)):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner]:
                 del hooks[key]
                 for noted in notes:

@@ -14,6 +14,7 @@ from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.prefetch import Slot, TensorPrefetcher
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.shifting.shift import choose_modules
+from lightning_dpx.torch_compat import has_storage, key_of, version_counter
 
 _OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, _Offloading]" = weakref.WeakKeyDictionary()
 
@@ -87,12 +88,12 @@ class _Offloading:
         """A chosen submodule begins."""
         root = self._module()
         tensors = (*root.parameters(), *root.buffers()) if root is not None else ()
-        stay = {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
+        stay = {key_of(tensor.untyped_storage()) for tensor in tensors if has_storage(tensor)}
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.device == self._place or not torch._C._has_storage(tensor):
+            if tensor.device == self._place or not has_storage(tensor):
                 return tensor
-            return tensor if tensor.untyped_storage()._cdata in stay else self._pack(tensor)
+            return tensor if key_of(tensor.untyped_storage()) in stay else self._pack(tensor)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         hooks.__enter__()  # type: ignore[no-untyped-call]
@@ -128,7 +129,7 @@ class _Offloading:
 
     def _pack(self, tensor: torch.Tensor) -> Slot[_Offloaded]:
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-        key = tensor.untyped_storage()._cdata, tensor._version, tensor.dtype, geometry
+        key = key_of(tensor.untyped_storage()), version_counter(tensor), tensor.dtype, geometry
         with self._lock:
             offloaded = self._offloaded.get(key)
             if offloaded is None or offloaded.storage.expired():  # type: ignore[no-untyped-call]

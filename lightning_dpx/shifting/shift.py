@@ -19,14 +19,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from lightning_dpx.activations import example_run, preserve_module_state, step_on
 from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.shifting.copies import Copies, Lent
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
+from lightning_dpx.torch_compat import (
+    buffers_of,
+    current_function_mode,
+    parameters_of,
+    top_saved_tensors_hooks,
+    tree_map_only,
+)
 
 _PAUSES = threading.local()
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
@@ -342,7 +348,7 @@ class Shift:
         while len(mode.stack) > 1:
             mode.leave()
         self._local.entered, self._local.mode = None, None
-        if _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
+        if current_function_mode() is mode:  # type: ignore[no-untyped-call]
             entered.__exit__(None, None, None)
 
     def _enter_home(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -448,7 +454,7 @@ class _OnDevice(TorchFunctionMode):
 
     def _refuse_split_recomputation(self, here: torch.device) -> None:
         """PyTorch recomputes a checkpointed region from whichever device's backward thread comes first, unguarded."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = top_saved_tensors_hooks(False)
         if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook"):
             return
         if self._regions.setdefault(hooks[0], here) != here:
@@ -480,7 +486,7 @@ def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    values = (*module._parameters.values(), *module._buffers.values())
+    values = (*parameters_of(module).values(), *buffers_of(module).values())
     return [value for value in values if value is not None]
 
 

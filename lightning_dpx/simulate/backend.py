@@ -11,6 +11,7 @@ from torch.utils.backend_registration import generate_methods_for_privateuse1_ba
 from lightning_dpx.backward_threads import finish_backward
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.simulate.build import load_library
+from lightning_dpx.torch_compat import privateuse1_backend_name, register_device_module
 
 MAX_DEVICES = 16
 _loaded = False
@@ -25,7 +26,7 @@ def load_backend() -> None:
     global _loaded
     if _loaded:
         return
-    name = torch._C._get_privateuse1_backend_name()
+    name = privateuse1_backend_name()
     if name not in ("privateuseone", "sim"):
         raise UnsupportedError(f"Simulated devices need PyTorch's one place for a foreign backend; {name!r} has it.")
     if name != "sim":
@@ -37,7 +38,7 @@ def load_backend() -> None:
 def _register() -> None:
     load_library()
     rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", SimModule())  # type: ignore[no-untyped-call]
+    register_device_module("sim", SimModule())  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_storage=True)
 
 

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import _appdirs
 
 from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.torch_compat import user_cache_dir
 
 SOURCE = Path(__file__).with_name("backend.cpp")
 
@@ -50,7 +50,7 @@ def _build_folder(library: Path) -> tempfile.TemporaryDirectory[str]:
 
 def cached_library() -> Path:
     """Where the compiled backend is kept: under ``TORCH_EXTENSIONS_DIR``, else in the user's cache folder."""
-    user_cache = _appdirs.user_cache_dir(appname="torch_extensions")  # type: ignore[no-untyped-call]
+    user_cache = user_cache_dir(appname="torch_extensions")  # type: ignore[no-untyped-call]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     return Path(root, f"lightning_dpx_sim_{key}.so")

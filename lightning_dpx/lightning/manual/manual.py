@@ -29,6 +29,7 @@ from lightning_dpx.lightning.precision import DPXPrecision
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, current_rank, weighted_mean, weights_of
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.torch_compat import pytree
 
 
 class ManualOptimization:
@@ -323,7 +324,7 @@ class ManualOptimization:
 
     def _merged_arguments(self, given: Sequence[Any]) -> Any:
         """The first replica's, but numbers that differ (losses) are merged as losses are."""
-        flat = [torch.utils._pytree.tree_flatten(one) for one in given]
+        flat = [pytree.tree_flatten(one) for one in given]
         if len({len(leaves) for leaves, _ in flat}) > 1:
             return given[0]
         weights = [view.weight for view in self.views]
@@ -335,7 +336,7 @@ class ManualOptimization:
                 merged.append(self._merged(column, weights))
             else:
                 merged.append(column[0])
-        return torch.utils._pytree.tree_unflatten(merged, flat[0][1])
+        return pytree.tree_unflatten(merged, flat[0][1])
 
     def _shared_objects(self) -> list[Any]:
         """Optimizers, schedulers and the scaler of this fit, and the optimizers that the module holds beside them."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree
 
 from lightning_dpx.errors import UnsupportedError, WholeBatchError
 from lightning_dpx.lightning.manual.acts_once import ActsOnce, current_view, plain_attribute, viewed
 from lightning_dpx.replicas import Share
+from lightning_dpx.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.manual.manual import ManualOptimization
@@ -389,4 +389,4 @@ def _mapped(value: Any, counterparts: Mapping[int, Any], device: torch.device | 
         is_own = device is not None and not isinstance(tensor, nn.Parameter)
         return tensor.to(device) if is_own else tensor
 
-    return _pytree.tree_map_only(Tensor, exchange, value)
+    return tree_map_only(Tensor, exchange, value)

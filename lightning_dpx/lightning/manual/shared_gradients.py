@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from lightning_dpx.errors import WholeBatchError
 from lightning_dpx.replicas import Replica, ReplicaSet
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.torch_compat import version_counter
 
 Gradient = torch.Tensor | None
 _CHECKED_STEPS = 3  # of every hundred, in which edited gradients are compared
@@ -34,7 +35,7 @@ class Mark:
     def of(cls, parameter: torch.Tensor) -> "Mark":
         """The gradient of ``parameter`` as it is now."""
         gradient = parameter.grad
-        return cls(None, 0) if gradient is None else cls(TensorWeakRef(gradient), gradient._version)
+        return cls(None, 0) if gradient is None else cls(TensorWeakRef(gradient), version_counter(gradient))
 
     @classmethod
     def of_another(cls) -> "Mark":
@@ -46,7 +47,7 @@ class Mark:
         gradient = parameter.grad
         if gradient is None or self.gradient is None:
             return gradient is None and self.gradient is None
-        return self.gradient() is gradient and gradient._version == self.version
+        return self.gradient() is gradient and version_counter(gradient) == self.version
 
 
 class SharedGradients:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
@@ -13,6 +12,7 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
+from lightning_dpx.torch_compat import tree_leaves
 
 Step = Callable[[Any, Any, int], Any]
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from lightning_dpx.torch_compat import tree_leaves
 
 MOST_STEPS = 8  # that are remembered, of different shapes
 T = TypeVar("T")

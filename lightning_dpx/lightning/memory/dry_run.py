@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
@@ -40,6 +39,7 @@ from lightning_dpx.replicas import (
     parse_workload,
     split_sizes,
 )
+from lightning_dpx.torch_compat import tree_leaves
 
 Progress = Callable[[str], None]
 

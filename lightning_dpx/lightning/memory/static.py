@@ -10,6 +10,7 @@ from torch import nn
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.replicas import Share
+from lightning_dpx.torch_compat import key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class StaticMemory:
         if is_host(device):  # where nobody counts
             buffers = [b for share in self.shares for b in share.replica.buffers if is_host(canonical_device(b.device))]
             tensors: list[torch.Tensor] = [*parameters, *buffers]
-            present = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+            present = sum({key_of(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
         else:
             present = allocated_and_peak(device)[0]
         return present + self.coming_gradients(device) + self.states.get(device, 0)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_dpx.errors import GatherError
@@ -24,6 +23,7 @@ from lightning_dpx.lightning.metrics.arguments import Arguments, JoinRules, Join
 from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import ReplicaRank, Share, current_rank
+from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
 
 KINDS = (Metric, MetricCollection, MetricTracker)
 DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
@@ -206,7 +206,7 @@ class ReplicaMetrics:
         if call.method in AT_ONCE:
             return self._call_at_once(call, number, rank, step)
         # The step may go on to change in place what it gave away.
-        args, kwargs = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
+        args, kwargs = tree_map_only(Tensor, _copied, (call.args, call.kwargs))
         step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs)
         return call.metric if call.method in MOVES else None
 
@@ -257,7 +257,7 @@ class ReplicaMetrics:
         kind = f"{call.method}() of the metric {self._name(call.metric)}"
         whole: SharedValue = rank.meet_present(kind, (rank.rank, call), act)
         value = whole.for_replica(rank, step.shares[rank.rank].replica.device, (call.args, call.kwargs))
-        for leaf in _pytree.tree_leaves(value):
+        for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.numel():
                 step.values[leaf.data_ptr()] = leaf.detach()
         return value
@@ -300,7 +300,7 @@ class ReplicaMetrics:
             is_there = isinstance(leaf, torch.device | str) and call.method in MOVES and torch.device(leaf) == there
             return home if is_there else leaf
 
-        args, kwargs = _pytree.tree_map(move, (call.args, call.kwargs))
+        args, kwargs = tree_map(move, (call.args, call.kwargs))
         return args, kwargs
 
     def _name(self, metric: Any) -> str:
@@ -319,7 +319,7 @@ class ReplicaMetrics:
 
     def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
         return [
-            (metric, {key: _pytree.tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()})
+            (metric, {key: tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()})
             for metric in self.named.values()
         ]
 
@@ -342,7 +342,7 @@ def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
         if depth[0] == 0:
             number = counts.get((path, call.method), 0)
             counts[path, call.method] = number + 1
-            arguments = _pytree.tree_map_only(Tensor, _copied, (call.args, call.kwargs))
+            arguments = tree_map_only(Tensor, _copied, (call.args, call.kwargs))
             log.calls[path, call.method, number] = arguments
         depth[0] += 1
         try:

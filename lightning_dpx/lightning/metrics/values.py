@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.metrics.arguments import Arguments
 from lightning_dpx.replicas import ReplicaRank, collectives
+from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class SharedValue:
 
     def for_replica(self, rank: ReplicaRank, device: torch.device, arguments: Arguments) -> Any:
         """The value on the device of the caller, whose own ``arguments`` get its gradients."""
-        mine = [leaf for leaf in _pytree.tree_leaves(arguments) if _has_gradient(leaf)]
+        mine = [leaf for leaf in tree_leaves(arguments) if _has_gradient(leaf)]
 
         def hand_out(value: Tensor) -> Tensor:
             if self.leaves and value.requires_grad:
@@ -37,7 +37,7 @@ class SharedValue:
                 return out
             return value.detach().to(device, copy=True)  # a step may change in place what it got
 
-        return _pytree.tree_map_only(Tensor, hand_out, self.values[rank.rank])
+        return tree_map_only(Tensor, hand_out, self.values[rank.rank])
 
 
 def shared_value(
@@ -60,7 +60,7 @@ def shared_value(
     with_gradients = differentiable and torch.is_grad_enabled()
     for rank, given in arguments.items():
         cutter = _Cutter(with_gradients=with_gradients)
-        cuts[rank] = _pytree.tree_map_only(Tensor, cutter.cut, given)
+        cuts[rank] = tree_map_only(Tensor, cutter.cut, given)
         leaves[rank] = cutter.leaves
     separate = ""
     try:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from lightning.pytorch.profilers import PyTorchProfiler
-from torch._C._profiler import _ExperimentalConfig
+
+from lightning_dpx.torch_compat import ProfilerConfig
 
 
 class DPXProfiler(PyTorchProfiler):
@@ -31,5 +32,5 @@ class DPXProfiler(PyTorchProfiler):
             export_to_chrome=export_to_chrome,
             row_limit=row_limit,
             sort_by_key=sort_by_key,
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            experimental_config=ProfilerConfig(profile_all_threads=True),
         )

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
@@ -24,6 +23,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
     pointing_at_shadow,
     with_copied_optimizers,
 )
+from lightning_dpx.torch_compat import disable_current_modes
 
 _HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a real step, so nobody shall see them go
 
@@ -66,7 +66,7 @@ class ManualGuest:
         """
         strategy = self._strategy
         trainer: Any = twin.trainer
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             vars(twin).pop(_HELD, None)
             state = StepSnapshot(twin, [], self._devices, parameters=False)
             for attributes, key, value in _HIDDEN.get(twin, ()):
@@ -91,7 +91,7 @@ class ManualGuest:
             ):
                 yield
         finally:
-            with _disable_current_modes(), torch.no_grad():
+            with disable_current_modes(), torch.no_grad():
                 for parameter, value in zip(twin.parameters(), values, strict=True):
                     parameter.data = value
                 state.restore()

@@ -21,7 +21,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -60,6 +59,7 @@ from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 from lightning_dpx.replicas.tolerance import Tolerance
 from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.torch_compat import tree_leaves
 
 Verify = Literal["warn", "raise", "first", "off"]
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch that shows a value that was zero before

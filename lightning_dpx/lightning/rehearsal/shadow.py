@@ -18,10 +18,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
@@ -31,6 +29,7 @@ from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
+from lightning_dpx.torch_compat import AnyBatchNorm, tree_map_only
 
 
 class Guest:
@@ -202,7 +201,7 @@ def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool)
             parameter.data = parameter.data.clone()
     norms = []
     for name, child in shadow.named_modules():
-        if isinstance(child, _BatchNorm) and child.training and not isinstance(child, SyncedBatchNorm):
+        if isinstance(child, AnyBatchNorm) and child.training and not isinstance(child, SyncedBatchNorm):
             child.training = child.running_mean is None
             norms.append(name)
     return shadow, norms

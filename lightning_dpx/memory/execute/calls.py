@@ -29,12 +29,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.overrides import _get_current_function_mode_stack as _function_modes
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.devices import RandomStates
@@ -43,13 +37,33 @@ from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
+from lightning_dpx.torch_compat import (
+    AnyBatchNorm,
+    AnyInstanceNorm,
+    FakeTensor,
+    buffers_of,
+    disable_current_modes,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    function_modes,
+    has_any_global_hook,
+    key_of,
+    len_torch_dispatch_stack,
+    parameters_of,
+    submodules_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_counter,
+    view_base,
+)
 
 _TAG = "lightning_dpx.calls"
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _LEAVES = (torch.Tensor, bool, int, float, type(None))
-_NORMS = (_BatchNorm.forward, _InstanceNorm.forward)
+_NORMS = (AnyBatchNorm.forward, AnyInstanceNorm.forward)
 _SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
 _HOST = torch.device("cpu")
 _REPEATING = threading.local()
@@ -78,7 +92,7 @@ class ReplayOutputs:
     @property
     def nbytes(self) -> int:
         """Of the storages of all of them."""
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.given.values()}
+        storages = {key_of(tensor.untyped_storage()): tensor.untyped_storage() for tensor in self.given.values()}
         return sum(storage.nbytes() for storage in storages.values())
 
     @property
@@ -112,7 +126,7 @@ class Argument:
     __slots__ = ("_counter", "_reference", "_version", "requires_grad", "source")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference, self._version = TensorWeakRef(tensor), tensor._version
+        self._reference, self._version = TensorWeakRef(tensor), version_counter(tensor)
         self._counter: torch.Tensor | None = None
         self.requires_grad = tensor.requires_grad
         self.source = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
@@ -125,7 +139,7 @@ class Argument:
         """
         found: torch.Tensor | None = self._reference()
         counter = self._counter if found is None else found
-        if counter is not None and counter._version != self._version:
+        if counter is not None and version_counter(counter) != self._version:
             raise NotRecomputable("an argument of the call was changed in place")
         return found
 
@@ -144,7 +158,7 @@ class Argument:
     def is_in(self, storage: int) -> bool:
         """Whether that is its memory."""
         found: torch.Tensor | None = self._reference()
-        return found is not None and found.untyped_storage()._cdata == storage
+        return found is not None and key_of(found.untyped_storage()) == storage
 
 
 class Call:
@@ -193,7 +207,7 @@ class Call:
         self._others_draw, self._is_over = False, False
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
         self._buffers: list[_Buffer] = []
-        if not self._obstacle and any(part._buffers for part in self._anatomy.parts):
+        if not self._obstacle and any(buffers_of(part) for part in self._anatomy.parts):
             with _unseen(), torch.no_grad():
                 self._buffers = _buffers_of(self._anatomy.parts)
 
@@ -290,7 +304,7 @@ class Call:
             for kind, enabled, dtype in self._autocast:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            if any(part._buffers for part in self._anatomy.parts):
+            if any(buffers_of(part) for part in self._anatomy.parts):
                 stack.enter_context(self._buffers_of_then())
             if self._others_draw:
                 stack.callback(ProcessGenerators().restore)
@@ -332,18 +346,18 @@ class Call:
                     f"Buffer {buffer.key!r} of a {type(buffer.part).__name__} in {self.name!r} was changed between "
                     "forward and backward."
                 )
-        own = [(part, dict(part._buffers)) for part in self._anatomy.parts if part._buffers]
+        own = [(part, dict(buffers_of(part))) for part in self._anatomy.parts if buffers_of(part)]
         try:
             for part, buffers in own:
-                part._buffers.update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
+                buffers_of(part).update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
             for buffer in self._buffers:
                 if buffer.copy is not None:
-                    buffer.part._buffers[buffer.key] = buffer.copy.clone()
+                    buffers_of(buffer.part)[buffer.key] = buffer.copy.clone()
             yield
         finally:
             for part, buffers in own:
-                part._buffers.clear()
-                part._buffers.update(buffers)
+                buffers_of(part).clear()
+                buffers_of(part).update(buffers)
 
     def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Its arguments, by position and by name, with these tensors."""
@@ -429,7 +443,7 @@ class Replay:
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory of ``tensor``, and its numbers."""
-    base = tensor._base
+    base = view_base(tensor)
     return tensor if base is None or base.dtype != tensor.dtype else base  # a complex number is no view of its parts
 
 
@@ -457,9 +471,9 @@ def _obstacle(leaves: Collection[Any]) -> str:
                 return "it runs inside a transform of torch.func"
         elif not isinstance(leaf, (*_PLAIN, Enum)):
             return f"it takes a {type(leaf).__name__}, which may change"
-    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if has_any_global_hook():  # type: ignore[no-untyped-call]
         return "there are hooks on all modules"
-    modes = [mode for mode in _function_modes() if not isinstance(mode, UntrackedInputs)]  # type: ignore[no-untyped-call]
+    modes = [mode for mode in function_modes() if not isinstance(mode, UntrackedInputs)]  # type: ignore[no-untyped-call]
     return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
 
 
@@ -468,7 +482,7 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
     for part in parts:
         if isinstance(part, nn.SyncBatchNorm):
             return "a SyncBatchNorm in it meets the other replicas"
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+        for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
     return ""
@@ -484,7 +498,7 @@ def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
 
 def _unseen() -> AbstractContextManager[object]:
     """What runs in here is no part of the step for those who watch its operators."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return disable_current_modes() if len_torch_dispatch_stack() else nullcontext()
 
 
 def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
@@ -512,21 +526,21 @@ class _Buffer(NamedTuple):
 
     def is_there(self) -> bool:
         """Whether the module has no other one by now."""
-        return self.part._buffers.get(self.key) is self.tensor
+        return buffers_of(self.part).get(self.key) is self.tensor
 
     def is_changed(self) -> bool:
         """Whether it was written to."""
-        return self.tensor._version != self.version
+        return version_counter(self.tensor) != self.version
 
 
 def _buffers_of(parts: Collection[nn.Module]) -> list[_Buffer]:
     found = []
     for part in parts:
-        for key, tensor in part._buffers.items():
+        for key, tensor in buffers_of(part).items():
             if tensor is not None:
                 small = tensor.nbytes <= _SMALL_BUFFER and not (_is_norm(part) and part.training)
                 copy = tensor.detach().clone() if small else None
-                found.append(_Buffer(part, key, tensor, tensor._version, copy))
+                found.append(_Buffer(part, key, tensor, version_counter(tensor), copy))
     return found
 
 
@@ -555,9 +569,9 @@ class Anatomy:
         self.obstacle = _obstacle_in(self.parts) if looks else ""
         self.state = ObjectState(self.parts if looks and not self.obstacle else [])
         self.obstacle = self.obstacle or self.state.obstacle
-        self._inside = _Watched([held for part in self.parts for held in (part._modules, part._parameters)])
+        self._inside = _Watched([held for part in self.parts for held in (submodules_of(part), parameters_of(part))])
         self._hooks = _Watched(
-            [hooks for part in self.parts for hooks in (part._forward_pre_hooks, part._forward_hooks)]
+            [hooks for part in self.parts for hooks in (forward_pre_hooks_of(part), forward_hooks_of(part))]
         )
 
     def is_same(self) -> bool:
@@ -570,7 +584,7 @@ class Anatomy:
 
     def versions(self) -> list[int]:
         """Of the parameters."""
-        return [parameter._version for parameter in self.parameters]
+        return [version_counter(parameter) for parameter in self.parameters]
 
     def training(self) -> list[bool]:
         """Of the parts."""

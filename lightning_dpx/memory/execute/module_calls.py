@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
+from lightning_dpx.torch_compat import DisableTorchFunction, OptimizedModule, compiled_call_of
 
 _OF_NO_CALL = "?:0"
 
@@ -137,7 +137,7 @@ class CallNames:
 
     def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
         """A call that begins, and that may have to be made again."""
-        with torch._C.DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
+        with DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
             call = Call(module, name, args, kwargs, self.saved, self._states)
         self._local.running.noted.append(weakref.ref(call))
         if self.listener is not None:
@@ -183,7 +183,7 @@ def compiled_parts(module: nn.Module) -> list[tuple[str, bool]]:
     return [
         (path, not isinstance(child, OptimizedModule))
         for path, child in module.named_modules()
-        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+        if isinstance(child, OptimizedModule) or compiled_call_of(child) is not None
     ]
 
 
@@ -211,7 +211,7 @@ class _Enter(Passive):
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         stack = self._names.stack if self._names is not None else None
         if stack is not None and len(stack) > 1 and (call := stack.pop()[2]) is not None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 call.left(output)
                 if self._names is not None and self._names.listener is not None:
                     self._names.listener.ends(call)

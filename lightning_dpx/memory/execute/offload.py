@@ -14,6 +14,7 @@ import torch
 
 from lightning_dpx.devices import OffloadedTensor, synchronize
 from lightning_dpx.prefetch import Slot, TensorPrefetcher
+from lightning_dpx.torch_compat import version_counter
 
 _HOST = torch.device("cpu")
 Take = Callable[[Slot["_Offloaded"]], torch.Tensor]
@@ -28,8 +29,8 @@ class _Offloaded(OffloadedTensor):
 
     def leave(self) -> None:
         """Gives the tensor's memory free: from here on anybody may write into it."""
-        if self._leaving is not None and self._leaving._version != self._version:
-            self._changed = f"has version {self._leaving._version} instead of {self._version}"
+        if self._leaving is not None and version_counter(self._leaving) != self._version:
+            self._changed = f"has version {version_counter(self._leaving)} instead of {self._version}"
         super().leave()
 
     def take(self) -> torch.Tensor:

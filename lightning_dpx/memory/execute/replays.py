@@ -17,15 +17,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import refuse
+from lightning_dpx.torch_compat import (
+    DisableTorchFunction,
+    key_of,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    tree_leaves,
+    version_counter,
+)
 
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_push = push_saved_tensors_hooks
+_pop = pop_saved_tensors_hooks
 
 
 class _EnoughError(BaseException):
@@ -57,7 +65,7 @@ class Replay:
         self._random: int | None = None  # when the last tensor was saved
         self.saved: list[torch.Tensor] | None = []
         self._versions: list[int] = []
-        self._given = [(tensor, tensor._version) for tensor in given]
+        self._given = [(tensor, version_counter(tensor)) for tensor in given]
         self._changed: Collection[int] = ()
         self._outputs: list[tuple[torch.Tensor, int]] = []
         self._sizes: list[int] = []
@@ -73,7 +81,7 @@ class Replay:
         saved = self.saved
         assert saved is not None, "the call is under way"
         saved.append(tensor)
-        self._versions.append(tensor._version)
+        self._versions.append(version_counter(tensor))
         count = len(saved)
         if self._expected is None or count == self._expected:
             self._random = self.call.generators()
@@ -85,14 +93,14 @@ class Replay:
         assert saved is not None, "it was under way"
         self.call.left(None)
         why = self.call.obstacle
-        if not why and any(tensor._version != version for tensor, version in self._given):
+        if not why and any(version_counter(tensor) != version for tensor, version in self._given):
             why = "it changes what it is given"
         self._given = [(tensor.detach(), version) for tensor, version in self._given]
         if why:
             self.saved = [tensor.detach() for tensor in saved]
             return why
         self._end_at(self._random if self._expected in (None, len(saved)) else None)
-        now = [tensor._version for tensor in saved]
+        now = [version_counter(tensor) for tensor in saved]
         if now != self._versions:
             self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
         self._sizes = [tensor.numel() for tensor in saved]
@@ -137,7 +145,7 @@ class Replay:
     def _kept(self, number: int) -> torch.Tensor:
         assert self.saved is not None, "the caller has looked"
         tensor = self.saved[number]
-        if tensor._version != self._versions[number]:
+        if version_counter(tensor) != self._versions[number]:
             refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")
         return tensor.detach()
 
@@ -155,7 +163,7 @@ class Replay:
         """
         call, count, found = self.call, len(self._sizes), list[torch.Tensor | None]()
         for tensor, version in self._given:
-            if tensor._version != version:
+            if version_counter(tensor) != version:
                 refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
         stops = self._stops and not self._written()
 
@@ -185,16 +193,16 @@ class Replay:
 
     def _written(self) -> bool:
         """Whether somebody has written to what the call returned."""
-        return any(counter._version != version for counter, version in self._outputs)
+        return any(version_counter(counter) != version for counter, version in self._outputs)
 
     def _refuse_written(self, found: Sequence[torch.Tensor | None], output: Any) -> None:
         """Refuses it, as autograd does, if the call itself has saved that."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         for leaf, (counter, version) in zip(outputs, self._outputs, strict=True):
-            if counter._version == version:
+            if version_counter(counter) == version:
                 continue
-            storage = leaf.untyped_storage()._cdata
-            if any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in found):
+            storage = key_of(leaf.untyped_storage())
+            if any(tensor is not None and key_of(tensor.untyped_storage()) == storage for tensor in found):
                 refuse(counter, version, f"a tensor that {self.call.name!r} saves and returns", leaf.shape)
 
 
@@ -206,7 +214,7 @@ def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
             counter = leaf.detach()
             if type(leaf) is torch.Tensor:
                 counter.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-            found.append((counter, leaf._version))
+            found.append((counter, version_counter(leaf)))
     return found
 
 
@@ -278,13 +286,13 @@ class Replays:
             return
         number = step.calls[path] = step.calls.get(path, 0) + 1
         name = path if number == 1 else f"{path}#{number}"
-        is_on = torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        is_on = torch.is_grad_enabled() and saved_tensors_hooks_enabled()  # type: ignore[attr-defined]
         wanted = step.replay is None and is_on and name in self._names
         step.running.append(wanted and self._begin(step, name, module, args, kwargs))
 
     def _begin(self, step: _Step, name: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether the call can be replayed; from here on it is watched."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             call = Call(module, name, args, kwargs, 0, self._states)
             if call.obstacle:
                 self.refused[name] = call.obstacle
@@ -309,7 +317,7 @@ class Replays:
         assert replay is not None, "it is under way"
         _pop()
         STEP_ASIDE.are(step.outer)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             why = replay.left(output)
         if why:
             self.refused[replay.call.name] = why

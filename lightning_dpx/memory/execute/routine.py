@@ -33,10 +33,18 @@ from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisat
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.memory.execute.values import Value, View, keep
+from lightning_dpx.torch_compat import (
+    current_graph_task_id,
+    len_torch_function_stack,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_enabled,
+    top_saved_tensors_hooks,
+)
 
-_top = torch._C._autograd._top_saved_tensors_default_hooks
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top = top_saved_tensors_hooks
+_push = push_saved_tensors_hooks
+_pop = pop_saved_tensors_hooks
 _WORTH_A_BREAK = 2  # tensors that are kept: a hook on a module costs as much as two of them
 _MOST_PATIENCE = 1024  # forwards
 _OF_ANOTHER = "another step:"
@@ -184,7 +192,7 @@ class _Forward:
         top = _top(True)
         if top is not self._outer and (top is None or self._outer is None or top[0] is not self._outer[0]):
             return False
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not saved_tensors_hooks_enabled():  # type: ignore[attr-defined]
             return False
         hooks = self._wrap(hook), self._unpack
         self._hook = hooks[0]
@@ -260,7 +268,7 @@ class _Routinely(_Forward):
         self._entries: tuple[Saved | None, ...] = ()
         self._at = 0
         self._operands = UntrackedInputs()
-        self._modes, self._is_noting = torch._C._len_torch_function_stack(), False
+        self._modes, self._is_noting = len_torch_function_stack(), False
 
     def start(self) -> None:
         self._begin(_ROOT)
@@ -288,7 +296,7 @@ class _Routinely(_Forward):
         wanted = self._routine.noting.get(call)
         if wanted is None or wanted == self._is_noting:
             return
-        if torch._C._len_torch_function_stack() != self._modes + self._is_noting:
+        if len_torch_function_stack() != self._modes + self._is_noting:
             self.changed = self.changed or wanted  # modes of others lie on it: it goes when they have gone
         elif wanted:
             self._operands.__enter__()  # type: ignore[no-untyped-call]
@@ -475,7 +483,7 @@ class Practised(Rematerialisation):
     def unpack(self, saved: Any) -> torch.Tensor:
         """Likewise, and notes steps that run backwards of their own, which are followed call by call for good."""
         # Whoever looks at an attribute of a node, such as ``grad_fn._saved_input``, unpacks it as well.
-        if self._running and torch._C._current_graph_task_id() != -1:
+        if self._running and current_graph_task_id() != -1:
             self._runs_backwards = True
         return super().unpack(saved)
 

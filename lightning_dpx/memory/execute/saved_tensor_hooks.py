@@ -49,6 +49,7 @@ from lightning_dpx.memory.execute.values import (
     refuse_changed,
     same_geometry,
 )
+from lightning_dpx.torch_compat import DisableTorchFunction, key_of, output_metadata, version_counter
 
 Pack = Callable[[torch.Tensor], Any]
 _TAG = "lightning_dpx.values"
@@ -136,17 +137,17 @@ class Rematerialisation:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
         if tensor.layout is not torch.strided or is_transformed(tensor):
-            return Unnamed(tensor.detach(), tensor._version)
+            return Unnamed(tensor.detach(), version_counter(tensor))
         node = tensor.grad_fn
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
-            return Unnamed(tensor, tensor._version)  # it lives anyway, or is not worth the bookkeeping
+            return Unnamed(tensor, version_counter(tensor))  # it lives anyway, or is not worth the bookkeeping
         base = base_of(tensor)
         if base is not tensor and base.is_leaf and base.requires_grad:
-            return Unnamed(tensor, tensor._version)
+            return Unnamed(tensor, version_counter(tensor))
         if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
-            return Unnamed(tensor.detach(), tensor._version)
+            return Unnamed(tensor.detach(), version_counter(tensor))
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
-            return Unnamed(tensor.detach(), tensor._version)
+            return Unnamed(tensor.detach(), version_counter(tensor))
         value = self.value_of_tensor(base)
         value.want()
         if base is tensor or same_geometry(tensor, base):
@@ -156,7 +157,7 @@ class Rematerialisation:
 
     def value_of_tensor(self, base: torch.Tensor) -> Value:
         """The value behind ``base``; the second time the same one."""
-        node, version, storage = base.grad_fn, base._version, base.untyped_storage()._cdata
+        node, version, storage = base.grad_fn, version_counter(base), key_of(base.untyped_storage())
         earlier = None if node is None else known_value(node, base.output_nr)
         if earlier is not None and (before := earlier.identity) is not None:
             if before.storage == storage and before.version == version and before in self._values:
@@ -256,7 +257,7 @@ class Rematerialisation:
             found = returned_by(node, output)
             if found is None:
                 raise
-            like = node._input_metadata[output]
+            like = output_metadata(node)[output]
             return select_output, self._picked(*found, torch.Size(like.shape), like.dtype)
 
     def _picked(self, call: Call, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> tuple[Value, OutputKey]:
@@ -378,14 +379,14 @@ class Rematerialisation:
         with self._lock:
             if self._undecided:  # a backward inside of the forward's context
                 self._decide_uncached()
-            if value.counter is not None and value.counter._version != value.version:
+            if value.counter is not None and version_counter(value.counter) != value.version:
                 refuse_changed(value)
             base = compute(value) if value.tensor is None else value.tensor
             if value.dropped:
                 if torch.is_grad_enabled():
                     self.know_again(value, base)
             else:
-                if base._version != value.version:
+                if version_counter(base) != value.version:
                     refuse_changed(value)
                 if self._known and value.operator and self.is_unknown(value.name):
                     self.unknown[value.name] = base.nbytes
@@ -399,8 +400,8 @@ _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 
 def identity_of(base: torch.Tensor) -> Identity:
     """By which ``base`` is known again."""
-    storage, offset = base.untyped_storage()._cdata, int(base.storage_offset())
-    return Identity(storage, base._version, base.dtype, base.size(), base.stride(), offset)
+    storage, offset = key_of(base.untyped_storage()), int(base.storage_offset())
+    return Identity(storage, version_counter(base), base.dtype, base.size(), base.stride(), offset)
 
 
 def _unnamed(found: Any) -> Any:
@@ -418,7 +419,7 @@ def _unseen(pack: Pack) -> Pack:
     """``pack``, unseen by the mode that notes operands, which would see every attribute."""
 
     def unseen(tensor: torch.Tensor) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return pack(tensor)
 
     return unseen
@@ -524,16 +525,16 @@ class Node:
     @property
     def shape(self) -> list[int]:
         """Of the output."""
-        return list(self._node._input_metadata[self.output].shape)
+        return list(output_metadata(self._node)[self.output].shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the output."""
-        dtype: torch.dtype = self._node._input_metadata[self.output].dtype
+        dtype: torch.dtype = output_metadata(self._node)[self.output].dtype
         return dtype
 
     @property
     def device(self) -> torch.device:
         """Of the output."""
-        device: torch.device = self._node._input_metadata[self.output].device
+        device: torch.device = output_metadata(self._node)[self.output].device
         return device

@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from lightning_dpx.torch_compat import (
+    is_functorch_wrapped_tensor,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
+
 _Hook = Callable[[Any], Any]
 _Disable = Callable[[str], AbstractContextManager[None]]
 _NAME = "disable_saved_tensors_hooks"
-_autograd = torch._C._autograd
 
 
 class _StepAside:
@@ -82,18 +88,18 @@ class _StepAside:
         """What transforms of this thread find in the place of torch's own."""
         self._local.count = self.count + 1
         mine = getattr(self._local, "hooks", None)
-        top = _autograd._top_saved_tensors_default_hooks(True)  # type: ignore[call-arg]
+        top = top_saved_tensors_hooks(True)
         if mine is None or top is None or tuple(top) != mine:
             with _torchs_own()(message):
                 yield
             return
-        _autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
         try:
             with _torchs_own()(message):
                 yield
         finally:
             if getattr(self._local, "hooks", None) == mine:  # else they went off in there
-                _autograd._push_saved_tensors_default_hooks(*mine)
+                push_saved_tensors_hooks(*mine)
 
 
 def _torchs_own() -> _Disable:
@@ -120,4 +126,4 @@ STEP_ASIDE = _StepAside()
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether it belongs to a transform of ``torch.func`` that is running, and has no memory of its own."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return bool(is_functorch_wrapped_tensor(tensor))

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.torch_compat import FakeTensor, version_counter, view_base
 
 _TAG = "lightning_dpx.operands"
 _COPIES = "lightning_dpx.copies"
@@ -143,11 +143,11 @@ class WeakTensor:
     __slots__ = ("_ref", "_version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
-        base, self.view = tensor._base, None
+        base, self.view = view_base(tensor), None
         if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
             self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
             tensor = base
-        self._ref, self._version = TensorWeakRef(tensor), tensor._version
+        self._ref, self._version = TensorWeakRef(tensor), version_counter(tensor)
 
     def base(self, most: int) -> Tensor:
         """The tensor, or what it is a view of, if it is still the same.
@@ -158,7 +158,7 @@ class WeakTensor:
         found: Tensor | None = self._ref()
         if found is None:
             raise NotRecomputable("an operand outside of the graph is gone")
-        if found._version != self._version:
+        if version_counter(found) != self._version:
             raise NotRecomputable("an operand outside of the graph was changed in place")
         if not isinstance(found, nn.Parameter) and self._bytes(found) > most:
             raise NotRecomputable("an operand outside of the graph is as large as the result")

@@ -8,11 +8,20 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.calls import Replay
 from lightning_dpx.memory.execute.offload import Offloader
+from lightning_dpx.torch_compat import (
+    DisableAutocast,
+    DisableTorchFunction,
+    disable_current_modes,
+    free_weak_storage,
+    is_any_autocast_enabled,
+    is_torch_function_mode_enabled,
+    version_counter,
+    weak_storage,
+)
 
 Make = Callable[..., Any]  # a tensor; of a call of a module, its outcome
 Look = Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +66,7 @@ class Unnamed:
         Raises:
             RuntimeError: somebody has.
         """
-        if self.tensor._version != self.version:
+        if version_counter(self.tensor) != self.version:
             refuse(self.tensor, self.version, "a parameter" if self.tensor.requires_grad else "a tensor")
         return self.tensor
 
@@ -112,23 +121,23 @@ class Value:
         self.pending = self.num_uses = 0
         self._storage = 0  # a weak reference, once nothing here holds the storage
 
-    def __del__(self, _free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+    def __del__(self, _free: Callable[[int], None] = free_weak_storage) -> None:
         if self._storage:
             _free(self._storage)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Holds ``tensor``, and notices if somebody writes into it."""
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version = tensor.detach(), version_counter(tensor)
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """Forgets ``tensor``, which it is; while the value lives no other storage gets the same identity."""
         if not self._storage:
-            self._storage = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]
+            self._storage = weak_storage(tensor.untyped_storage())  # type: ignore[assignment]
         self.tensor = None
 
     def drop(self, tensor: torch.Tensor) -> None:
         """From now on ``tensor``, which it is, is computed when it is needed; who writes into it is noticed still."""
-        self.dropped, self.version = True, tensor._version
+        self.dropped, self.version = True, version_counter(tensor)
         if type(tensor) in _COUNTED:
             self.counter = tensor.detach()
             self.counter.data = _nothing(tensor.dtype, tensor.device)
@@ -154,7 +163,7 @@ class Value:
 
 def keep(tensor: torch.Tensor) -> Unnamed:
     """A tensor that is kept, without the graph that leads to it."""
-    return Unnamed(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+    return Unnamed(tensor if tensor.grad_fn is None else tensor.detach(), version_counter(tensor))
 
 
 class View:
@@ -228,7 +237,7 @@ def compute(wanted: Value) -> torch.Tensor:
         if is_plain:
             _compute_operators(stack, made, later)
         else:  # a function mode of the step, such as a shift's, must not move what is repeated where it was
-            with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), DisableAutocast(), DisableTorchFunction():
                 _compute_operators(stack, made, later)
         if stack:
             call = stack.pop()
@@ -243,9 +252,7 @@ def compute(wanted: Value) -> torch.Tensor:
 
 def _surroundings_are_plain() -> bool:
     """Whether operators run without gradients, autocast and function modes anyway; contexts for that take longer."""
-    return not (
-        torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or torch._C._is_torch_function_mode_enabled()
-    )
+    return not (torch.is_grad_enabled() or is_any_autocast_enabled() or is_torch_function_mode_enabled())
 
 
 def _has_all(value: Value) -> bool:
@@ -284,7 +291,7 @@ def repeat(value: Value) -> torch.Tensor:
     """One operator or call, on inputs that are there, as backward will make it."""
     if isinstance(value.make, Replay):
         return run_recipe(value)
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), DisableAutocast():
         return run_recipe(value)
 
 
@@ -292,7 +299,7 @@ def run_recipe(value: Value) -> torch.Tensor:
     """One operator, on inputs that are there."""
     assert value.make is not None, "a dropped value has a recipe"
     for source in value.sources:
-        if not source.dropped and source.tensor is not None and source.tensor._version != source.version:
+        if not source.dropped and source.tensor is not None and version_counter(source.tensor) != source.version:
             refuse_changed(source)
     made: torch.Tensor = value.make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
     identity = value.identity
@@ -339,7 +346,7 @@ def compress(value: Value) -> bool:
     assert mask is not None, "asked when it is saved"
     if not mask.dtype.is_floating_point or not is_host(mask.device) or not mask.numel():
         return False  # devices have operators that save masks as bytes, and finding out would wait for them
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), DisableAutocast():
         other, small = mask.amax(), mask.ne(0)
         if not torch.equal(small.to(mask.dtype).mul_(other), mask):
             return False
@@ -416,7 +423,7 @@ def refuse(
     raise RuntimeError(
         "One of the variables needed for gradient computation has been modified by an inplace operation. A tensor that "
         f"backward needs was changed in place: {name} of shape {list(tensor.shape if size is None else size)}{made_by} "
-        f"has version {tensor._version} instead of {version}."
+        f"has version {version_counter(tensor)} instead of {version}."
     )
 
 
@@ -425,5 +432,5 @@ _COUNTED = (torch.Tensor, torch.nn.Parameter)
 
 @cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty(0, dtype=dtype, device=device)

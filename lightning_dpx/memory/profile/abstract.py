@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.profile.fake import RooflineCosts, faked, place_for
 from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
+from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
 
 Cut = Callable[[int], Any]
 _PACKAGE = Path(__file__).parents[2]

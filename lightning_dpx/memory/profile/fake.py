@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from lightning_dpx.devices import canonical_device, is_host
 from lightning_dpx.memory.execute.recipes import NotRecomputable
@@ -40,6 +38,15 @@ from lightning_dpx.memory.tracing.allocator_account import Account, Taken
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.memory.tracing.scratch import inside_bytes
 from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
+from lightning_dpx.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    buffers_of,
+    mark_as_parameter,
+    parameters_of,
+    schema_of,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 
@@ -168,7 +175,7 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # fakes are asked for their device by an operator
             return func(*args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+        if schema_of(func).is_mutable and args and isinstance(args[0], torch.Tensor):
             allocation = self._made(args[0])
             if func in _IN_PLACE and allocation is not None and args[0].nbytes == allocation.num_bytes:
                 self.masks.add(allocation)
@@ -303,7 +310,7 @@ def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.devic
     with _put_back(module), mode:
         tensors = [found for child in module.modules() for found in _tensors_of(child)]
         for child, name, _ in tensors:
-            for own in (child._parameters, child._buffers):
+            for own in (parameters_of(child), buffers_of(child)):
                 if name in own:
                     own[name] = None
         module.to(here)  # there is nothing to move, but a LightningModule remembers the device
@@ -323,7 +330,7 @@ def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.devic
 
 def _tensors_of(child: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Its own, with their names."""
-    places = child._parameters, child._buffers, vars(child)
+    places = parameters_of(child), buffers_of(child), vars(child)
     return [(child, name, e) for place in places for name, e in place.items() if isinstance(e, torch.Tensor)]
 
 
@@ -354,7 +361,7 @@ def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     made.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        made._is_param = True  # type: ignore[attr-defined]  # as nn.Parameter marks what is no plain tensor
+        mark_as_parameter(made)
         if tensor.grad is not None and tensor.grad.layout is torch.strided:
             made.grad = torch.empty_like(made)
     return made

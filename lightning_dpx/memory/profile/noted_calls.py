@@ -19,6 +19,7 @@ from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.torch_compat import disable_current_modes
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
@@ -107,7 +108,7 @@ class NotedCalls:
         self._noted.append(noted)
         if call.obstacle or self._names.compiled:
             return
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             for argument in call.arguments:
                 tensor = argument.tensor()
                 if tensor is None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
+from lightning_dpx.torch_compat import DisableAutocast, disable_current_modes, schema_of, tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 _WORTH = 4096  # bytes of operands: what less may take inside does not matter
@@ -61,7 +60,7 @@ class Probe:
             kwargs: Likewise, by name.
             out: What it gave for them.
         """
-        if func._schema.is_mutable or func.is_view or func in _MAKES_NOTHING or not _UNTRIED.isdisjoint(func.tags):
+        if schema_of(func).is_mutable or func.is_view or func in _MAKES_NOTHING or not _UNTRIED.isdisjoint(func.tags):
             return None
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -81,7 +80,7 @@ class Probe:
         return tensor.layout is torch.strided and tensor.device == self._device
 
     def _tried(self, func: Any, leaves: Sequence[Any], spec: Any) -> Probed | None:
-        with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
+        with disable_current_modes(), torch.no_grad(), DisableAutocast():
             made = [self._zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(made, spec)
             try:

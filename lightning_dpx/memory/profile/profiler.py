@@ -42,6 +42,7 @@ from lightning_dpx.memory.profile.noted_calls import NotedCalls
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
+from lightning_dpx.torch_compat import disable_current_modes, key_of, version_counter, view_base
 
 Run = Callable[[], torch.Tensor | None]
 _NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
@@ -139,8 +140,10 @@ class _Profiler(Rematerialisation):
         return packed
 
     def _packed(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            return Unnamed(tensor.detach(), tensor._version)  # a fake one has no type, a frozen one needs no name
+        if isinstance(tensor if view_base(tensor) is None else view_base(tensor), nn.Parameter):
+            return Unnamed(
+                tensor.detach(), version_counter(tensor)
+            )  # a fake one has no type, a frozen one needs no name
         packed = super().pack(tensor)
         if isinstance(packed, Unnamed):
             return packed
@@ -151,7 +154,7 @@ class _Profiler(Rematerialisation):
                 self._found[value] = self.spans[value.name]
                 self.saved[value.name] = self._trace.now
             elif self._copies:
-                self._keep_copy(value, tensor if tensor._base is None else tensor._base)
+                self._keep_copy(value, tensor if view_base(tensor) is None else view_base(tensor))
         if not self._keep:
             if not self._copies:
                 value.let_go(tensor)
@@ -165,7 +168,7 @@ class _Profiler(Rematerialisation):
         """A backward of the step's own finds the numbers, and ``tensor`` goes when nothing else needs it."""
         if value.tensor is None:
             return
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             copied = value.tensor.clone()
         value.let_go(tensor)
         value.keep(copied)
@@ -183,7 +186,7 @@ class _Profiler(Rematerialisation):
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
         """A copy of it that nobody counts, so that the tensor itself goes when it would go without a plan."""
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             argument.watch(tensor)
             value = super().keep_argument(argument, copy_as_it_lies(tensor))
         self._found[value] = self._trace.allocation_of(tensor.untyped_storage())
@@ -213,7 +216,7 @@ class _Profiler(Rematerialisation):
         value = entry if isinstance(entry, Value) else entry.value
         if value.tensor is None:
             return tensor
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             copied = value.tensor.clone()
             found = copied if isinstance(entry, Value) else entry.look(copied)
         if torch.is_grad_enabled():
@@ -254,7 +257,7 @@ class _Profiler(Rematerialisation):
         self._holders.clear()
         synchronize(self._meter.device)
         try:
-            with torch.utils._python_dispatch._disable_current_modes(), self._meter.trying():
+            with disable_current_modes(), self._meter.trying():
                 tried = _measure(self, dict(self._found), self._tried, self._meter)
                 if self.is_over and not self.asks:
                     self.calls.try_all(self._meter)
@@ -347,7 +350,7 @@ def _profiled(
     accumulates: bool,
     compiled: bool,
 ) -> Profile:
-    with torch.utils._python_dispatch._disable_current_modes():
+    with disable_current_modes():
         meter.bookkeeping()  # before hooks of ours are on
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
@@ -789,7 +792,7 @@ def _is_view_of(value: Value) -> bool:
     assert value.tensor is not None, "just computed"
     if isinstance(value.make, Replay):
         return False
-    address = value.tensor.untyped_storage()._cdata
+    address = key_of(value.tensor.untyped_storage())
     given = [*(source.tensor for source in value.sources), *value.inputs]
     given += [one.tensor for one in value.inputs if isinstance(one, Unnamed)]
-    return any(one.untyped_storage()._cdata == address for one in given if isinstance(one, torch.Tensor))
+    return any(key_of(one.untyped_storage()) == address for one in given if isinstance(one, torch.Tensor))

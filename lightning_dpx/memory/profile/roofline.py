@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from lightning_dpx.torch_compat import TorchDispatchMode, key_of, schema_of
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ class Rates:
         if func in _ONLY_ALLOCATES:
             return 0.0
         given, results = _tensors([*args, *kwargs.values()]), _tensors([out])
-        if not func._schema.is_mutable:
+        if not schema_of(func).is_mutable:
             there = {_storage(tensor) for tensor in given}
             if all(_storage(tensor) in there for tensor in results):
                 return 0.0
@@ -101,5 +102,5 @@ def _tensors(entries: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
+    identity: int = key_of(tensor.untyped_storage())
     return identity

@@ -18,6 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
+from lightning_dpx.torch_compat import (
+    DisableTorchDispatch,
+    ProfilerConfig,
+    end_legacy_profiler,
+    has_legacy_profiler,
+    profiler_is_enabled,
+    start_legacy_profiler,
+)
 
 _profiler: Any = torch.autograd  # its names are not exported, and there is no other way to hear of blocks so cheaply
 
@@ -39,7 +47,7 @@ def hidden_on(device: torch.device) -> str:
 
 
 def _a_profiler_runs() -> bool:
-    running: bool = _profiler._profiler_enabled()
+    running: bool = profiler_is_enabled()
     return running
 
 
@@ -93,26 +101,26 @@ class HostAccount(Account):
     """
 
     def __init__(self) -> None:
-        nothing = torch._C._profiler._ExperimentalConfig()
+        nothing = ProfilerConfig()
         self._config = _profiler.ProfilerConfig(_profiler.ProfilerState.CPU, False, True, False, False, False, nothing)
 
     @staticmethod
     def is_there() -> bool:
         """Whether this torch has the profiler."""
-        return hasattr(_profiler, "_enable_profiler_legacy")
+        return has_legacy_profiler()
 
     def start(self) -> int:
         """An operator begins; whether anybody is told."""
         if _a_profiler_runs():
             return False
-        _profiler._enable_profiler_legacy(self._config)
+        start_legacy_profiler(self._config)
         return True
 
     def stop(self, started: int) -> Taken:
         """Its blocks, and the most bytes of them at once."""
         if not started:
             return Taken()
-        threads = _profiler._disable_profiler_legacy()
+        threads = end_legacy_profiler()
         blocks = [size for events in threads for event in events if (size := event.cpu_memory_usage())]
         return Taken(max(accumulate(blocks), default=0), blocks)
 
@@ -125,11 +133,11 @@ class PeakAccount(Account):
 
     def start(self) -> int:
         """An operator begins; what is there already."""
-        with torch._C._DisableTorchDispatch():  # a device may be asked by an operator, which other traces would see
+        with DisableTorchDispatch():  # a device may be asked by an operator, which other traces would see
             reset_peak_memory(self._device)
             return allocated_and_peak(self._device)[0]
 
     def stop(self, started: int) -> Taken:
         """The peak of the statistics, beyond that."""
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return Taken(max(0, allocated_and_peak(self._device)[1] - started))

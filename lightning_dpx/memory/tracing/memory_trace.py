@@ -18,12 +18,18 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
 from lightning_dpx.python_objects.untouched import CopyOnWrite
+from lightning_dpx.torch_compat import (
+    TorchDispatchMode,
+    current_graph_task_id,
+    engine_code,
+    is_view,
+    key_of,
+    tree_leaves,
+)
 
 aten = torch.ops.aten
 _COLLECTIVES = {"c10d", "_c10d_functional"}
@@ -120,7 +126,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
         """What is known of ``storage``; nothing if it was there before."""
-        entry = self._present.get(storage._cdata)
+        entry = self._present.get(key_of(storage))
         return entry[1] if entry is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,11 +168,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if leaf.device != self._device or leaf.layout is not torch.strided:
                 continue
             storage = leaf.untyped_storage()
-            if storage._cdata in self._present:
+            if key_of(storage) in self._present:
                 continue
             if given is None:
                 given = {_identity(x) for x in _tensors_in((*args, *(kwargs or {}).values()))}
-            if storage._cdata not in given:
+            if key_of(storage) not in given:
                 self._add(storage)
                 if func.overloadpacket in _CONSTANTS:
                     self._constant = self.allocations[-1]
@@ -187,7 +193,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
         """The memory of the sum, and that of the term into which it may have been added."""
         for term in terms:
-            if not _identity(term) or not _identity(out) or term._is_view():
+            if not _identity(term) or not _identity(out) or is_view(term):
                 continue
             known = self.allocation_of(term.untyped_storage())
             if known is not None and known.num_bytes == out.untyped_storage().nbytes():
@@ -207,8 +213,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow(storage, allocation)
 
     def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
-        reference = weakref.ref(storage, self._gone(storage._cdata, allocation))
-        self._present[storage._cdata] = reference, allocation
+        reference = weakref.ref(storage, self._gone(key_of(storage), allocation))
+        self._present[key_of(storage)] = reference, allocation
 
     def _gone(self, address: int, allocation: Allocation) -> Callable[[Any], None]:
         def forget(_reference: Any) -> None:
@@ -249,13 +255,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_ENGINE = engine_code
 _BETWEEN = {"__torch_dispatch__", "_fn", "inner"}  # modes, and torch's own wrapping of them
 
 
 def _called_by_engine() -> bool:
     """Whether autograd's engine itself calls the mode, and no Python code that runs in backward."""
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in _BETWEEN:
@@ -275,4 +281,4 @@ def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return key_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
