@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses is still there: an upgrade that takes one away fails by its name."""
+"""Every private name of torch that the package uses is there: an upgrade that takes one away fails by its name."""
 
 import ast
 import importlib

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.train import make_cli
-from lightning_dpx.devices import parse_bytes
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.lightning import (
     ActivationPlanner,
@@ -32,6 +31,7 @@ from lightning_dpx.memory import PLANNERS, Profile, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.progress import shown
+from lightning_dpx.units import parse_bytes
 
 HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",

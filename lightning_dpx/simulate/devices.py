@@ -8,9 +8,9 @@ from types import FrameType
 
 import torch
 
-from lightning_dpx.devices import parse_bytes
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.simulate.backend import MAX_DEVICES, load_backend
+from lightning_dpx.units import parse_bytes
 
 
 @dataclass(frozen=True, slots=True)

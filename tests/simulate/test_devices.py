@@ -12,8 +12,8 @@ from torch.distributed._tools import MemTracker
 
 import lightning_dpx as dpx
 from lightning_dpx.bench.models import MODELS, BenchModel
-from lightning_dpx.devices import parse_bytes
 from lightning_dpx.simulate import Transfer, clear_traffic, traffic
+from lightning_dpx.units import parse_bytes
 from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded, simulate_room
 from tests.lightning.test_strategy import Dropped, TunableData

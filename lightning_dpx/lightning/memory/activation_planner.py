@@ -10,7 +10,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.activations import arguments_of_step
-from lightning_dpx.devices import parse_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
@@ -36,6 +35,7 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import Replica, Share, stand_in
+from lightning_dpx.units import parse_bytes
 
 
 class ActivationPlanner(Callback):

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, free_bytes, is_host, parse_bytes
+from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, free_bytes, is_host
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.units import parse_bytes
 
 Budget = int | float | str  # bytes, a fraction of the device, or "auto" and texts such as "8GiB"
 _MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation

@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
+from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import RooflineCosts, faked, place_for
-from lightning_dpx.memory.profile.profiler import Profile, Run, profile_step
+from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
 

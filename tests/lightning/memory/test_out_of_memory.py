@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
-from lightning_dpx.devices import parse_bytes
+from lightning_dpx.units import parse_bytes
 from tests.conftest import SIMULATED, make_trainer, simulate_room
 
 pytestmark = [

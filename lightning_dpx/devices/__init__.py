@@ -1,0 +1,69 @@
+"""What differs between device types. No other part of the package asks a device for its type."""
+
+from lightning_dpx.devices.generators import (
+    RandomStates,
+    host_random_state,
+    preserve_all_device_rng,
+    preserve_device_rng,
+    seed_apart,
+)
+from lightning_dpx.devices.identity import (
+    accelerators,
+    autocast_types,
+    canonical_device,
+    device_context,
+    distinct_devices,
+    is_host,
+    num_usable_cpus,
+    spare_devices,
+)
+from lightning_dpx.devices.links import (
+    default_backend,
+    has_nccl,
+    linked_groups,
+    moved,
+    num_direct_links,
+    synchronize,
+    wire_device,
+)
+from lightning_dpx.devices.memory import (
+    NO_LIMIT,
+    Capacity,
+    allocated_and_peak,
+    capacity_of,
+    free_bytes,
+    reset_peak_memory,
+)
+from lightning_dpx.devices.offload import OffloadedTensor
+from lightning_dpx.devices.timing import Stopwatch
+
+__all__ = [
+    "Capacity",
+    "NO_LIMIT",
+    "OffloadedTensor",
+    "RandomStates",
+    "Stopwatch",
+    "accelerators",
+    "allocated_and_peak",
+    "autocast_types",
+    "canonical_device",
+    "capacity_of",
+    "default_backend",
+    "device_context",
+    "distinct_devices",
+    "free_bytes",
+    "has_nccl",
+    "host_random_state",
+    "is_host",
+    "linked_groups",
+    "moved",
+    "num_direct_links",
+    "num_usable_cpus",
+    "preserve_all_device_rng",
+    "preserve_device_rng",
+    "reset_peak_memory",
+    "seed_apart",
+    "spare_devices",
+    "synchronize",
+    "wire_device",
+]

@@ -1,0 +1,91 @@
+"""Random generators: of the host, of devices, of Python and NumPy."""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from lightning_dpx.devices.identity import device_context, distinct_devices, is_host
+from lightning_dpx.torch_compat import DisableFuncTorch
+
+
+def host_random_state() -> torch.Tensor:
+    """A snapshot of the process-wide CPU generator, to notice that somebody drew from it."""
+    return torch.get_rng_state()
+
+
+class RandomStates:
+    """The generators of the host and of ``devices``, as they are now."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._host = torch.get_rng_state()
+        others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
+        self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
+
+    def again(self) -> "RandomStates":
+        """Where the same generators are now."""
+        return RandomStates([torch.device("cpu"), *(device for device, _ in self._states)])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomStates):
+            return NotImplemented
+        return all(map(torch.equal, self._all(), other._all()))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _all(self) -> list[torch.Tensor]:
+        return [self._host, *(state for _, state in self._states)]
+
+    @property
+    def nbytes(self) -> int:
+        """What the states take."""
+        return sum(state.nbytes for state in self._all())
+
+    def digest(self) -> int:
+        """Tells states apart, and takes no memory."""
+        with DisableFuncTorch():  # transforms that are under way would take them for theirs
+            return hash(tuple(state.numpy().tobytes() for state in self._all()))
+
+    def restore(self) -> None:
+        """They continue as if nothing had been drawn since."""
+        torch.set_rng_state(self._host)
+        for device, state in self._states:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def preserve_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
+    """The generators of the host and of ``devices`` continue afterwards as if nothing had been drawn."""
+    states = RandomStates(devices)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+@contextmanager
+def preserve_all_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Like :func:`preserve_device_rng`, and so do Python's and NumPy's generators of the process."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        with preserve_device_rng(devices):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def seed_apart(devices: Sequence[torch.device]) -> None:
+    """Gives every accelerator but the first another seed, where all have the process's.
+
+    ``torch.manual_seed`` seeds all devices alike, and replicas on them would then drop out the same units.
+    """
+    for offset, device in enumerate(distinct_devices(devices)[1:], start=1):
+        if is_host(device):
+            continue
+        with device_context(device):
+            module = torch.get_device_module(device)
+            if module.initial_seed() == torch.initial_seed():
+                module.manual_seed(torch.initial_seed() + offset)

@@ -1,0 +1,74 @@
+"""Which device is meant, and what it needs of the calling thread."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.torch_compat import privateuse1_backend_name
+
+
+def canonical_device(device: torch.device | str) -> torch.device:
+    """The physical device behind ``device``: an index for every accelerator, none for the host.
+
+    ``cpu:0`` and ``cpu:3`` are the same memory, so both become ``cpu``.
+
+    Raises:
+        ConfigurationError: there is no device of this type.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None:
+        try:
+            return torch.device(device.type, torch.get_device_module(device).current_device())
+        except (AttributeError, RuntimeError, AssertionError) as error:
+            raise ConfigurationError(f"The device {str(device)!r} is not there: {error}") from error
+    return device
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether ``device`` is the CPU, which has one memory and one random generator for all its replicas."""
+    return device.type == "cpu"
+
+
+def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """The physical devices among ``devices``, each once, in order of first appearance."""
+    return list(dict.fromkeys(canonical_device(device) for device in devices))
+
+
+def device_context(device: torch.device) -> AbstractContextManager[object]:
+    """Makes ``device`` current for the calling thread; nothing to do on the host."""
+    if is_host(device):
+        return nullcontext()
+    context: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return context
+
+
+def autocast_types() -> tuple[str, ...]:
+    """Device types whose autocast state a thread may carry."""
+    return ("cpu", "cuda", privateuse1_backend_name())
+
+
+def accelerators() -> list[torch.device]:
+    """All accelerators of this process, of the kind that torch was built or simulated for."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.get_device_module(kind).device_count())]
+
+
+def num_usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spare_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Accelerators of the same type as ``devices`` that are not among them."""
+    kind = devices[0].type
+    if is_host(devices[0]):
+        return []
+    everyone = [torch.device(kind, index) for index in range(torch.get_device_module(kind).device_count())]
+    return [device for device in everyone if device not in devices]

@@ -1,0 +1,55 @@
+"""How values get from one device to another."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_dpx.devices.identity import is_host
+
+
+def has_nccl(devices: Sequence[torch.device]) -> bool:
+    """Whether NCCL can work between these devices from one process."""
+    return all(device.type == "cuda" for device in devices) and torch.distributed.is_nccl_available()
+
+
+def wire_device(device: torch.device) -> torch.device:
+    """Where torch.distributed can send a tensor of ``device`` from: the device itself, or the host."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of torch.distributed for processes whose first device this is."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until ``device`` has done what was queued; the host always has."""
+    if not is_host(device):
+        torch.get_device_module(device).synchronize(device)
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``, without waiting where that is safe: the host would read before the copy has arrived."""
+    return tensor.to(device, non_blocking=not is_host(device))
+
+
+def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
+    """Indices of devices that reach each other directly, in groups; two halves where nothing is known of the links."""
+    if any(device.type != "cuda" for device in devices):
+        half = (len(devices) + 1) // 2
+        return [list(range(half)), list(range(half, len(devices)))] if len(devices) > 3 else [[*range(len(devices))]]
+    groups: list[list[int]] = []
+    for index, device in enumerate(devices):
+        for group in groups:
+            if all(torch.cuda.can_device_access_peer(device, devices[other]) for other in group):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
+def num_direct_links(devices: Sequence[torch.device]) -> int:
+    """Pairs of devices that copy to each other without a detour through the host."""
+    pairs = [(a, b) for index, a in enumerate(devices) for b in devices[index + 1 :]]
+    return sum(a.type == "cuda" and torch.cuda.can_device_access_peer(a, b) for a, b in pairs)

@@ -1,0 +1,116 @@
+"""What a device holds, and how much more it can."""
+
+import os
+import sys
+from typing import NamedTuple
+
+import torch
+
+from lightning_dpx.devices.identity import is_host
+from lightning_dpx.torch_compat import pynvml_handler
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on ``device``, cached blocks included."""
+    if is_host(device):
+        return _available_bytes()
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free + max(0, cached))
+
+
+class Capacity(NamedTuple):
+    """Bytes of a device.
+
+    Attributes:
+        reserved: By this process's allocator.
+        total: The capacity; 0 where there is no limit.
+        others: Held by other processes.
+    """
+
+    reserved: int
+    total: int
+    others: int
+
+
+NO_LIMIT = 2**62  # bytes; simulated devices without a capacity say more
+_host_peak = 0
+
+
+def allocated_and_peak(device: torch.device) -> tuple[int, int]:
+    """Bytes of this process's tensors on ``device``, and the most since the last :func:`reset_peak_memory`.
+
+    On the host, the resident memory of the process, and the most that anyone asked for.
+    """
+    global _host_peak
+    if is_host(device):
+        resident = _resident_bytes()
+        _host_peak = max(_host_peak, resident)
+        return resident, _host_peak
+    module = torch.get_device_module(device)
+    return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+
+
+def capacity_of(device: torch.device) -> Capacity:
+    """What ``device`` has, and who holds it."""
+    if is_host(device):
+        total, resident = os.sysconf("SC_PHYS_PAGES") * _PAGE, _resident_bytes()
+        return Capacity(resident, total, max(0, total - free_bytes(device) - resident))
+    module = torch.get_device_module(device)
+    free, total = (int(size) for size in module.mem_get_info(device))
+    reserved = int(module.memory_reserved(device))
+    if total > NO_LIMIT:
+        return Capacity(reserved, 0, 0)
+    listed = _listed_for_others(device) if device.type == "cuda" else None
+    return Capacity(reserved, total, max(0, total - free - reserved) if listed is None else listed)
+
+
+def _listed_for_others(device: torch.device) -> int | None:
+    """What the driver lists for other processes, where nvidia-ml-py is installed: without this process's own context.
+
+    ``None`` where that cannot be told: in a container the driver's process numbers are not ours.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml_handler(device))
+    except (pynvml.NVMLError, RuntimeError):
+        return None
+    if all(process.pid != os.getpid() for process in processes):
+        return None
+    return sum(process.usedGpuMemory or 0 for process in processes if process.pid != os.getpid())
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def _available_bytes() -> int:
+    """Of the host: free pages, and those of files that Linux gives up for whoever asks."""
+    if not os.path.exists("/proc/meminfo"):
+        return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return int(sizes["MemAvailable"].split()[0]) * 1024
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) * _PAGE
+    except FileNotFoundError:  # not Linux: the most so far is all there is
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """The peak of ``device`` begins anew at what is allocated now."""
+    global _host_peak
+    if is_host(device):
+        _host_peak = 0
+    else:
+        torch.get_device_module(device).reset_peak_memory_stats(device)

@@ -1,0 +1,100 @@
+"""A tensor that is offloaded: its values rest on another device until they are fetched."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from lightning_dpx.devices.identity import is_host
+from lightning_dpx.devices.links import moved
+
+
+@cache
+def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a CUDA device fetches, beside what it computes."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _rest_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where a CUDA device sends away what rests, beside what it computes and fetches."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Arriving(NamedTuple):
+    tensor: torch.Tensor
+    there: torch.cuda.Event  # when it has arrived
+    owner: torch.cuda.Stream  # of its memory
+
+
+class OffloadedTensor:
+    """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
+
+    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`leave`.
+
+    Args:
+        tensor: Where it is now is where it comes back to. Nobody may write into it before :meth:`leave`.
+        place: Where it rests.
+    """
+
+    def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
+        self._device = tensor.device
+        self._arriving: _Arriving | torch.Tensor | None = None
+        self._leaving: torch.Tensor | None = tensor
+        self._rested: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._values = moved(tensor, place)
+            return
+        self._sender, side = torch.cuda.current_stream(tensor.device), _rest_stream(tensor.device)
+        side.wait_stream(self._sender)
+        with torch.cuda.stream(side):
+            if is_host(place):
+                pinned = torch.empty_like(tensor, device=place, pin_memory=True)
+                self._values = pinned.copy_(tensor, non_blocking=True)
+            else:
+                self._values = moved(tensor, place)
+            self._rested = side.record_event()
+
+    def leave(self) -> None:
+        """Gives the tensor's memory free: what the device computes from now on waits until the values are gone."""
+        if self._leaving is not None and self._rested is not None:
+            self._sender.wait_event(self._rested)
+        self._leaving = None
+
+    def start(self) -> None:
+        """Begins to fetch; on CUDA the device goes on computing meanwhile."""
+        if self._arriving is not None:
+            return
+        if self._rested is None:
+            self._arriving = moved(self._values, self._device)
+            return
+        owner, side = torch.cuda.current_stream(self._device), _fetch_stream(self._device)
+        tensor = torch.empty_like(self._values, device=self._device)
+        side.wait_stream(owner)  # kernels that are queued there may still read what this memory held before
+        side.wait_event(self._rested)
+        with torch.cuda.stream(side):
+            tensor.copy_(self._values, non_blocking=True)
+            self._arriving = _Arriving(tensor, side.record_event(), owner)
+
+    def take(self) -> torch.Tensor:
+        """The tensor where it was, for the stream that is current there; fetched once until :meth:`drop`."""
+        self.start()
+        if not isinstance(self._arriving, _Arriving):
+            assert self._arriving is not None, "started"
+            return self._arriving
+        tensor, there, owner = self._arriving
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(there)
+        if stream != owner:
+            tensor.record_stream(stream)
+        return tensor
+
+    def drop(self) -> None:
+        """Forgets what was fetched; the values still rest."""
+        if isinstance(self._arriving, _Arriving):
+            self._arriving.owner.wait_event(self._arriving.there)  # or the next owner of the memory writes too early
+        self._arriving = None
+
+    def __del__(self) -> None:
+        self.leave()
+        self.drop()

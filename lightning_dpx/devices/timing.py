@@ -1,0 +1,41 @@
+"""How long a device works."""
+
+import time
+from typing import Any
+
+import torch
+
+from lightning_dpx.devices.identity import is_host
+
+
+class Stopwatch:
+    """How long a device works on what is queued between :meth:`start` and :meth:`stop`, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """From here on."""
+        if is_host(self._device):
+            self._marks.append(time.perf_counter())
+        else:
+            module = torch.get_device_module(self._device)
+            event = module.Event(enable_timing=True)
+            event.record(module.current_stream(self._device))
+            self._marks.append(event)
+
+    stop = start
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has passed both marks, or the work never ended."""
+        return len(self._marks) < 2 or is_host(self._device) or bool(self._marks[1].query())
+
+    def seconds(self) -> float:
+        """Zero if the work never ended."""
+        if len(self._marks) < 2:
+            return 0.0
+        if is_host(self._device):
+            return float(self._marks[1] - self._marks[0])
+        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
