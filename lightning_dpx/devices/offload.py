@@ -16,7 +16,7 @@ def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @cache
-def _rest_stream(device: torch.device) -> torch.cuda.Stream:
+def _send_stream(device: torch.device) -> torch.cuda.Stream:
     """Where a CUDA device sends away what rests, beside what it computes and fetches."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -45,7 +45,7 @@ class OffloadedTensor:
         if tensor.device.type != "cuda":
             self._values = moved(tensor, place)
             return
-        self._sender, side = torch.cuda.current_stream(tensor.device), _rest_stream(tensor.device)
+        self._sender, side = torch.cuda.current_stream(tensor.device), _send_stream(tensor.device)
         side.wait_stream(self._sender)
         with torch.cuda.stream(side):
             if is_host(place):

@@ -1,5 +1,6 @@
 """Every call of ``torch.cuda`` of the package: on a GPU, and here on fakes that check its order and its arguments."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import nccl
 
-from lightning_dpx import devices
-from lightning_dpx.devices import OffloadedTensor, capacity_of, linked_groups, num_direct_links
+from lightning_dpx.devices import OffloadedTensor, capacity_of, linked_groups, num_direct_links, offload
 from lightning_dpx.reducers import make_reducer
 
 HERE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -62,8 +62,8 @@ def streams(monkeypatch: Any) -> Iterator[Streams]:
     side, fetch = found.make("out"), found.make("back")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current)
     monkeypatch.setattr(torch.cuda, "stream", found.use)
-    monkeypatch.setattr(devices, "_rest_stream", lambda device: side)
-    monkeypatch.setattr(devices, "_fetch_stream", lambda device: fetch)
+    monkeypatch.setattr(offload, "_send_stream", lambda device: side)
+    monkeypatch.setattr(offload, "_fetch_stream", lambda device: fetch)
     pinned = torch.empty_like
 
     def empty_like(tensor: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_what_other_processes_hold_is_read_from_the_driver(monkeypatch: Any) -> 
     module = SimpleNamespace(mem_get_info=lambda device: (600, 1000), memory_reserved=lambda device: 100)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda device: "handle", raising=False)
-    processes = [SimpleNamespace(pid=devices.os.getpid(), usedGpuMemory=150), SimpleNamespace(pid=1, usedGpuMemory=200)]
+    processes = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=150), SimpleNamespace(pid=1, usedGpuMemory=200)]
     driver = SimpleNamespace(nvmlDeviceGetComputeRunningProcesses=lambda handle: processes, NVMLError=OSError)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert capacity_of(HERE) == (100, 1000, 200)
