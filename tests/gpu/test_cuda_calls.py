@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import nccl
 
-from lightning_dpx.devices import OffloadedTensor, capacity_of, linked_groups, num_direct_links, offload
+from lightning_dpx.devices import OffloadedTensor, capacity_of, linked_groups, memory, num_direct_links, offload
 from lightning_dpx.reducers import make_reducer
 
 HERE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -132,7 +132,7 @@ def test_all_devices_of_the_machine_are_grouped(kind: str) -> None:
 def test_what_other_processes_hold_is_read_from_the_driver(monkeypatch: Any) -> None:
     module = SimpleNamespace(mem_get_info=lambda device: (600, 1000), memory_reserved=lambda device: 100)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda device: "handle", raising=False)
+    monkeypatch.setattr(memory, "pynvml_handler", lambda device: "handle")
     processes = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=150), SimpleNamespace(pid=1, usedGpuMemory=200)]
     driver = SimpleNamespace(nvmlDeviceGetComputeRunningProcesses=lambda handle: processes, NVMLError=OSError)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
