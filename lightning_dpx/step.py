@@ -40,7 +40,7 @@ _AT_A_TIME = 64
 LossReduction = Literal["auto", "mean", "sum"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: K are made in every step
 class Pending:
     """A replica's tensors that wait for their gradients, which the first backward leaves in ``leaves``."""
 
@@ -153,9 +153,22 @@ class TrainingStep:
             What one device would return: a scalar leaf loss, a mapping with ``"loss"`` and merged extras, or ``None``
             if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
         """
+        self.begin()
+        return self.merge(shares, self._replicas.run("training_step", shares, call), finish)
+
+    def begin(self) -> None:
+        """Before every replica's own step: all of them have the parameters and buffers of the first."""
         self._replicas.state.synchronize()
         self._replicas.state.remember_buffers()
-        outputs = self._replicas.run("training_step", shares, call)
+
+    def merge(self, shares: Sequence[Share], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None) -> Any:
+        """One loss from those that the replicas returned, as :meth:`forward` returns it.
+
+        Args:
+            shares: The parts of the batch.
+            outputs: What each replica's step returned for its part.
+            finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
+        """
         if len(shares) > 1:
             self._replicas.state.refuse_shared_writes()
         self._active = [share.replica for share in shares]
@@ -227,8 +240,7 @@ class TrainingStep:
 
     def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
         """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
-        self._replicas.state.synchronize()
-        self._replicas.state.remember_buffers()
+        self.begin()
         outputs = self._replicas.run("training_step", shares, call)
         self._active = [share.replica for share in shares]
         self._rows_of_active = [share.num_rows for share in shares]

@@ -53,31 +53,42 @@ class _Mark:
         return same and list(map(_version, leaves)) == self.versions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: K are made in every step
 class _Given:
     """The batch that a replica's step got.
 
     Attributes:
         share: The replica and its rows.
         batch: What its step got.
-        marks: Of its parts, by path.
-        is_flat: Whether it is a list or tuple of plain tensors, as most batches are.
         is_as_loaded: Whether that is what the loader gave, moved; or something that hooks of the user made of it.
+        parts: Of a list or tuple of plain tensors, as most batches are, these; ``None`` of any other batch.
+        versions: Of each of the parts.
+        others: Marks of the parts of any other batch, by path.
     """
 
     share: Share
     batch: Any
-    marks: dict[Path, _Mark]
-    is_flat: bool
     is_as_loaded: bool
+    parts: list[torch.Tensor] | None
+    versions: list[int]
+    others: dict[Path, _Mark]
 
     @property
     def is_untouched(self) -> bool:
         """Whether one look tells that the step wrote nothing."""
-        if not (self.is_flat and self.is_as_loaded and len(self.batch) == len(self.marks)):
+        if self.parts is None or not self.is_as_loaded or len(self.batch) != len(self.parts):
             return False
-        pairs = zip(self.batch, self.marks.values(), strict=True)
-        return all(value is mark.value and _version(value) == mark.versions[0] for value, mark in pairs)
+        for value, part, version in zip(self.batch, self.parts, self.versions, strict=True):
+            if value is not part or _version(value) != version:
+                return False
+        return True
+
+    def marks(self) -> dict[Path, _Mark]:
+        """Of its parts, by path."""
+        if self.parts is None:
+            return self.others
+        pairs = zip(self.parts, self.versions, strict=True)
+        return {(at,): _Mark(part, [part], [version]) for at, (part, version) in enumerate(pairs)}
 
 
 class BatchWrites:
@@ -93,16 +104,21 @@ class BatchWrites:
         self._lock = threading.Lock()
         self.values: dict[str, Any] = {}
         self._looked_at: dict[Any, bool] = {}  # by stage and number of callbacks
+        self._stage: tuple[Any, int] = (None, 0)  # the last of them: Lightning's stages are slow to hash
+        self._is_watching = False
 
     def is_for(self, module: LightningModule) -> bool:
         """Whether somebody looks at the batch that comes, after its step; if not, the last one is forgotten."""
         trainer: Any = module.trainer
-        kind = trainer.state.stage, len(trainer.callbacks)
-        if kind not in self._looked_at:
-            self._looked_at[kind] = _is_looked_at(module)
-        if not self._looked_at[kind]:
+        stage, num_callbacks = trainer.state.stage, len(trainer.callbacks)
+        if stage is not self._stage[0] or num_callbacks != self._stage[1]:
+            kind = self._stage = stage, num_callbacks
+            if kind not in self._looked_at:
+                self._looked_at[kind] = _is_looked_at(module)
+            self._is_watching = self._looked_at[kind]
+        if not self._is_watching:
             self._shown, self._given = _MISSING, []
-        return self._looked_at[kind]
+        return self._is_watching
 
     @property
     def is_watched(self) -> bool:
@@ -119,13 +135,14 @@ class BatchWrites:
         """A replica's step begins; for the arguments see :class:`_Given`."""
         if self._shown is _MISSING:
             return
-        is_flat = type(batch) in (list, tuple) and all(type(part) is torch.Tensor for part in batch)
-        if is_flat:
-            marks: dict[Path, _Mark] = {(at,): _Mark(part, [part], [_version(part)]) for at, part in enumerate(batch)}
-        else:
+        parts = _plain_tensors(batch)
+        if parts is None:
             marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
+            given = _Given(share, batch, is_as_loaded, None, [], marks)
+        else:
+            given = _Given(share, batch, is_as_loaded, parts, list(map(_version, parts)), {})
         with self._lock:
-            self._given.append(_Given(share, batch, marks, is_flat, is_as_loaded))
+            self._given.append(given)
 
     def finish(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
         """After the step: hooks find what was written; or else what cannot be put together, and why not.
@@ -225,12 +242,23 @@ def _calls_again(optimizer: Any) -> bool:
     return isinstance(plain, LBFGS) or not type(plain).step.__module__.startswith("torch.optim.")
 
 
+def _plain_tensors(batch: Any) -> list[torch.Tensor] | None:
+    """The parts of a list or tuple of plain tensors; ``None`` of anything else."""
+    if type(batch) not in (list, tuple):
+        return None
+    for part in batch:
+        if type(part) is not torch.Tensor:
+            return None
+    return list(batch)
+
+
 def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
+    marks = given.marks()
     for path, value in now.items():
-        mark = given.marks.get(path)
+        mark = marks.get(path)
         if mark is None or not given.is_as_loaded or not mark.is_current(value):
             yield path
-    yield from (path for path in given.marks if path not in now)
+    yield from (path for path in marks if path not in now)
 
 
 def _version(value: Any) -> int:

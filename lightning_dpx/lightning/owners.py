@@ -1,12 +1,19 @@
 """Optimizers follow their parameters to other copies of them: to their owners, or back to the user's module."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_dpx.lightning.manual.acts_once import held_optimizers
+from lightning_dpx.reducers import choose_reducer
 from lightning_dpx.torch_compat import tree_map_only
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
 
 
 def move_optimizers(optimizers: Sequence[Optimizer], counterparts: Mapping[Any, torch.nn.Parameter]) -> None:
@@ -28,3 +35,37 @@ def move_optimizers(optimizers: Sequence[Optimizer], counterparts: Mapping[Any, 
 def _moved(state: Any, source: torch.device, target: torch.device) -> Any:
     """Step counters that an optimizer keeps on the host stay there."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(target) if tensor.device == source else tensor, state)
+
+
+def begin_optimizers(session: "Session") -> None:
+    """The user's optimizers are made: they change the owners' copies, where that is possible."""
+    step, replicas = session.step, session.replicas
+    reason = _why_all_on_first(session) if step.has_other_owners else None
+    if reason is not None:
+        name, device = choose_reducer(replicas.devices), session.strategy.root_device
+        rank_zero_warn(f"dpx: gradients are summed by reducer={name!r}, all on {device}: {reason}")
+        step.exchange_reducer("auto")
+    session.gradient_hooks.begin(session.module, replicas, step)
+    optimize_owners(session)
+
+
+def _why_all_on_first(session: "Session") -> str | None:
+    """Why parameters cannot have owners on several devices here; ``None`` where they can."""
+    for callback in session.trainer.callbacks:
+        if isinstance(callback, BaseFinetuning):
+            return f"{type(callback).__name__} looks for the optimizer's parameters in the module."
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in session.strategy.optimizers):
+        return "LBFGS keeps all parameters in one vector, which cannot be spread over devices."
+    return None
+
+
+def optimize_owners(session: "Session") -> None:
+    """Optimizers change the owners' copies, also in groups that they got later."""
+    step, root = session.step, session.replicas.root
+    if not step.has_other_owners:
+        return
+    owned = {id(one): other for one, other in zip(root.parameters, step.owner_parameters, strict=True)}
+    for optimizer in [*session.strategy.optimizers, *held_optimizers(root.module)]:
+        for group in optimizer.param_groups:
+            if any(owned.get(id(parameter), parameter) is not parameter for parameter in group["params"]):
+                group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]

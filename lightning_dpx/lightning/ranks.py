@@ -19,8 +19,17 @@ class RanksOfReplicas(ParallelStrategy):
 
     def __init__(self, *args: Any) -> None:
         self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
-        self._rows_of_step = 0.0
+        self.rows_of_step = 0.0
         super().__init__(*args)
+
+    def count_replicas(self, first: int, total: int) -> None:
+        """The replicas of all processes are counted.
+
+        Args:
+            first: The place of the first one of this process among them.
+            total: How many there are.
+        """
+        self._replica_offset, self._all_replicas = first, total
 
     @property
     def num_processes(self) -> int:
@@ -120,7 +129,7 @@ class RanksOfReplicas(ParallelStrategy):
         rank = current_rank()
         return None if rank is None or rank.is_alone else rank
 
-    def _reach_other_processes(
+    def reach_other_processes(
         self, kind: str, values: list[Any], *, each: bool, gradients: bool
     ) -> tuple[list[Any], int]:
         """See :class:`lightning_dpx.replicas.InterProcess`. One object per process travels, by way of the host.
@@ -128,7 +137,7 @@ class RanksOfReplicas(ParallelStrategy):
         Raises:
             CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
         """
-        mine = kind, self._rows_of_step, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
+        mine = kind, self.rows_of_step, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
         everyone: list[tuple[str, float, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
         kinds = [theirs for theirs, _, _ in everyone]
         if len(set(kinds)) > 1:
@@ -144,7 +153,7 @@ class RanksOfReplicas(ParallelStrategy):
         weigh = gradients and not self._loss_is_sum
         found = []
         for process, (_, rows, theirs) in enumerate(everyone):
-            factor = rows / self._rows_of_step if weigh else 1.0
+            factor = rows / self.rows_of_step if weigh else 1.0
             own = process == self.process_rank
             found += values if own else theirs if factor == 1 else [value * factor for value in theirs]
         return found, sum(counts[: self.process_rank])

@@ -57,7 +57,7 @@ class RendezvousSlot:
     abandoned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: K are made in every stage of a step
 class ReplicaRank:
     """The place of the running replica among those that take part in this step."""
 

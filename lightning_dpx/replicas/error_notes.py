@@ -37,6 +37,23 @@ def note_place(error: BaseException, replica: int, device: torch.device, stage: 
     error.add_note(f"In replica {replica} on {device}, during {stage}.")
 
 
+@contextmanager
+def trial_noted(replica: int, device: torch.device, stage: str, purpose: str) -> Iterator[None]:
+    """Says of an error that it is of a step which was only tried.
+
+    Args:
+        replica: For which one.
+        device: Where.
+        stage: Which step.
+        purpose: What for, as the end of "a trial run ...".
+    """
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"In replica {replica} on {device}, during {stage}, in a trial run {purpose}.")
+        raise
+
+
 def _module_path(error: BaseException, module: nn.Module) -> str:
     """The innermost submodule whose forward or hook raised ``error``; empty where no frame tells."""
     names, path, entry = {id(child): name for name, child in module.named_modules()}, "", error.__traceback__

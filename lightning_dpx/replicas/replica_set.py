@@ -78,7 +78,7 @@ class Watch(Protocol):
         """It has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ReplicaTask(Task):
     """A replica's part of a stage, run in the replica's rank; its errors say which module raised them.
 
@@ -176,6 +176,7 @@ class ReplicaSet:
             raise ConfigurationError("devices is empty; give at least one device.")
         self.devices = tuple(canonical_device(device) for device in devices)
         self._physical = tuple(distinct_devices(self.devices))
+        self._is_on_host = all(map(is_host, self.devices))
         self._workload = parse_workload(workload, len(devices))
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
@@ -438,7 +439,7 @@ class ReplicaSet:
     def _walk_as_one(self, shares: Sequence[Share]) -> bool:
         """Several in line on the host, once a backward met nobody, and while nobody wants to see them apart."""
         seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
-        in_line = isinstance(self._executor, InlineExecutor) and all(is_host(share.replica.device) for share in shares)
+        in_line = self._is_on_host and isinstance(self._executor, InlineExecutor)
         return len(shares) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
 
     def _blame(self, replica: Replica, error: BaseException) -> None:

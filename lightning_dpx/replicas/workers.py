@@ -35,7 +35,7 @@ def _nothing() -> None:
     """A task without ties."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: K are made in every stage of a step, and that would cost them 3 us each
 class Task:
     """One call for one replica.
 

@@ -125,18 +125,24 @@ def forget_shift(module: nn.Module) -> None:
         remove_hooks_of(shift, module)
 
 
-@contextmanager
-def unshifted(paused: bool = True) -> Iterator[None]:
+class unshifted:  # noqa: N801  a context manager, entered three times in every step: no generator
     """In this thread operators run where their tensors are, as those of an optimizer must inside a shifted step.
 
     Args:
         paused: ``False`` inside of such a stretch: shifted again, as in a closure that an optimizer calls.
     """
-    before, _PAUSES.paused = getattr(_PAUSES, "paused", False), paused
-    try:
-        yield
-    finally:
-        _PAUSES.paused = before
+
+    __slots__ = ("_before", "_paused")
+
+    def __init__(self, paused: bool = True) -> None:
+        self._paused = paused
+
+    def __enter__(self) -> None:
+        self._before = getattr(_PAUSES, "paused", False)
+        _PAUSES.paused = self._paused
+
+    def __exit__(self, *_: object) -> None:
+        _PAUSES.paused = self._before
 
 
 def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:

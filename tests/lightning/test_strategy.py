@@ -47,7 +47,7 @@ def test_class_path_in_a_cli_file(tmp_path, monkeypatch) -> None:
         Classifier, run=False, seed_everything_default=0, args=["--config", str(config)], save_config_callback=None
     )
     cli.trainer.fit(cli.model, make_loader(), make_loader())
-    assert cli.trainer.strategy._execution == "inline"
+    assert cli.trainer.strategy.options.execution == "inline"
     assert cli.trainer.global_step == 4
 
 

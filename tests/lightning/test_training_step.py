@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 import lightning_dpx
 from tests.conftest import make_loader, make_trainer
 
 PACKAGE = lightning_dpx.__path__[0]
-MOST_FRAMES = 11  # between Lightning and the user's training_step
+MOST_FRAMES = 7  # between Lightning and the user's training_step
 
 
 class Diary(LightningModule):
@@ -105,3 +105,39 @@ def test_the_stages_of_a_step_of_several_replicas_come_in_this_order() -> None:
 @pytest.mark.parametrize("options", [{"devices": 1}, {"devices": 2}, {"devices": 2, "execution": "inline"}])
 def test_few_own_calls_stand_between_lightning_and_the_step(options: dict[str, Any]) -> None:
     assert 0 < max(fit(**options).frames) <= MOST_FRAMES
+
+
+class Fails(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        raise ValueError("the step fails")
+
+
+class Interrupted(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+class Caught(Callback):
+    notes: list[str]
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.notes = exception.__notes__
+
+
+def test_an_error_in_a_run_that_memory_is_planned_from_says_so() -> None:
+    strategy, caught = lightning_dpx.DPXStrategy(memory_budget="1GiB", plan_cache=False), Caught()
+    trainer = make_trainer(strategy=strategy, devices=2, accelerator="cpu", callbacks=[caught])
+    with pytest.raises(ValueError, match="the step fails"):
+        trainer.fit(Fails(), make_loader())
+    assert [note for note in caught.notes if "trial run" in note] == [
+        "In replica 0 on cpu, during training_step, in a trial run from which memory is planned; nothing of it stays."
+    ]
+
+
+def test_an_interrupt_of_a_rehearsal_says_so() -> None:
+    strategy, caught = lightning_dpx.DPXStrategy(execution="inline"), Caught()
+    trainer = make_trainer(strategy=strategy, devices=2, accelerator="cpu", callbacks=[caught])
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Interrupted(), make_loader())
+    assert caught.notes[-1] == "In the rehearsal of training_step, which checks its slices against one device."
+    assert "In replica 0 on cpu, during training_step." in caught.notes

@@ -378,7 +378,7 @@ def test_a_stage_that_gets_all_batches_whole_says_so_once() -> None:
 def test_a_stage_that_gets_all_batches_whole_runs_on_the_first_replica(stage: str) -> None:
     class Given(Several):
         def on_fit_start(self) -> None:
-            self.trainer.strategy._whole_batches.give_whole(stage, "It differs.")
+            self.trainer.strategy.session.whole_batches.give_whole(stage, "It differs.")
 
     model, loader = Given(), DataLoader([{"x": tensor(6)}], None)
     trainer = make_trainer(

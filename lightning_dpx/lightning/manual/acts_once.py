@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dpx.python_objects.object_graph import ATOMS
 from lightning_dpx.replicas import current_rank
 
 
@@ -73,9 +74,12 @@ def held_optimizers(module: Module) -> list[Any]:
     """Optimizers that a module keeps as attributes, or in a list, tuple or dict of its own."""
     found = []
     for value in vars(module).values():
+        kind = type(value)
+        if kind in ATOMS:  # most attributes are, and this is asked in every step
+            continue
         if isinstance(value, Optimizer):
             found.append(value)
-        elif type(value) in (list, tuple, dict) and 0 < len(value) <= _MOST_ITEMS:
+        elif kind in (list, tuple, dict) and 0 < len(value) <= _MOST_ITEMS:
             items = value.values() if type(value) is dict else value
             found += [item for item in items if isinstance(item, Optimizer)]
     return found

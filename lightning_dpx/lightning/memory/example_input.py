@@ -16,6 +16,7 @@ from lightning_dpx.lightning.memory.profiling import places_of
 from lightning_dpx.memory import Profile, profile_step, sum_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import Replica, ReplicaSet, batch_size, slice_batch
+from lightning_dpx.replicas.error_notes import trial_noted
 
 
 def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> list[Profile]:
@@ -58,4 +59,5 @@ def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, p
     twin.example_input_array = twin._apply_batch_transfer_handler(row, device=replica.device)
     run = example_run(twin, replica.device)
     assert run is not None, "it was just given one"
-    return profile_step(twin, lambda: sum_of(run()), place, context=precision.forward_context)
+    with trial_noted(replica.index, replica.device, "setup", "of example_input_array, to see whether it fits"):
+        return profile_step(twin, lambda: sum_of(run()), place, context=precision.forward_context)

@@ -15,9 +15,11 @@ from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
+from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import applied_shift
 
 Step = Callable[[Any, Any, int], Any]
+_PURPOSE = "from which memory is planned; nothing of it stays"
 
 
 def loss_to_plan_from(output: Any) -> torch.Tensor:
@@ -66,13 +68,18 @@ def profile_share(
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
 
+    with trial_noted(share.replica.index, share.replica.device, "training_step", _PURPOSE):
+        return _profile_share(replicas, share, run, place or share.replica.device, accumulates)
+
+
+def _profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.device, accumulates: bool) -> Profile:
     def on_rows(batch: Any, rows: int) -> Profile:
         twin = _twin_of(replicas, share)
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
                 twin,
                 lambda: end_of_step(twin, run(twin, batch, rows)),
-                place or share.replica.device,
+                place,
                 accumulates=accumulates,
             )
 
@@ -115,8 +122,8 @@ def profile_absent_share(
     Raises:
         PlanError: the step cannot be planned for.
     """
-    twin = _twin_of(replicas, share)
-    with preserve_rng_state(replicas.devices, [replicas.root.module]):
+    twin, noted = _twin_of(replicas, share), trial_noted(share.replica.index, target, "training_step", _PURPOSE)
+    with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
         return profile_absent(
             twin,
             share.batch,

@@ -22,6 +22,24 @@ log = logging.getLogger("lightning.pytorch.dpx")  # a child of Lightning's, so i
 EVERY = 4  # batches of an evaluation, between which nothing else is sent
 
 
+class NoStop:
+    """One process: Lightning's own handlers of signals do all."""
+
+    reason = ""
+
+    def begin_evaluation(self) -> None:
+        """An evaluation begins."""
+
+    def before_batch(self) -> None:
+        """Between two batches of an evaluation."""
+
+    def meet_after_validation(self) -> None:
+        """A validation has ended."""
+
+    def end(self) -> None:
+        """A run has ended."""
+
+
 class CoordinatedStop(_SignalConnector):
     """Takes the place of the Trainer's own while several processes train.
 

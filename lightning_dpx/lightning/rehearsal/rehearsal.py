@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -28,7 +28,8 @@ from lightning_dpx.errors import GatherError, ParityError, ReplicationError, Sha
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.logging import StepLog, path_of
-from lightning_dpx.lightning.metrics.metrics import recorded_calls
+from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics, recorded_calls
+from lightning_dpx.lightning.new_replicas import new_replicas, private_attributes
 from lightning_dpx.lightning.processes.connect import gather_objects
 from lightning_dpx.lightning.rehearsal.parity_report import (
     OUTSIDE,
@@ -52,6 +53,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
     shared_parameters,
     with_copied_optimizers,
 )
+from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
@@ -60,6 +62,9 @@ from lightning_dpx.replicas.tolerance import Tolerance
 from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.torch_compat import tree_leaves
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
 
 Verify = Literal["warn", "raise", "first", "off"]
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch that shows a value that was zero before
@@ -185,9 +190,10 @@ class Rehearsals:
         strategy = self._strategy
         if self._loss_reduction != "auto" or strategy.num_processes == 1:
             return
-        mine = strategy._step.rules.loss_reduction
+        rules = strategy.session.step.rules
+        mine = rules.loss_reduction
         if "sum" in gather_objects("agreeing on the loss", mine):
-            strategy._step.rules.loss_reduction = "sum"
+            rules.loss_reduction = "sum"
 
     def _rehearse(self, call: Call) -> None:
         strategy, key = self._strategy, (call.name, call.dataloader_idx)
@@ -199,18 +205,21 @@ class Rehearsals:
                 rehearsal = _Rehearsal(strategy, call, self._loss_reduction, asked)
                 outcome = rehearsal.run()
         except SlicesFail as failure:
-            strategy._whole_batches.give_whole(call.name, failure.reason, failure.advice)
+            strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
         except NotRehearsed as reason:
             self._say(f"dpx: {call.name} was not checked against one device: {reason}")
             return
+        except BaseException as error:  # such as Ctrl-C; any other error of the step is announced, and ends nothing
+            error.add_note(f"In the rehearsal of {call.name}, which checks its slices against one device.")
+            raise
         rules = self._joined(key, outcome)
         if self._again[key]:
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
-        strategy._metrics.take_rules(rehearsal.metric_rules)
+        strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
-            strategy._step.rules = rules
+            strategy.session.step.rules = rules
         self._tell(call.name, outcome.comparison, is_first=not self._again[key])
 
     def _tell(self, name: str, comparison: Comparison, *, is_first: bool) -> None:
@@ -222,7 +231,7 @@ class Rehearsals:
             raise ParityError(comparison.complaint())
         elif self._verify == "first":
             text = f"on {comparison.rows} rows its slices differ from one device: {comparison.summary()}."
-            self._strategy._whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
+            self._strategy.session.whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
         else:
             rank_zero_warn(comparison.complaint())
 
@@ -277,13 +286,15 @@ class _Rehearsal:
     def __init__(self, strategy: Any, call: Call, loss_reduction: str, asked: list[str]) -> None:
         self._strategy, self._call, self._loss_reduction = strategy, call, loss_reduction
         self._module: pl.LightningModule = strategy.lightning_module
-        self._replicas = strategy._replicas
+        self._session: Session = strategy.session
+        self._replicas = self._session.replicas
         self._trains = call.name == "training_step"
         self._by_hand = self._trains and not self._module.automatic_optimization
         self._norms: list[str] = []
-        self._watches_batch = strategy._batch_writes.is_watched
+        self._writes = BatchWrites()
+        self._watches_batch = self._session.batch_writes.is_watched
         self._asked = asked
-        self.metric_rules = copy.deepcopy(strategy._metrics.rules_by_path())
+        self.metric_rules = copy.deepcopy(self._session.metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
         self._tolerance = _tolerance_of(strategy, self._module, call)
 
@@ -485,7 +496,7 @@ class _Rehearsal:
         replicas = self._replicas_of(shadow, [strategy.root_device], workload="even")
         seen = Observation()
         with ExitStack() as stack:
-            stack.enter_context(self._pointing_at(shadow, None, None, None, seen))
+            stack.enter_context(self._pointing_at(shadow, None, None, seen))
             stack.enter_context(self._guest.run(shadow, other_draws=other_draws))
             stack.callback(replicas.close)
             for _ in range(num_steps):
@@ -496,7 +507,7 @@ class _Rehearsal:
                 with self._context(), recorded_calls(shadow) as seen.metric_calls:
                     seen.output = replicas.run(call.name, [share], partial(self._step_of_one, log))[0]
                 with _recording(log, shadow):
-                    final = strategy._finished(call.name, seen.output)
+                    final = self._session.finished(call.name, seen.output)
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
                 self._note_writes(writes, replicas, MergeRules(), seen)
                 self._finish(seen, final, shadow, list(shadow.parameters()))
@@ -508,8 +519,10 @@ class _Rehearsal:
     def _step_of_one(self, log: StepLog, share: Share) -> Any:
         call = self._call
         shadow: Any = share.replica.module
-        with log.recording(shadow), self._strategy._arranged(shadow):
-            batch = self._strategy._given(share, call.dataloader_idx)
+        with log.recording(shadow), self._session.context(shadow):
+            transfer = Transfer(shadow.trainer, shadow, call.dataloader_idx)
+            batch = transfer.to_replica(share)
+            self._writes.note(share, batch, is_as_loaded=transfer.is_plain)
             return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
 
     def _watch_batch(self, rows: Any) -> BatchWrites:
@@ -517,7 +530,7 @@ class _Rehearsal:
         writes = BatchWrites()
         if self._watches_batch:
             writes.show(rows)
-        self._strategy._batch_writes = writes
+        self._writes = writes
         return writes
 
     def _note_writes(self, writes: BatchWrites, replicas: ReplicaSet, rules: MergeRules, seen: Observation) -> None:
@@ -557,8 +570,10 @@ class _Rehearsal:
         parameters = () if self._by_hand else shared_parameters(self._replicas, shadow)
         replicas = self._replicas_of(shadow, list(self._replicas.devices), existing=parameters)
         self._shift_alike(replicas)
-        reducer = strategy._reducer if isinstance(strategy._reducer, str) else "auto"
-        step = TrainingStep(replicas, reducer, "mean", strategy._wire, strategy._gradient_buckets, None)
+        options = strategy.options
+        reducer = options.reducer if isinstance(options.reducer, str) else "auto"
+        step = TrainingStep(replicas, reducer, "mean", options.wire_dtype, options.gradient_buckets, None)
+        session = self._session.for_shadow(replicas, replicas.metrics, step)
         seen = Observation()
         replicas.metrics.take_rules(self.metric_rules)
         with ExitStack() as stack:
@@ -570,12 +585,13 @@ class _Rehearsal:
                 for replica in replicas.replicas:
                     self._forget_gradients(replica.module)
                 step.rules = rules
-                shares = strategy._weighted(self._shares_of(replicas, sizes), shadow)
+                shares = session.slices.weighted(self._shares_of(replicas, sizes), shadow)
                 merged_log = StepLog(replace(shares[0], num_rows=sum(sizes)))
-                with self._pointing_at(shadow, replicas, step, rules, seen):
+                with self._pointing_at(shadow, session, rules, seen):
                     writes = self._watch_batch(self._own(self._first_rows(sum(sizes))[0]))
+                    session.batch_writes = writes
                     with _recording(merged_log, shadow):
-                        final = self._step_of_replicas(shares)
+                        final = self._step_of_replicas(session, shares)
                     seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
                     self._note_writes(writes, replicas, rules, seen)
                     self._finish(seen, final, shadow, step.owner_parameters, step)
@@ -591,11 +607,11 @@ class _Rehearsal:
             Share(replicas.replicas[index], size, part) for index, size, part in zip(active, sizes, parts, strict=True)
         ]
 
-    def _step_of_replicas(self, shares: list[Share]) -> Any:
-        strategy, call = self._strategy, self._call
+    def _step_of_replicas(self, session: "Session", shares: list[Share]) -> Any:
+        call = self._call
         if self._trains:
-            return strategy._forward_of_replicas(shares, call.args, call.kwargs)
-        return strategy._evaluate_replicas(call.name, shares, call.args, call.kwargs)
+            return session.training.forward(shares, call.args, call.kwargs)
+        return session.evaluation.forward(call.name, shares, call.args, call.kwargs)
 
     def _try_real_slices(self, error: Exception, sizes: tuple[int, ...]) -> None:
         """Slices of a few rows fail; if those of the batch do, too, the stage cannot run in slices.
@@ -630,8 +646,9 @@ class _Rehearsal:
 
     def _replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:
         options = {"beyond": None, "check_every": 0, **changes}
-        metrics = self._strategy._find_metrics(shadow)
-        replicas: ShadowReplicas = self._strategy._new_replicas(shadow, devices, metrics, ShadowReplicas, **options)
+        metrics = ReplicaMetrics(shadow, number=self._strategy.options.number_rule)
+        replicas = new_replicas(self._strategy, shadow, devices, metrics, ShadowReplicas, **options)
+        assert isinstance(replicas, ShadowReplicas), "that kind was asked for"
         replicas.metrics = metrics
         metrics.dim = replicas.output_dim
         replicas.guest = self._guest
@@ -649,37 +666,38 @@ class _Rehearsal:
 
     @contextmanager
     def _pointing_at(
-        self, shadow: Any, replicas: Any, step: Any, judge: JudgingRules | None, seen: Observation
+        self, shadow: Any, session: "Session | None", judge: JudgingRules | None, seen: Observation
     ) -> Iterator[None]:
-        """The strategy, and through it the trainer, has the shadow for its module for a while."""
+        """The strategy, and through it the trainer, has the shadow for its module for a while.
+
+        Args:
+            shadow: Stands in for the user's module.
+            session: Of its replicas; ``None`` as on one device.
+            judge: Finds out how results are merged.
+            seen: Gets the gradients that optimizers are given.
+        """
         strategy, call = self._strategy, self._call
-        attributes = {**pointing_at_shadow(strategy, shadow), "_batch_writes": BatchWrites()}
-        if replicas is not None:
-            attributes |= {
-                "_replicas": replicas,
-                "_step": step,
-                "_metrics": replicas.metrics,
-                "_all_replicas": len(replicas.replicas),
-            }
+        attributes = pointing_at_shadow(strategy, shadow)
+        if session is not None:
+            attributes |= {"session": session, "_all_replicas": len(session.replicas.replicas)}
         if self._by_hand:
-            attributes |= self._optimizers_for(shadow, replicas, step, seen)
-            attributes["_gradient_hooks"] = hooks = GradientHooks()
-            if replicas is not None:
-                hooks.begin(shadow, replicas, step)
-        rules = dict(self._strategy._rehearsals._rules)
+            attributes |= self._optimizers_for(shadow, session, seen)
+            if session is not None:
+                session.gradient_hooks = GradientHooks()
+                session.gradient_hooks.begin(shadow, session.replicas, session.step)
+        rules = dict(strategy.rehearsals._rules)
         if judge is not None:
             rules[call.name, call.dataloader_idx] = judge
-        with pointing_at(strategy, **attributes), pointing_at(strategy._rehearsals, _rules=rules):
+        with pointing_at(strategy, **attributes), pointing_at(strategy.rehearsals, _rules=rules):
             yield
 
-    def _optimizers_for(
-        self, shadow: Any, replicas: Any, step: TrainingStep | None, seen: Observation
-    ) -> dict[str, Any]:
+    def _optimizers_for(self, shadow: Any, session: "Session | None", seen: Observation) -> dict[str, Any]:
         """Copies of the optimizers and schedulers that act on the shadow; they tell what gradients they were given."""
         strategy = self._strategy
-        mine = list(shadow.parameters()) if step is None else step.owner_parameters
-        modules = [shadow] if replicas is None else [replica.module for replica in replicas.replicas]
-        copies = with_copied_optimizers(strategy, self._module, modules, strategy._step.owner_parameters, mine)
+        mine = list(shadow.parameters()) if session is None else session.step.owner_parameters
+        modules = [shadow] if session is None else [replica.module for replica in session.replicas.replicas]
+        owners = self._session.step.owner_parameters
+        copies = with_copied_optimizers(strategy, self._module, modules, owners, mine)
         names = {id(own): name for (name, _), own in zip(shadow.named_parameters(), mine, strict=True)}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
@@ -722,7 +740,7 @@ class _Rehearsal:
 
     def _state(self, shadow: Any) -> dict[str, Any]:
         outside = ((f"{OUTSIDE}{path}", value) for path, value in self._guest.surroundings.values())
-        return python_state(chain(_attributes(shadow, self._strategy._private_attributes), outside))
+        return python_state(chain(_attributes(shadow, private_attributes()), outside))
 
     def _forget_gradients(self, module: Any) -> None:
         """A shadow is in reference cycles and may live on for a while; what is large must not."""
@@ -797,8 +815,8 @@ def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: I
     dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
     dtypes.append(torch.float32 if not dtypes else dtypes[0])
     dtypes.extend(seen)
-    if strategy._wire is not None:
-        dtypes.append(strategy._wire)
+    if strategy.options.wire_dtype is not None:
+        dtypes.append(strategy.options.wire_dtype)
     context = copy.copy(strategy.precision_plugin.wrapped).train_step_context()  # a user's own may count its calls
     kind = strategy.root_device.type
     with context:

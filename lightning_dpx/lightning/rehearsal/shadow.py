@@ -221,11 +221,7 @@ def pointing_at_shadow(strategy: Any, shadow: nn.Module) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "_lightning_module": shadow,
         "_model": shadow,
-        "_replicas": None,
-        "_step": None,
-        "_metrics": None,
-        "_manual": None,
-        "_repeatable": None,
+        "session": vars(strategy).get("one_device"),
         "_replica_offset": 0,
         "_all_replicas": 1,
     }

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import shift_activations
 
 
@@ -41,7 +42,8 @@ def rehearse_shifts(
     twin._trainer = module._trainer  # LightningModule drops it from its copies
     example = module._on_before_batch_transfer(module.example_input_array)
     twin.example_input_array = module._apply_batch_transfer_handler(example, device=shifted.device)
-    with preserve_rng_state(replicas.devices, [module]), precision.forward_context():
+    noted = trial_noted(shifted.index, shifted.device, "setup", "of example_input_array in which shifts are checked")
+    with noted, preserve_rng_state(replicas.devices, [module]), precision.forward_context():
         shift_activations(twin, parts, {shifted.device: shifts[shifted.device]})
     del twin
     gc.collect()  # modules refer to themselves in circles, and what it held on the target is needed there

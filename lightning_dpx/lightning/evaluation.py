@@ -1,0 +1,70 @@
+"""The data flow of a validation, test or prediction step: as that of training, without a backward.
+
+run       batch --slices--> shares --(rehearsal of the first)--> forward --> outputs for Lightning
+  forward   shares --ReplicaCall of each--> outputs --MergeRules--> those of the whole batch, in sample order
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.replicas import Share, weights_of
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class EvaluationFlow:
+    """The evaluation steps of a session.
+
+    Args:
+        session: What they are made of.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one device's step would return for the whole batch.
+
+        Args:
+            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            args: What Lightning calls it with: the batch, and perhaps indices of the batch and the loader.
+            kwargs: Likewise.
+        """
+        session = self._session
+        session.before_evaluation_batch()
+        if not session.follow_structure():
+            return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
+        shares = session.slices.of(name, args[0])
+        if session.rehearsals.before_step(name, shares, args, kwargs):
+            shares = session.slices.of(name, args[0])  # it may have to run whole
+        if len(shares) == 1 and not session.has_processes:
+            batch = session.given(shares[0], loader_index(args))
+            outputs = session.alone(name, (batch, *args[1:]), kwargs)
+        else:
+            outputs = self.forward(name, shares, args, kwargs)
+        session.end_batch(name, args)
+        return outputs
+
+    def forward(self, name: str, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Every replica's own step on its slice, and their results as one."""
+        session, dataloader_idx = self._session, loader_index(args)
+        replicas, rules = session.replicas, session.rehearsals.rules(name, dataloader_idx)
+        call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
+        with session.strategy.precision_plugin.val_step_context(), call.logged_once(shares, rules):
+            replicas.state.synchronize()
+            if rules.decides_buffers:
+                replicas.state.remember_buffers()
+            outputs = replicas.run(name, shares, call)
+            if rules.decides_buffers:
+                active, rows = [share.replica for share in shares], [share.num_rows for share in shares]
+                replicas.state.collect_buffers(active, rows, rules.buffer_rule)
+            device = session.strategy.root_device
+            merged = rules.merge_outputs(outputs, weights_of(shares), device, replicas.output_dim)
+        return session.finished(name, merged)
+
+
+def loader_index(args: tuple[Any, ...]) -> int:
+    """Which of several loaders the batch of an evaluation step is from."""
+    index: int = args[2] if len(args) > 2 else 0
+    return index

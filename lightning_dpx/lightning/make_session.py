@@ -1,0 +1,142 @@
+"""A run begins: the user's module becomes replicas, after it reached its device and before the optimizers exist."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_dpx import shifting
+from lightning_dpx.devices import spare_devices
+from lightning_dpx.errors import ConfigurationError, ReplicationError
+from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
+from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.new_replicas import new_replicas
+from lightning_dpx.lightning.processes.connect import agree, fingerprint, gather_objects, start_equal
+from lightning_dpx.lightning.processes.rank_zero import make_step_aware
+from lightning_dpx.lightning.processes.stop import CoordinatedStop
+from lightning_dpx.lightning.rehearsal.shift_rehearsal import rehearse_shifts
+from lightning_dpx.lightning.session import OneDevice, Session, give_trainer
+from lightning_dpx.reducers import ProcessReducer, choose_reducer
+from lightning_dpx.replicas import ReplicaSet, synchronize_batch_norm
+from lightning_dpx.step import TrainingStep
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
+
+def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session | OneDevice:
+    """The run of ``module`` on the devices of ``strategy``, in the order in which one thing needs the other.
+
+    Raises:
+        ConfigurationError: shifts name devices that are not there.
+        BudgetError: the processes do not train the same.
+    """
+    options, planning = strategy.options, strategy.planning
+    if strategy.synchronizes_batch_norm:
+        synchronize_batch_norm(module)
+    metrics = ReplicaMetrics(module, number=options.number_rule)
+    replicas = _replicas_where_possible(strategy, module, metrics)
+    give_trainer(replicas, module._trainer)
+    _shift(strategy, replicas)
+    automatic = [*spare_devices(list(replicas.devices)), torch.device("cpu")]
+    elsewhere = automatic if options.chooses_shifts else list(options.device_shifts.values())
+    planning.budgets.place(replicas.devices, elsewhere)
+    planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
+    several = strategy.num_processes > 1
+    if several:
+        _meet_processes(strategy, module, replicas.num_active)
+    if len(replicas.devices) == 1 and not (several or options.chooses_shifts or strategy.plans_memory):
+        return OneDevice(strategy)
+    metrics.dim = replicas.output_dim
+    step = TrainingStep(
+        replicas,
+        options.reducer,
+        options.loss_reduction,
+        options.wire_dtype,
+        options.gradient_buckets,
+        _process_reducer(strategy),
+    )
+    step.rules = strategy.rehearsals.rules("training_step", 0)
+    session = Session(strategy, replicas, metrics, step)
+    if strategy.plans_memory or options.chooses_shifts:
+        session.memory = StepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)
+    if not several and not strategy.plans_memory:  # a plan is for slices of one size
+        session.threads.consider()
+    _announce_reducer(strategy, replicas.devices)
+    return session
+
+
+def _replicas_where_possible(
+    strategy: "DPXStrategy", module: pl.LightningModule, metrics: ReplicaMetrics
+) -> ReplicaSet:
+    """One replica per device; only the first where the module cannot be copied, which is announced."""
+    devices = strategy.parallel_devices or []
+    try:
+        return new_replicas(strategy, module, devices, metrics)
+    except ReplicationError as error:
+        rank_zero_warn(f"dpx: everything runs on {devices[0]}, the other devices idle: {error}")
+        return new_replicas(strategy, module, devices[:1], metrics, workload="even")
+
+
+def _shift(strategy: "DPXStrategy", replicas: ReplicaSet) -> None:
+    """Moves the chosen parts of every replica.
+
+    Raises:
+        ConfigurationError: no replica lives where parts are shifted from, or one lives where they are shifted to.
+    """
+    shifts, parts, devices = strategy.options.device_shifts, strategy.options.shifted_parts, replicas.devices
+    for source, target in shifts.items():
+        if source not in devices:
+            raise ConfigurationError(f"shifts names {source}, but the replicas live on {', '.join(map(str, devices))}.")
+        if target in devices:
+            raise ConfigurationError(
+                f"shifts[{str(source)!r}]={str(target)!r}: a replica lives on {target}; shift to a device without."
+            )
+    if shifts:
+        rehearse_shifts(replicas, shifts, parts, strategy.precision_plugin)
+    for replica in replicas.replicas:
+        if replica.device in shifts:
+            shift = shifting.apply_shift(replica.module, parts, {replica.device: shifts[replica.device]})
+            chosen = ", ".join(shift.chosen)
+            rank_zero_info(f"dpx: of the replica on {replica.device}, {chosen} runs on {shift.target}.")
+    note_shifts(replicas.replicas, strategy.hooks_mode)
+
+
+def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_replicas: int) -> None:
+    """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
+    options = strategy.options
+    reducer = options.reducer if isinstance(options.reducer, str) else type(options.reducer).__name__
+    mine = fingerprint(
+        module,
+        loss_reduction=options.loss_reduction,
+        communication_dtype=str(options.wire_dtype),
+        gradient_buckets=options.gradient_buckets,
+        reducer=reducer,
+        precision=str(strategy.precision_plugin.precision),
+        accumulate_grad_batches=module.trainer.accumulate_grad_batches,
+        **{"whether memory_budget was given": strategy.planning.asked},
+        **{"whether example_batch was given": options.example_batch is not None},
+    )
+    agree(mine)
+    counts = gather_objects("counting the replicas", num_replicas)
+    rank = strategy.process_rank
+    first = sum(counts[:rank])
+    strategy.count_replicas(first, sum(counts))
+    make_step_aware(strategy, rank, first)
+    start_equal(module)
+
+
+def _process_reducer(strategy: "DPXStrategy") -> ProcessReducer | None:
+    """What averages gradients over several processes, where there are several."""
+    options, stopping = strategy.options, strategy.stopping
+    if not isinstance(stopping, CoordinatedStop):
+        return None
+    return ProcessReducer(options.gradient_buckets, options.wire_dtype, stopping.told_here, stopping.heed)
+
+
+def _announce_reducer(strategy: "DPXStrategy", devices: Sequence[torch.device]) -> None:
+    if strategy.options.reducer == "auto" and len(set(devices)) > 1:
+        names = ", ".join(map(str, devices))
+        rank_zero_info(f"dpx: gradients of {names} are summed by reducer='{choose_reducer(devices)}'.")

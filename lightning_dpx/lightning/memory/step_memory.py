@@ -1,0 +1,266 @@
+"""What is done about memory round the steps of a session: shifts and plans of the first batch, steps taken again.
+
+A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :class:`NoStepMemory`, which does nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_dpx.lightning.logging import StepLog
+from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
+from lightning_dpx.lightning.memory.example_input import profile_example
+from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
+from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.profiling import keeps_gradients
+from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
+from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
+from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
+from lightning_dpx.replicas import Replica, Share
+from lightning_dpx.replicas.error_notes import FirstNaN, annotate
+from lightning_dpx.replicas.shared_iterators import PeekedIterator, iterators_peeked
+from lightning_dpx.shifting import BetweenSteps, applied_shift
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+Forward = Callable[[list[Share], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step is about to run on.
+
+    Attributes:
+        shares: The slices of the batch.
+        args: What Lightning calls the step with.
+        kwargs: Likewise.
+    """
+
+    shares: list[Share]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class NoStepMemory:
+    """Nothing is asked about memory, and nothing is done about it."""
+
+    is_on = False
+    repeats_steps = False
+
+    def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The step's arguments, as they may be given to several runs of it."""
+        return args
+
+    def before_step(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a training step allocates anything."""
+
+    def guarded(self, forward: Forward) -> Forward:
+        """``forward``, run again where it runs out of memory."""
+        return forward
+
+    def guard_backward(self, backward: Callable[[], None]) -> None:
+        """Runs ``backward``; with the forward, once more where it runs out of memory."""
+        backward()
+
+    def end_backward(self) -> None:
+        """Right after the backward, before gradients are summed."""
+
+    def plan_ahead(self) -> None:
+        """At setup, before any data is loaded."""
+
+
+class StepMemory(NoStepMemory):
+    """Shifts and plans what must be before a step, and takes steps again that ran out of memory.
+
+    Args:
+        session: Whose steps.
+        planning: Chooses and follows plans.
+        out_of_memory: What happens when memory runs out.
+        hooks_mode: What hooks run in, where parts are shifted.
+    """
+
+    is_on = True
+
+    def __init__(
+        self,
+        session: "Session",
+        planning: MemoryPlanning,
+        out_of_memory: OutOfMemory,
+        hooks_mode: BetweenSteps | None,
+    ) -> None:
+        self._session, self._planning = session, planning
+        self._out_of_memory, self._hooks_mode = out_of_memory, hooks_mode
+        self.repeats_steps = out_of_memory.repeats_steps
+        self._plans = planning.wanted or self.repeats_steps
+        self._shifts_open = session.options.chooses_shifts  # the first batch decides
+        self._step: StepInput | None = None  # that can be taken again
+
+    def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Rehearsals and repetitions of a step that fetches by itself fetch what the step fetches."""
+        if self._plans and fetches_by_itself(args[0]):
+            return RewindableBatches(args[0]), *args[1:]
+        return args
+
+    def before_step(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decides, of the first batch and of larger ones, what is shifted and recomputed.
+
+        Raises:
+            PlanError: a budget cannot be met.
+        """
+        self._step = StepInput(shares, args, kwargs)
+        if self._shifts_open:
+            self._shift_what_does_not_fit(self._step)
+        if self._needs_plan(args[0]):
+            self._plan(self._step)
+        self._planning.confirm(self._session.replicas, shares, self._static_memory)
+        self._planning.begin_step()
+
+    # ---- steps that are taken again ----
+
+    def guarded(self, forward: Forward) -> Forward:
+        """``forward``, run again where it runs out of memory, with a tighter plan."""
+
+        def run(shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._out_of_memory.begin_step(self._session.replicas)
+            again = partial(forward, shares, args, kwargs)
+            repeat = again if self._session.module.automatic_optimization else None
+            return self._out_of_memory.guarded(again, self._tighten, repeat)
+
+        return run
+
+    def guard_backward(self, backward: Callable[[], None]) -> None:
+        """Runs ``backward``; with the forward, once more where it runs out of memory."""
+        session, step = self._session, self._session.step
+        known = self._step
+        gradients = step.pending_gradients() if self.repeats_steps else []
+
+        def again() -> None:
+            assert known is not None, "only asked for where it can be repeated"
+            session.training.repeat_forward(known.shares, known.args, known.kwargs)
+            step.take_gradients(gradients)
+            backward()
+
+        # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
+        can_repeat = self.repeats_steps and known is not None and not step.holds_gradients
+        can_repeat = can_repeat and session.module.automatic_optimization
+        self._out_of_memory.guarded(backward, self._tighten, again if can_repeat else None)
+
+    def end_backward(self) -> None:
+        """Compares what the step took with what was predicted."""
+        self._planning.end_backward()
+
+    def _tighten(self) -> str:
+        """After a step that ran out of memory; says what the plans are now."""
+        if self._step is None:
+            return self._planning.advice()
+        known, session = self._step, self._session
+        with iterators_peeked(session.replicas.root.module) as peeked:
+            run = self._tried_step(known, peeked)
+            return self._planning.tighten(session.replicas, known.args[0], known.shares, run, self._static_memory)
+
+    # ---- what the first batch decides ----
+
+    def _shift_what_does_not_fit(self, step: StepInput) -> None:
+        """The first batch tells what a step keeps; before its first allocation, ``shifts="auto"`` is decided."""
+        session = self._session
+        replicas = session.replicas
+        self._shifts_open = False
+        session.step.close()  # its hooks hold on to where the parameters were
+        with iterators_peeked(replicas.root.module) as peeked:
+            run = self._tried_step(step, peeked)
+            shift_what_does_not_fit(replicas, step.shares, run, session.strategy.optimizers)
+        note_shifts(replicas.replicas, self._hooks_mode)
+
+    def _needs_plan(self, batch: Any) -> bool:
+        """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
+        mine = self._planning.is_open(self._session.replicas, batch)
+        if not self._planning.asked:
+            return mine
+        return self._session.strategy.reduce_boolean_decision(mine, all=False)
+
+    def _plan(self, step: StepInput, source: str = "") -> None:
+        """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
+        replicas = self._session.replicas
+        with iterators_peeked(replicas.root.module) as peeked:
+            run = self._tried_step(step, peeked)
+            self._planning.decide(replicas, step.args[0], step.shares, run, self._static_memory, source=source)
+
+    def plan_ahead(self) -> None:
+        """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
+
+        Raises:
+            PlanError: the budget cannot be met.
+        """
+        if not self._planning.asked or self._shifts_open:
+            return
+        session, example = self._session, self._session.options.example_batch
+        replicas, module, precision = session.replicas, session.module, session.strategy.precision_plugin
+
+        def profiles_of(replica: Replica) -> Any:
+            return [] if example is not None else profile_example(replicas, replica, precision)
+
+        self._planning.check_feasible(replicas, self._static_memory, profiles_of)
+        if example is None:
+            return
+        batch = module._on_before_batch_transfer(precision.convert_input(example))
+        index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+        try:
+            shares = session.slices.of("training_step", batch)
+            self._plan(StepInput(shares, (batch, *index), {}), "example_batch")
+        except BaseException as error:
+            error.add_note(
+                "It happened at setup, where memory is planned from example_batch, before on_fit_start and "
+                "on_train_start; without it the first batch is planned."
+            )
+            raise
+        finally:
+            replicas.forget_usual_rows()
+
+    def _static_memory(self, shares: Sequence[Share]) -> StaticMemory:
+        """What a step of ``shares`` needs on every device beside its activations."""
+        session = self._session
+        return StaticMemory(
+            shares,
+            states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
+            moving=session.step.reduction_bytes([share.replica.index for share in shares]),
+            moves_in_backward=session.step.reduces_in_backward,
+            accumulates=keeps_gradients(session.trainer),
+        )
+
+    def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
+        """The training step of a stand-in, whose logs nobody reads: ``run(module, rows, num_rows)``."""
+        session, strategy = self._session, self._session.strategy
+        guest = ManualGuest(strategy, session.module, session.step.owner_parameters, session.replicas.devices)
+
+        def run(module: Any, rows: Any, num_rows: int) -> Any:
+            for iterator in peeked:
+                iterator.rewind(is_tried=True)
+            share = Share(Replica(0, module.device, module), num_rows, rows)
+            try:
+                if module.automatic_optimization:
+                    return run_step(module, share)
+                with guest.visit(module):
+                    return run_step(module, share)
+            except BaseException as error:
+                annotate(error, module, module.device, FirstNaN())
+                raise
+
+        def run_step(module: Any, share: Share) -> Any:
+            transfer = Transfer(session.trainer, session.module, 0)
+            context, precision = session.context(module), strategy.precision_plugin.train_step_context()
+            with StepLog(share).recording(module), precision, context:
+                return module.training_step(transfer.to_replica(share), *step.args[1:], **step.kwargs)
+
+        return run
+
+
+def note_shifts(replicas: Sequence[Replica], hooks_mode: BetweenSteps | None) -> None:
+    """From now on, hooks may use parameters of both sides of these cuts at once."""
+    if hooks_mode is not None:
+        found = [applied_shift(replica.module) for replica in replicas]
+        hooks_mode.pairs = [(shift.source, shift.target) for shift in found if shift is not None]

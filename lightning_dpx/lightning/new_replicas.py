@@ -1,0 +1,51 @@
+"""Replicas of a module as the strategy wants them, for a run or for a rehearsal of it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
+from lightning_dpx.replicas import ReplicaSet
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
+
+def new_replicas(
+    strategy: "DPXStrategy",
+    module: pl.LightningModule,
+    devices: Sequence[torch.device],
+    metrics: ReplicaMetrics,
+    kind: type[ReplicaSet] = ReplicaSet,
+    **changes: Any,
+) -> ReplicaSet:
+    """Replicas of ``module`` as the strategy wants them; a rehearsal wants some of it otherwise.
+
+    Raises:
+        ReplicationError: the module cannot be copied faithfully.
+    """
+    keep: list[object] = [strategy, module._trainer, *(module.trainer.loggers if module._trainer else [])]
+    given = strategy.options
+    options: dict[str, Any] = {
+        "workload": given.workload,
+        "batch_dim": given.batch_dim,
+        "batch_slicer": given.batch_slicer,
+        "execution": given.execution,
+        "buffers": given.buffers,
+        "merge": True,
+        "keep": [item for item in keep if item is not None],
+        "private": private_attributes(),
+        "shared": list(metrics.named.values()),
+        "skip": KINDS,
+        "deadline": float(given.timeout),
+        "check_every": given.check_replicas_every_n_steps,
+        "beyond": strategy.reach_other_processes if strategy.num_processes > 1 else None,
+    }
+    return kind(module, devices, **{**options, **changes})
+
+
+def private_attributes() -> frozenset[str]:
+    """What every LightningModule has, and is none of the user's."""
+    return frozenset(vars(pl.LightningModule()))

@@ -1,0 +1,103 @@
+"""The user's own step as every replica runs it, and what its calls of ``self.log`` become: third stage of a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor
+
+from lightning_dpx.lightning.logging import StepLog, replay
+from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.replicas import MergeRules, Share
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+_NOTHING = nullcontext()
+
+
+class ReplicaCall:
+    """One step of the user's, to be called with every replica's share, perhaps in several threads at once.
+
+    Args:
+        session: Whose replicas run it.
+        name: Of the step.
+        args: What it gets after its batch.
+        kwargs: What it gets beside.
+        dataloader_idx: Of an evaluation with several loaders.
+        checks_loss: Whether a replica's output must be what Lightning takes for a loss.
+    """
+
+    __slots__ = ("_args", "_checks_loss", "_kwargs", "_logs", "_name", "_session", "_transfer")
+
+    def __init__(
+        self,
+        session: "Session",
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        dataloader_idx: int = 0,
+        checks_loss: bool = False,
+    ) -> None:
+        self._session, self._name = session, name
+        self._args, self._kwargs = args, kwargs
+        self._checks_loss = checks_loss
+        self._transfer = Transfer(session.trainer, session.module, dataloader_idx)
+        self._logs: dict[int, StepLog] = {}
+
+    def __call__(self, share: Share) -> Any:
+        """What the replica's own step returns for its slice."""
+        session, module = self._session, share.replica.module
+        log = self._logs.get(share.replica.index) or StepLog(share)
+        context = session.context(module) if session.has_contexts else _NOTHING
+        with log.recording(module), context:  # type: ignore[arg-type]
+            batch = self._transfer.to_replica(share)
+            if session.batch_writes.is_watched:
+                session.batch_writes.note(share, batch, is_as_loaded=self._transfer.is_plain)
+            output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
+        if self._checks_loss and output is not None and not isinstance(output, Tensor):
+            _check_loss(output)
+        return output
+
+    @contextmanager
+    def logged_once(self, shares: Sequence[Share], rules: MergeRules) -> Iterator[None]:
+        """The replicas run in here; when the block ends well, what they logged is logged once, merged.
+
+        Args:
+            shares: The slices.
+            rules: How logged values are merged.
+        """
+        session = self._session
+        state, metrics = session.replicas.python_state, session.metrics
+        self._logs = {share.replica.index: StepLog(share) for share in shares}
+        state.share()
+        metrics.refresh(session.replicas.root.modules)
+        with self._shared_objects(shares):
+            yield
+        state.collect([share.replica for share in shares])
+        replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
+        metrics.end_step()
+        for reason in metrics.separate:
+            advice = "Give the metric one row per sample, padded to one size."
+            session.whole_batches.give_whole(self._name, reason, advice)
+
+    def _shared_objects(self, shares: Sequence[Share]) -> AbstractContextManager[Any]:
+        """What replicas do to metrics and iterators, which they share, is done once in here."""
+        session = self._session
+        state = session.replicas.python_state
+        if not session.metrics and not state.has_iterators:
+            return _NOTHING
+        with ExitStack() as stack:
+            stack.enter_context(session.metrics.step(shares, restore=session.memory.repeats_steps))
+            if state.has_iterators:
+                stack.enter_context(state.iterators_shared())
+            return stack.pop_all()
+
+
+def _check_loss(output: Any) -> None:
+    """Lightning's own complaint about what a step returns, where the replica that returned it is known."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        ClosureResult.from_training_step_output(output)

@@ -1,0 +1,94 @@
+"""A batch to slices: first stage of a step. What is not, or cannot be, cut goes whole to the first replica."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+from lightning_dpx.lightning.loose_tensors import LooseTensors, reason_and_advice
+from lightning_dpx.lightning.manual.acts_once import held_optimizers
+from lightning_dpx.lightning.whole_batches import fetches_by_itself, paths_of_loaders, rows_to_weigh_by
+from lightning_dpx.replicas import Share, UncuttableBatch, check_paths, weights_of
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class Slices:
+    """Cuts the batches of a session.
+
+    Args:
+        session: Whose replicas get the slices.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self._loose_tensors = LooseTensors()
+
+    def of(self, name: str, batch: Any) -> list[Share]:
+        """The slices of ``batch``, with what each of them weighs.
+
+        Args:
+            name: Of the step that they are for.
+            batch: As the loader gave it.
+        """
+        session = self._session
+        shares = self._cut(name, batch) if session.replicas.cuts_batches else None
+        if shares is None:
+            num_rows = rows_to_weigh_by(batch) if self._reads_rows else 1
+            shares = [session.replicas.whole_share(batch, num_rows)]
+        shares = self.weighted(shares, session.module)
+        session.strategy.rows_of_step = sum(weights_of(shares).of_loss)
+        return shares
+
+    def weighted(self, shares: list[Share], module: pl.LightningModule) -> list[Share]:
+        """The shares with the weights that the user's ``loss_weight(batch)`` gives them, if there is one."""
+        if getattr(type(module), "loss_weight", None) is None:  # asked of the class: a miss costs a module much more
+            return shares
+        weigh: Any = module.loss_weight
+        if not callable(weigh) or (len(shares) == 1 and not self._session.has_processes):
+            return shares
+        return [replace(share, weight=float(weigh(share.batch))) for share in shares]
+
+    def _cut(self, name: str, batch: Any) -> list[Share] | None:
+        """``None``, and announced once, where the batch must go whole."""
+        session = self._session
+        replicas, whole_batches = session.replicas, session.whole_batches
+        if name == "training_step":
+            self._keep_loose_tensors_whole()
+        if whole_batches.reason_for(name) is not None:
+            return None
+        if fetches_by_itself(batch):
+            whole_batches.announce_batch(
+                name,
+                f"{name}(self, dataloader_iter) fetches its batches itself.",
+                "For all devices to take part, let it take a batch.",
+                "dataloader_iter",
+            )
+            return None
+        if replicas.slicer.slicer is None:  # a user's slicer need not look at it
+            check_paths(batch, replicas.batch_dim)
+            replicas.slicer.loaders = paths_of_loaders(session.trainer, name)
+        try:
+            return replicas.shares(batch)
+        except UncuttableBatch as error:
+            whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
+            return None
+
+    def _keep_loose_tensors_whole(self) -> None:
+        """A gradient of a tensor that is no parameter of the module is that of the first replica's slice only."""
+        session = self._session
+        optimizers: Sequence[Any] = [*session.strategy.optimizers, *held_optimizers(session.module)]
+        known = chain.from_iterable(replica.parameters for replica in session.replicas.replicas)
+        names = self._loose_tensors.find(optimizers, session.module, known)
+        if names:
+            session.whole_batches.give_whole("training_step", *reason_and_advice(names))
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether anything weighs by the rows of a batch that is not cut; Lightning counts for its logs itself."""
+        session = self._session
+        weighs = session.has_processes or session.step.has_other_owners or session.replicas.times is not None
+        return weighs or not session.module.automatic_optimization or session.memory.is_on

@@ -1,0 +1,99 @@
+"""Whether replicas on one host take their slices as one, or each in a thread: the first step is timed both ways."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_dpx.lightning.logging import StepLog
+from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.python_objects.preserve import preserve_rng_state
+from lightning_dpx.replicas import Share, Trial, first_loss
+from lightning_dpx.torch_compat import OptimizedModule
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class ThreadChoice:
+    """The choice of a session, which is made once.
+
+    Args:
+        session: Whose replicas.
+
+    Attributes:
+        is_open: Whether the first step decides; nothing is tried otherwise.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self.is_open = False
+
+    def consider(self) -> None:
+        """Whether the first step is worth a trial; says so where it is not and replicas could have run in threads."""
+        session = self._session
+        module, replicas = session.module, session.replicas
+        compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
+        if not module.automatic_optimization:
+            reason = "it optimizes by hand"
+        elif session.metrics:
+            reason = "it has metric objects"
+        elif session.end_hook("training_step") is not None:
+            reason = "its loss sees the whole batch"
+        elif compiled:
+            session.announce_replicas(f"take their slices as one: {', '.join(compiled)} is compiled")
+            return
+        else:
+            self.is_open = replicas.may_choose_threads
+            return
+        if replicas.always_merged:
+            session.announce_replicas(f"take their slices as one: {reason}")
+
+    def choose(self, share: Share, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One device's step, watched, to choose between one merged slice and a thread per replica from then on.
+
+        Args:
+            share: The whole batch.
+            args: What Lightning calls the step with.
+            kwargs: Likewise.
+        """
+        self.is_open = False
+        session, replicas = self._session, self._session.replicas
+        trial = Trial(replicas.root.module, len(replicas.replicas))
+        with session.context(session.module), replicas.python_state.iterators_shared() as iterators:
+
+            def alone() -> Any:
+                return session.lightnings_step("training_step", (session.given(share), *args[1:]), kwargs)
+
+            output = trial.watch(alone)
+            iterators.rewind(may_fetch=False)
+            verdict = trial.verdict(first_loss(output), self._loss_of_slices(args, kwargs))
+        replicas.choose(threads=verdict.threads)
+        how = "run in threads" if verdict.threads else "take their slices as one"
+        session.announce_replicas(f"{how}: {verdict.reason}")
+        return output
+
+    def _loss_of_slices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """The loss of the same step in threads, which is tried on copies and forgotten."""
+        session, step, replicas = self._session, self._session.step, self._session.replicas
+        transfer = Transfer(session.trainer, session.module, 0)
+
+        def run(share: Share) -> Any:
+            module: Any = share.replica.module
+            with StepLog(share).recording(module):
+                return module.training_step(transfer.to_replica(share), *args[1:], **kwargs)
+
+        def loss() -> Any:
+            replicas.choose(threads=True)
+            copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
+            shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
+            replicas.python_state.share()
+            try:
+                preserved = preserve_rng_state(replicas.devices, [replicas.root.module])
+                with preserved, torch.no_grad(), session.strategy.precision_plugin.train_step_context():
+                    return first_loss(step.forward(shares, run))
+            finally:
+                step.discard()
+
+        return loss

@@ -1,0 +1,161 @@
+"""The data flow of a training step, from the batch that Lightning gives to the gradients that its optimizer finds.
+
+    run             batch --slices--> shares --(rehearsal, plan: of the first)--> forward --> the loss for Lightning
+      forward         shares --ReplicaCall of each--> outputs --TrainingStep.merge--> one leaf loss
+                                   |
+                                   +-- slice to its device -> the user's own training_step -> what it logged
+
+    after_backward  the leaf's gradient --TrainingStep.backward--> gradients of every replica
+                                        --TrainingStep.reduce---> their sums on the owners
+
+A batch that one replica gets whole, with nobody else to wait for, takes the way of one device: see OneDevice.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_dpx.errors import CollectiveError, WholeBatchError
+from lightning_dpx.lightning.manual.manual import ManualOptimization
+from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.replicas import Share
+from lightning_dpx.replicas.shared_iterators import put_iterators_back
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+NAME = "training_step"
+
+
+class TrainingFlow:
+    """The training steps of a session.
+
+    Args:
+        session: What they are made of.
+
+    Attributes:
+        accumulates: Whether gradients stay on the replicas, to be summed after a later batch.
+        manual: What replicas do together in steps by hand; ``None`` before the first of them.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self.accumulates = False
+        self.manual: ManualOptimization | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one device's training step would return for the whole batch.
+
+        Args:
+            args: What Lightning calls the step with: the batch, and perhaps its index.
+            kwargs: Likewise.
+        """
+        session = self._session
+        if not session.follow_structure():
+            return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
+        args = session.memory.rewindable(args)
+        shares = session.slices.of(NAME, args[0])
+        if session.rehearsals.before_step(NAME, shares, args, kwargs):
+            shares = session.slices.of(NAME, args[0])  # it may have to run whole
+        session.memory.before_step(shares, args, kwargs)
+        if self._runs_alone(shares):
+            outputs = self._run_alone(shares[0], args, kwargs)
+        else:
+            session.replicas.claim_cores()
+            forward = session.memory.guarded(self.forward)
+            try:
+                outputs = forward(shares, args, kwargs)
+            except WholeBatchError as error:
+                session.step.discard()
+                if self.manual is None or not self.manual.undo_first_step():
+                    raise
+                session.whole_batches.give_whole(NAME, error.reason, error.advice)
+                return self.run(args, kwargs)
+            except BaseException as error:
+                self._discard(error)
+                raise
+        put_iterators_back(session.module)
+        session.end_batch(NAME, args)
+        return outputs
+
+    def _runs_alone(self, shares: list[Share]) -> bool:
+        """Whether the first replica has the whole batch, and nothing of it concerns the others or other processes."""
+        session = self._session
+        if len(shares) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:
+            return False
+        # By hand, a step of one active replica still concerns the gradients of the others.
+        return session.module.automatic_optimization or session.replicas.always_merged
+
+    def _run_alone(self, share: Share, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        session.replicas.release_cores()
+        if session.threads.is_open:
+            return session.threads.choose(share, args, kwargs)
+        return session.alone(NAME, (session.given(share), *args[1:]), kwargs)
+
+    def forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Every replica's own step on its slice, and their results as one."""
+        session, step = self._session, self._session.step
+        finish, by_hand = session.end_hook(NAME), not session.module.automatic_optimization
+        call = ReplicaCall(session, NAME, args[1:], kwargs, checks_loss=not by_hand and finish is None)
+        try:
+            # Entered once and carried into the workers: some of these contexts change the whole process.
+            with session.strategy.precision_plugin.train_step_context(), call.logged_once(shares, step.rules):
+                if by_hand:
+                    return session.finished(NAME, self._run_by_hand(shares, call))
+                step.begin()
+                outputs = session.replicas.run(NAME, shares, call)
+                return step.merge(shares, outputs, finish)
+        except BaseException:
+            step.discard_forward()
+            raise
+
+    def repeat_forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For another backward of the same step: nothing is logged or counted twice."""
+        session = self._session
+        call = ReplicaCall(session, NAME, args[1:], kwargs)
+        with session.strategy.precision_plugin.train_step_context(), session.metrics.kept(shares):
+            session.step.forward(shares, call, session.end_hook(NAME))
+
+    def _run_by_hand(self, shares: list[Share], call: ReplicaCall) -> Any:
+        """The user drives backward and optimizers, and the replicas meet in them."""
+        session = self._session
+        if self.manual is None:
+            strategy = session.strategy
+            self.manual = ManualOptimization(strategy, session.replicas, session.step, strategy.dpx_precision)
+        manual = self.manual
+
+        def with_meetings(share: Share) -> Any:
+            with manual.on(share):
+                return call(share)
+
+        with manual.running(shares):
+            return session.step.forward_manual(shares, with_meetings)
+
+    def _discard(self, error: BaseException) -> None:
+        """After an error in the step: of its gradients none stay; those of earlier batches do, as on one device."""
+        is_partial = isinstance(error, CollectiveError | torch.OutOfMemoryError)  # some replicas have added theirs
+        if isinstance(error, Exception) and not is_partial:
+            self._session.step.keep_earlier_batches()
+        else:
+            self._session.step.discard()
+
+    def after_backward(self) -> None:
+        """After Lightning's backward of the merged loss: every replica's own, and the sums of their gradients."""
+        self._session.memory.guard_backward(self._backward)
+
+    def _backward(self) -> None:
+        session, step = self._session, self._session.step
+        hooks = session.gradient_hooks
+        # Hooks that look at gradients in the middle of an accumulation window must find those of one device.
+        sums_now = not self.accumulates or hooks.within_window
+        try:
+            hooks.before_backward()
+            step.backward(last=sums_now)
+            session.memory.end_backward()
+            if sums_now:
+                step.reduce()
+                hooks.after_backward()
+        except BaseException:
+            step.discard()
+            raise

@@ -1,0 +1,62 @@
+"""Slices to their devices: second stage of a step, through the user's own batch hooks."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
+from lightning_dpx.replicas import Share
+
+_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+_DEFAULTS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
+
+
+class Transfer:
+    """Moves the slices of one step; what its hooks are is asked once, not by every replica.
+
+    Args:
+        trainer: Knows whether a hook is the module's or the datamodule's.
+        module: The user's.
+        dataloader_idx: Of an evaluation with several loaders.
+    """
+
+    __slots__ = ("_calls_of_module", "_dataloader_idx", "_others", "is_plain")
+
+    def __init__(self, trainer: Any, module: pl.LightningModule, dataloader_idx: int) -> None:
+        self._dataloader_idx = dataloader_idx
+        selector = trainer._data_connector._datahook_selector
+        owners = [selector.get_instance(hook) for hook in _HOOKS]
+        self._others = [None if isinstance(owner, pl.LightningModule) else owner for owner in owners]
+        calls = [getattr(owner or module, hook) for owner, hook in zip(self._others, _HOOKS, strict=True)]
+        own = [getattr(call, "__func__", None) not in _DEFAULTS for call in calls]
+        # Whether nothing of the user's makes something else of a batch on its way to a device.
+        self.is_plain = not any(own)
+        self._calls_of_module = own
+
+    def to_replica(self, share: Share) -> Any:
+        """The slice where its replica lives."""
+        batch, device = share.batch, share.replica.device
+        if isinstance(batch, RewindableBatches):
+            batch.rewind()
+        if fetches_by_itself(batch):
+            return batch
+        is_there = _lives_on(batch, device)
+        if is_there and self.is_plain:
+            return batch
+        arguments: tuple[tuple[Any, ...], ...] = ((device,), ())
+        for hook, other, is_own, extra in zip(_HOOKS, self._others, self._calls_of_module, arguments, strict=True):
+            if is_there and not is_own:
+                continue
+            batch = getattr(other or share.replica.module, hook)(batch, *extra, self._dataloader_idx)
+            is_there = False
+        return batch
+
+
+def _lives_on(batch: Any, device: torch.device) -> bool:
+    """Whether ``batch`` is for certain on ``device``; asked of tensors and flat lists of them only."""
+    for tensor in batch if type(batch) in (list, tuple) else (batch,):
+        if type(tensor) is not Tensor or tensor.device != device:
+            return False
+    return True

@@ -1,0 +1,113 @@
+"""No patch of torch or Lightning outlives a run, whatever became of it."""
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
+
+import lightning_dpx
+from tests.conftest import Classifier, make_loader, make_trainer, seeded
+
+LIBRARIES = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
+Names = dict[str, Any]
+
+
+def functions_of_libraries() -> Names:
+    """What the names of functions, methods and classes point to, and what functions carry as attributes."""
+    names: Names = {}
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] in LIBRARIES and isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                names.update(_with_members(f"{path}.{name}", value))
+    return names
+
+
+def _with_members(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) is types.FunctionType:
+        yield path, value
+        for name, member in vars(value).items():
+            yield f"{path}.{name}", member
+    elif issubclass(type(value), type):  # not isinstance: deprecated names warn where they are asked
+        yield path, value
+        for name, member in vars(value).items():
+            if isinstance(member, types.FunctionType | property | staticmethod | classmethod):
+                yield f"{path}.{name}", member
+
+
+def changed(before: Names, after: Names) -> list[str]:
+    return sorted(name for name, value in before.items() if name in after and after[name] is not value)
+
+
+class ByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        optimizer.step()
+
+
+class Fails(Callback):
+    def __init__(self, *, also_when_told: bool = False) -> None:
+        self.also_when_told = also_when_told
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ValueError("The run fails.")
+
+    def on_exception(self, *_: Any) -> None:
+        if self.also_when_told:
+            raise ValueError("And so does what is told of it.")
+
+
+def fit(callbacks: list[Callback], model: Any = None, **options: Any) -> None:
+    strategy = lightning_dpx.DPXStrategy(**options)
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=callbacks, max_epochs=1, accelerator="cpu")
+    trainer.fit(model or seeded(), make_loader(), make_loader())
+
+
+@pytest.fixture(scope="module")
+def before() -> Names:
+    """After a run of each kind, which imports what is imported only then."""
+    make_trainer(max_epochs=1, limit_train_batches=1).fit(seeded(), make_loader(), make_loader())
+    fit([], execution="threads")
+    return functions_of_libraries()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"execution": "inline"}, {"execution": "threads"}, {"memory_budget": "64MiB"}, {"model": ByHand}],
+    ids=str,
+)
+def test_names_of_libraries_mean_after_a_fit_what_they_meant_before(before: Names, options: dict[str, Any]) -> None:
+    kind = options.pop("model", None)
+    fit([], kind() if kind else None, **options)
+    assert not changed(before, functions_of_libraries())
+
+
+@pytest.mark.parametrize("also_when_told", [False, True])
+def test_they_do_after_a_fit_that_failed(before: Names, also_when_told: bool) -> None:
+    with pytest.raises(ValueError, match=r"fails|what is told"):
+        fit([Fails(also_when_told=also_when_told)])
+    assert not changed(before, functions_of_libraries())
+
+
+def test_the_rank_of_functions_for_rank_zero_is_that_of_the_process_again() -> None:
+    ranks: list[type] = []
+
+    class Looks(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            ranks.append(type(vars(rank_zero_only)["rank"]))
+
+    with pytest.raises(ValueError, match=r"fails|what is told"):
+        fit([Looks(), Fails(also_when_told=True)])
+    assert ranks[0] is not int, "inside of a run it knows the running replica"
+    assert type(rank_zero_only.rank) is int
+    assert type(of_pytorch.rank) is int
