@@ -219,7 +219,7 @@ def _choice_of(profile: Profile, plan: MemoryPlan) -> tuple[set[int], set[int]]:
     )  # who offloads what cannot be offloaded, or computes what cannot be computed, keeps it
     can -= {index for name, index in named.items() if profile.values[index].offloaded != (name in offloaded)}
     dropped = {named[name] for name in plan.dropped if name in named} & can
-    return dropped, {named[name] for name in plan.names("recompute each time") if name in named} & can
+    return dropped, {named[name] for name in plan.uncached if name in named} & can
 
 
 class AppliedPlan:
@@ -309,11 +309,11 @@ class AppliedPlan:
 def _values_of(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
     """What follows ``plan``; with calls that are made again, or compiled parts, call by call for good."""
     names = CallNames(module, again=plan.calls)
-    dropped = plan.names("recompute", "recompute each time")
+    dropped, uncached = plan.names("recompute", "recompute each time"), plan.uncached
     options = (
         dropped,
-        [decision.name for decision in plan.decisions if decision.action == "recompute each time"],
-        plan.names("compress"),
+        [decision.name for decision in plan.decisions if decision.name in uncached],
+        plan.names("compress", "compress each time"),
         plan.names("offload"),
         plan.prefetch_depth,
         frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),

@@ -11,6 +11,7 @@ _ACTIONS = {
     "recompute": KIND_COLOURS["activations"],
     "recompute each time": "#8cc27f",
     "compress": KIND_COLOURS["gradients"],
+    "compress each time": "#b98fc9",
     "offload": KIND_COLOURS["optimizer"],
     "replay": "#4f8f5b",
 }

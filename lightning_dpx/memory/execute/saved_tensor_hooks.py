@@ -196,8 +196,11 @@ class Rematerialisation:
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
-            if name in self._compressed and not compress(value):
-                self.refused[name] = "it is not a mask this time"
+            if name in self._compressed:
+                if compress(value):
+                    value.uncached = name in self._uncached
+                else:
+                    self.refused[name] = "it is not a mask this time"
             elif name in self._offloaded and not is_host(tensor.device):
                 offload(value, self._offloading)
 

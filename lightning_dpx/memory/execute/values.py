@@ -85,6 +85,7 @@ class Value:
         sources: The values behind the inputs.
         dropped: Whether ``tensor`` may be forgotten.
         uncached: Whether it is forgotten after every use, even if it will be asked for again.
+        nested: Whether it is uncached and made from other such values; see :func:`make_uncached`.
         pending: How often it will still be asked for in this backward.
         num_uses: How often it is asked for in a backward.
         operator: The name of the node that produced it.
@@ -99,6 +100,7 @@ class Value:
         "inputs",
         "make",
         "name",
+        "nested",
         "num_uses",
         "operator",
         "pending",
@@ -116,7 +118,7 @@ class Value:
         self.make: Make | None = None
         self.inputs: Sequence[Any] = ()
         self.sources: Sequence[Value] = ()
-        self.dropped = self.uncached = False
+        self.dropped = self.uncached = self.nested = False
         self.version = -1
         self.pending = self.num_uses = 0
         self._storage = 0  # a weak reference, once nothing here holds the storage
@@ -232,18 +234,18 @@ def compute(wanted: Value) -> torch.Tensor:
         made_now = wanted.tensor = run_recipe(wanted)
         used(wanted)
         return made_now
-    stack, made, later = [wanted], set[Value](), list[Value]()
-    while stack:
+    under_way = _Computation(wanted)
+    while under_way.stack:
         if is_plain:
-            _compute_operators(stack, made, later)
+            under_way.run_operators()
         else:  # a function mode of the step, such as a shift's, must not move what is repeated where it was
             with torch.no_grad(), DisableAutocast(), DisableTorchFunction():
-                _compute_operators(stack, made, later)
-        if stack:
-            call = stack.pop()
+                under_way.run_operators()
+        if under_way.stack:
+            call = under_way.stack.pop()
             call.tensor = run_recipe(call)  # with gradients and autocast as in forward
-            _have(call, made, later)
-    for value in later:
+            under_way.have(call)
+    for value in under_way.later:
         used(value)
     tensor = wanted.tensor
     assert tensor is not None, "the loop ends with it"
@@ -259,32 +261,84 @@ def _has_all(value: Value) -> bool:
     return all(source.tensor is not None for source in value.sources)
 
 
-def _compute_operators(stack: list[Value], made: set[Value], later: list[Value]) -> None:
-    """Until the stack is empty, or a call of a module is on top of it and has all that it takes."""
-    while stack:
-        value = stack[-1]
-        if value.tensor is not None:
+class _Computation:
+    """A value that is being made, with all on the way to it that is not there.
+
+    Attributes:
+        stack: What is yet to be made, the next one last.
+        later: What was made, and whose inputs are told of it only at the end.
+    """
+
+    __slots__ = ("_made", "_uses", "_wanted", "later", "stack")
+
+    def __init__(self, wanted: Value) -> None:
+        self.stack, self.later = [wanted], list[Value]()
+        self._wanted, self._made = wanted, set[Value]()
+        self._uses: dict[Value, int] | None = None  # of nested values, that are still to come
+
+    def run_operators(self) -> None:
+        """Until the stack is empty, or a call of a module is on top of it and has all that it takes."""
+        stack = self.stack
+        while stack:
+            value = stack[-1]
+            if value.tensor is not None:
+                stack.pop()
+                continue
+            missing = [source for source in value.sources if source.tensor is None]
+            if missing:
+                if len(missing) > 1:  # what can be made at once, such as a mask, is not to wait for a long way
+                    missing.sort(key=_has_all, reverse=True)
+                stack += missing
+                continue
+            if isinstance(value.make, Replay):
+                return
+            value.tensor = run_recipe(value)
             stack.pop()
-            continue
-        for source in value.sources:
-            if source.tensor is None:
-                stack.append(source)
-        if stack[-1] is not value:
-            continue
-        if isinstance(value.make, Replay):
-            return
-        value.tensor = run_recipe(value)
-        stack.pop()
-        _have(value, made, later)
+            self.have(value)
 
+    def have(self, value: Value) -> None:
+        """``value`` has just been made."""
+        needed = self._nested_that_stay(value)
+        if self.later or (value in self._made and not value.uncached):
+            self.later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
+        else:
+            self._made.add(value)
+            used(value)
+        for source, tensor in needed:
+            source.tensor = tensor
 
-def _have(value: Value, made: set[Value], later: list[Value]) -> None:
-    """``value`` has just been made."""
-    if later or (value in made and not value.uncached):
-        later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
-    else:
-        made.add(value)
-        used(value)
+    def _nested_that_stay(self, made: Value) -> list[tuple[Value, torch.Tensor | None]]:
+        """Of the nested values that ``made`` was made from, those from which more is made; forgets the others."""
+        sources = [source for source in made.sources if source.nested]
+        if not sources:
+            return []
+        if self._uses is None:
+            self._uses = self._uses_to_come()  # without those of ``made``, which is there
+        else:
+            for source in sources:
+                self._uses[source] = self._uses.get(source, 0) - 1
+        stay = []
+        for source in sources:
+            if self._uses.get(source, 0) > 0:
+                stay.append((source, source.tensor))
+            else:
+                source.tensor = None
+        return stay
+
+    def _uses_to_come(self) -> dict[Value, int]:
+        """How often each nested value is an input of what is not there yet."""
+        uses, stack, seen = dict[Value, int](), [self._wanted], {self._wanted}
+        while stack:
+            value = stack.pop()
+            if value.tensor is not None:
+                continue
+            for source in value.sources:
+                if source.nested:
+                    uses[source] = uses.get(source, 0) + 1
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return uses
 
 
 def repeat(value: Value) -> torch.Tensor:
@@ -318,22 +372,24 @@ def used(value: Value) -> None:
     for source in value.sources:
         if not value.uncached:
             asked(source)
-        elif source.uncached:
+        elif source.uncached and not source.nested:
             source.tensor = None
 
 
 def asked(value: Value) -> None:
     """One of those that need ``value`` has had it; after the last its tensor is forgotten."""
-    value.pending -= 1
-    if not value.dropped:
-        return
-    if value.uncached or value.pending <= 0:
-        value.tensor = None
-    if value.pending <= 0:
-        value.pending = value.num_uses  # a second backward through the same graph starts anew
-        if value.uncached:
-            for source in value.sources:
-                asked(source)
+    stack = [value]
+    while stack:  # a chain of uncached values may be longer than Python recurses
+        value = stack.pop()
+        value.pending -= 1
+        if not value.dropped:
+            continue
+        if value.uncached or value.pending <= 0:
+            value.tensor = None
+        if value.pending <= 0:
+            value.pending = value.num_uses  # a second backward through the same graph starts anew
+            if value.uncached:
+                stack += value.sources
 
 
 def compress(value: Value) -> bool:
@@ -385,18 +441,19 @@ def forget_recipe(value: Value) -> None:
 def make_uncached(value: Value) -> None:
     """``value`` is forgotten after every use, with those that nobody saves on the way to it.
 
-    One uncached value never rests on another one: the work would double at every step.
+    One that is made from other uncached values is nested: within one computation it stays until all is made from it
+    that is made there. If it were made for each of its uses, as others are, the work would double at every level.
     """
-    on_the_way, stack = [value], list(value.sources)
+    on_the_way, stack, nested = [value], list(value.sources), False
     while stack:
         source = stack.pop()
         if source.uncached:
-            return
-        if not source.name and source.dropped:
+            nested = nested or bool(source.sources)  # a mask is made from nothing else
+        elif not source.name and source.dropped:
             on_the_way.append(source)
             stack += source.sources
     for source in on_the_way:
-        source.uncached = True
+        source.uncached, source.nested = True, nested
 
 
 def refuse_changed(value: Value) -> NoReturn:

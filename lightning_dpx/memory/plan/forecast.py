@@ -21,6 +21,7 @@ from lightning_dpx.memory.profile.call_course import most_with
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.prefetch import Prefetcher
 
+_OUT_OF_QUESTION = 2**62  # bytes
 HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth
 
 
@@ -39,9 +40,25 @@ class Forecast:
     seconds: float
 
 
-def forecast(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> Forecast:
-    """The step of ``profile`` if the values with these indices are dropped, some of them after every use."""
-    return _Replay(profile, frozenset(dropped), frozenset(uncached)).run()
+def forecast(
+    profile: Profile, dropped: Collection[int], uncached: Collection[int] = (), *, most_times: int | None = None
+) -> Forecast:
+    """The step of ``profile`` if the values with these indices are dropped, some of them after every use.
+
+    Args:
+        profile: The step.
+        dropped: Indices of values.
+        uncached: Those of them that are forgotten after every use.
+        most_times: How often values may be computed, on average. A choice that takes more is out of the question, and
+            not played to its end: its time is infinite, and so is its peak, as far as a number can be.
+    """
+    replay = _Replay(profile, frozenset(dropped), frozenset(uncached))
+    if most_times is not None:
+        replay.left = most_times * len(profile.values)
+    try:
+        return replay.run()
+    except _TooOftenError:
+        return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
 
 
 def with_replaying(profile: Profile, result: Forecast) -> Forecast:
@@ -49,12 +66,23 @@ def with_replaying(profile: Profile, result: Forecast) -> Forecast:
     return replace(result, seconds=result.seconds + profile.replaying) if profile.replaying else result
 
 
-def timeline(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> list[int]:
+def timeline(
+    profile: Profile, dropped: Collection[int], uncached: Collection[int] = (), *, most_times: int | None = None
+) -> list[int]:
     """Bytes of activations at every event of such a step: the most that is there between it and the next."""
     replay = _Replay(profile, frozenset(dropped), frozenset(uncached))
     replay.curve = [0] * len(profile.curve)
-    replay.run()
+    if most_times is not None:
+        replay.left = most_times * len(profile.values)
+    try:
+        replay.run()
+    except _TooOftenError:
+        return [_OUT_OF_QUESTION] * len(profile.curve)
     return replay.curve
+
+
+class _TooOftenError(Exception):
+    """Values are computed more often than whoever asks would accept."""
 
 
 class _Coming:
@@ -88,7 +116,7 @@ class _Replay:
         self._virtual = [value.storage < 0 and not value.name for value in values]
         self._sizes = [0 if value.picked else value.num_bytes for value in values]
         self._lazy = [index in dropped or (self._virtual[index] and bool(v.inputs)) for index, v in enumerate(values)]
-        self._uncached = [False] * len(values)
+        self._uncached, self._nested = [False] * len(values), [False] * len(values)
         for index in sorted(uncached):
             self._make_uncached(index)
         self._pending = [0] * len(values)
@@ -96,6 +124,7 @@ class _Replay:
         self._wanted = [0] * len(values)
         for request in profile.requests if not profile.saves else ():
             self._pending[request.value] += 1
+        self._drawing = dict[int, int]()
         picked = dict[int, list[tuple[int, int]]]()  # what is wanted of each call that is made again
         for index in self._live_users():
             for source in values[index].inputs:
@@ -103,11 +132,14 @@ class _Replay:
                     self._pending[source] += 1
                 if values[index].picked:
                     picked.setdefault(source, []).append((values[index].gone, values[index].num_bytes))
-        self._beside = [value.beside for value in values]
+                    if values[source].state:  # from where on the generators' states are kept
+                        self._drawing[source] = min(values[index].saved, self._drawing.get(source, len(profile.curve)))
+        self._beside = [value.beside + value.state for value in values]  # those of now are kept while it is made
         for index, wanted in picked.items():
             self._sizes[index] = sum(size for _, size in wanted)
             if stretches := values[index].stretches:
-                self._beside[index] = max(0, most_with(stretches, wanted) - self._sizes[index])
+                most = most_with(stretches, wanted) + values[index].state
+                self._beside[index] = max(0, most - self._sizes[index])
         self._there = [not lazy for lazy in self._lazy]
         self._held, self._seconds = 0, 0.0
         offloaded = [index for index in dropped if values[index].offloaded and values[index].storage >= 0]
@@ -124,19 +156,23 @@ class _Replay:
         self._outlived = [False] * len(values)  # forgotten, but for a view
         self._now, self._in_use = 0, [0] * len(values)  # until when autograd uses what it has asked for
         self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that are forgotten and still in use
+        self._uses: dict[int, int] | None = None  # of nested values, to come in the computation that is under way
+        self._needed = set[int]()  # of them, those that are needed once more
+        self.left: float = float("inf")  # of the computations that are acceptable
         self.curve: list[int] | None = None  # filled if somebody wants to see it
 
     def _make_uncached(self, index: int) -> None:
         on_the_way, stack = [index], list(self._profile.values[index].inputs)
+        nested = False
         while stack:
             source = stack.pop()
             if self._uncached[source]:
-                return
-            if self._virtual[source] and self._lazy[source]:
+                nested = nested or bool(self._profile.values[source].inputs)  # a mask is made from nothing else
+            elif self._virtual[source] and self._lazy[source]:
                 on_the_way.append(source)
                 stack += self._profile.values[source].inputs
         for source in on_the_way:
-            self._uncached[source] = True
+            self._uncached[source], self._nested[source] = True, nested
 
     def _live_users(self) -> list[int]:
         """The values that will be computed again at some time: the dropped ones and what leads to them."""
@@ -175,7 +211,10 @@ class _Replay:
         for value in compressed:  # beside the mask itself, as long as forward has a use for that
             change[value.saved] += value.compact
             change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
-        kept, needed, left = 0, self._needed_until(), self._left()
+        (until, needed), left, kept = self._needed_until(), self._left(), 0
+        for call, begun in self._drawing.items():
+            change[begun] += profile.values[call].state
+            change[max(begun, until[call])] -= profile.values[call].state
         for number, storage in enumerate(profile.storages):
             if number in kept_in:
                 kept += storage.num_bytes
@@ -220,8 +259,8 @@ class _Replay:
         beyond = max(sum(out) - forward, max(out, default=0.0)) + max(sum(back) - backward, max(back, default=0.0))
         return beyond + HIDDEN_SHARE * (sum(out) + sum(back))
 
-    def _needed_until(self) -> list[int]:
-        """The event at which every kept storage goes, if what is computed from it were all that holds it."""
+    def _needed_until(self) -> tuple[list[int], list[int]]:
+        """The event at which every value and every kept storage goes, if all that holds it is computed from it."""
         profile = self._profile
         until, storages = [0] * len(profile.values), [0] * len(profile.storages)
         for request in profile.requests:
@@ -233,7 +272,7 @@ class _Replay:
                     until[source] = max(until[source], until[index])
             elif value.storage >= 0:
                 storages[value.storage] = max(storages[value.storage], until[index])
-        return storages
+        return until, storages
 
     def _see(self, event: int, beside: int = 0) -> None:
         event = min(event, len(self._base) - 1)
@@ -276,6 +315,7 @@ class _Replay:
 
     def _compute(self, wanted: int, event: int) -> None:
         values, stack, made, later = self._profile.values, [wanted], set[int](), list[int]()
+        self._uses = None
         while stack:
             index = stack[-1]
             if self._there[index]:
@@ -283,10 +323,15 @@ class _Replay:
                 continue
             missing = [source for source in values[index].inputs if not self._there[source]]
             if missing:
+                if len(missing) > 1:
+                    missing.sort(key=self._has_all, reverse=True)
                 stack += missing
                 continue
             stack.pop()
             self._there[index] = True
+            self.left -= 1
+            if self.left < 0:
+                raise _TooOftenError
             if (slot := self._slots.get(index)) is not None:
                 self._fetches.append(values[index].copying)
                 self._ahead.asked(slot, 0)
@@ -296,32 +341,70 @@ class _Replay:
             for source in self._viewed(index):
                 self._views[source] += 1
             self._see(event, self._beside[index])
+            self._release_nested(wanted, index)
             if later or (index in made and not self._uncached[index]):
                 later.append(index)
             else:
                 made.add(index)
                 self._used(index)
+            self._needed.clear()
         for index in later:
             self._used(index)
+
+    def _has_all(self, index: int) -> bool:
+        return all(self._there[source] for source in self._profile.values[index].inputs)
+
+    def _release_nested(self, wanted: int, index: int) -> None:
+        """Forgets what ``index`` was made from, of nested values, but for what is needed until ``wanted`` is there."""
+        sources = [source for source in self._profile.values[index].inputs if self._nested[source]]
+        if not sources:
+            return
+        if self._uses is None:
+            self._uses = self._uses_to_come(wanted)  # without those of ``index``, which is there
+        else:
+            for source in sources:
+                self._uses[source] = self._uses.get(source, 0) - 1
+        for source in sources:
+            if self._uses.get(source, 0) > 0:
+                self._needed.add(source)
+            else:
+                self._forget(source)
+
+    def _uses_to_come(self, wanted: int) -> dict[int, int]:
+        """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
+        uses, stack, seen = dict[int, int](), [wanted], {wanted}
+        while stack:
+            index = stack.pop()
+            if self._there[index]:
+                continue
+            for source in self._profile.values[index].inputs:
+                if self._nested[source]:
+                    uses[source] = uses.get(source, 0) + 1
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return uses
 
     def _used(self, index: int) -> None:
         for source in self._profile.values[index].inputs:
             if not self._uncached[index]:
                 self._asked(source)
-            elif self._uncached[source]:
+            elif self._uncached[source] and not self._nested[source]:
                 self._forget(source)
 
     def _asked(self, index: int) -> None:
-        self._pending[index] -= 1
-        if not self._lazy[index]:
-            return
-        if self._uncached[index] or self._pending[index] <= 0:
-            self._forget(index)
-        if self._pending[index] <= 0:
-            self._pending[index] = self._wanted[index]  # another backward through the same graph starts anew
-            if self._uncached[index]:
-                for source in self._profile.values[index].inputs:
-                    self._asked(source)
+        stack = [index]
+        while stack:
+            index = stack.pop()
+            self._pending[index] -= 1
+            if not self._lazy[index]:
+                continue
+            if self._uncached[index] or self._pending[index] <= 0:
+                self._forget(index)
+            if self._pending[index] <= 0:
+                self._pending[index] = self._wanted[index]  # another backward through the same graph starts anew
+                if self._uncached[index]:
+                    stack += self._profile.values[index].inputs
 
     def _viewed(self, index: int) -> tuple[int, ...]:
         """What a value without memory of its own is a view of."""
@@ -329,7 +412,7 @@ class _Replay:
         return tuple(source for source in inputs if self._lazy[source]) if self._sizes[index] == 0 else ()
 
     def _forget(self, index: int) -> None:
-        if self._there[index]:
+        if self._there[index] and index not in self._needed:
             self._there[index] = False
             self._outlived[index] = self._views[index] > 0
             if not self._outlived[index]:

@@ -84,9 +84,8 @@ def with_figures(
 def forecast_named(profile: Profile, plan: MemoryPlan) -> Forecast:
     """The step of ``profile`` with all that ``plan`` drops, also on devices that the profile does not count."""
     profile = as_planned(profile, plan)
-    each_time = plan.names("recompute each time")
     dropped = [index for index, value in enumerate(profile.values) if value.name in plan.dropped]
-    uncached = [index for index in dropped if profile.values[index].name in each_time]
+    uncached = [index for index in dropped if profile.values[index].name in plan.uncached]
     return with_replaying(profile, forecast(profile, dropped, uncached))
 
 

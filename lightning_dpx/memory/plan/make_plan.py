@@ -85,11 +85,12 @@ def plan_profile(
             least.profile, Mixed(frozenset(), least, smallest_choice), None, AutoPlanner().choose
         )
         smallest = least.forecast(smallest_choice).peak
+        surely = min(least_bytes(Relaxation(each)) for each in problems)
         raise BudgetError(
             f"A budget of {_mib(budget)} for activations cannot be met"
             + (f" by planner={chosen.name!r}, which reaches {_mib(result.peak)}" if smallest <= budget else "")
             + f"; the smallest that can is {_mib(smallest)}, without a plan it is {_mib(profile.peak)}, and nothing "
-            f"that drops and computes again takes less than {_mib(least_bytes(Relaxation(problem)))}. "
+            f"that drops and computes again takes less than {_mib(surely)}. "
             f"{_crest(least, smallest_choice)} {_bottleneck(problem)} Allow more, or use a smaller batch.",
             smallest,
         )
@@ -122,7 +123,12 @@ def plan_profile(
         for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True))
         if value.name and value.storage >= 0
     ]
-    bound = None if budget is None else lower_bound(profile, budget, original.proved.get(budget, 0.0))
+    spent = result.seconds + problem.profile.replaying
+    bound = None
+    if budget is not None:
+        # The programme knows neither nested values nor replayed calls; what these show to be wrong is no proof.
+        proved = original.proved.get(budget, 0.0)
+        bound = min(spent, lower_bound(profile, budget, proved if proved <= spent else 0.0))
     return MemoryPlan(
         model=type(module).__name__,
         fingerprint=fingerprint_of(module),
@@ -131,7 +137,7 @@ def plan_profile(
         unplanned_peak=profile.peak,
         peak=result.peak,
         saved_bytes=result.kept,
-        recompute_share=(result.seconds + problem.profile.replaying) / profile.step_seconds,
+        recompute_share=spent / profile.step_seconds,
         least_share=None if bound is None else bound / profile.step_seconds,
         decisions=tuple(decisions),
         prefetch_depth=problem.profile.prefetch_depth
@@ -146,9 +152,13 @@ def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -
     found: list[tuple[Problem, Choice]] = []
     for problem in problems:
         found.append((problem, planner.choose(problem, budget)))
-        if budget is not None and len(found) == 1 and problem.forecast(found[0][1]).peak <= budget:
+        if budget is not None and len(found) == 1 and _is_good(*found[0], budget):
             break  # the others are for less room
     return min(found, key=lambda each: rank(each[0], each[1], budget))
+
+
+def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:
+    return problem.forecast(choice).peak <= budget and not problem.is_nested(choice)
 
 
 def _shares_of_calls(profile: Profile) -> dict[int, float]:
@@ -205,7 +215,9 @@ def _action(value: SavedValue, dropped: bool, uncached: bool) -> Action:
         return "replay" if value.within else "keep"
     if value.offloaded:
         return "offload"
-    return "compress" if value.compact else "recompute each time" if uncached else "recompute"
+    if value.compact:
+        return "compress each time" if uncached else "compress"
+    return "recompute each time" if uncached else "recompute"
 
 
 def _crest(problem: Problem, choice: Choice) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
 
-Action = Literal["keep", "recompute", "recompute each time", "compress", "offload", "replay"]
+Action = Literal["keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay"]
 _VERSION = 1
 
 
@@ -29,8 +29,9 @@ class Decision:
         seconds: To compute it again from its inputs, or its share of a module call that is made again for it and
             others; where it is offloaded, what of its copies nothing hides.
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
-            of another value comes by and it will be needed again; ``"compress"``, for a mask; ``"offload"``: it rests
-            in the host's memory; ``"replay"``, for a call: it is made again as a whole; for a value: with a call.
+            of another value comes by and it will be needed again; ``"compress"`` and ``"compress each time"``, for a
+            mask; ``"offload"``: it rests in the host's memory; ``"replay"``, for a call: it is made again as a
+            whole; for a value: with a call.
         calls: The module calls that are made again for a value, where no operator can be repeated for it, or none is.
     """
 
@@ -88,7 +89,12 @@ class MemoryPlan:
     @property
     def dropped(self) -> frozenset[str]:
         """The values that are not kept as they are."""
-        return self.names("recompute", "recompute each time", "compress", "offload")
+        return self.names("recompute", "compress", "offload") | self.uncached
+
+    @property
+    def uncached(self) -> frozenset[str]:
+        """Those of them that are forgotten after every use."""
+        return self.names("recompute each time", "compress each time")
 
     @property
     def replayed(self) -> frozenset[str]:

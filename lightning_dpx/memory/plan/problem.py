@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_dpx.memory.plan.forecast import Forecast, forecast
+from lightning_dpx.memory.plan.forecast import Forecast, forecast, timeline
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.progress import at
 from lightning_dpx.registry import Registry
 
+MOST_TIMES = 40  # that values are computed in a step, on average: as few bytes as possible within reason
 P = TypeVar("P", bound="type[Planner]")
 
 
@@ -57,13 +58,13 @@ class Problem:
         profile: Where it comes from.
         units: In the order of forward.
         proved: For each budget, seconds that no choice within it goes below, where a planner has found that out.
-        smallest: The choice with the lowest peak, where a planner has looked for it.
+        lowered: Choices with low peaks, where a planner has looked for them.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.proved: dict[int, float] = {}
-        self.smallest: Choice | None = None
+        self.lowered: list[Choice] = []
         self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
         members: dict[int, list[int]] = {}
         for index, value in enumerate(profile.values):
@@ -104,8 +105,13 @@ class Problem:
         key = frozenset(dropped), frozenset(uncached)
         if key not in self._forecasts:
             at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
-            self._forecasts[key] = forecast(self.profile, *key)
+            self._forecasts[key] = forecast(self.profile, *key, most_times=MOST_TIMES)
         return self._forecasts[key]
+
+    def timeline(self, choice: Choice) -> list[int]:
+        """Bytes at every event of the step with this choice."""
+        dropped, uncached = self.values_of(choice.dropped), self.values_of(choice.uncached)
+        return timeline(self.profile, dropped, uncached, most_times=MOST_TIMES)
 
     @cached_property
     def droppable(self) -> tuple[int, ...]:
@@ -114,12 +120,24 @@ class Problem:
 
     @cached_property
     def forgettable(self) -> frozenset[int]:
-        """The units that may be uncached; what is offloaded or compressed comes back in one way."""
+        """The units that may be uncached; what is offloaded comes back in one way."""
         values = self.profile.values
-        computed = [
-            not any(values[index].offloaded or values[index].compact for index in unit.values) for unit in self.units
-        ]
-        return frozenset(index for index in self.droppable if computed[index])
+        return frozenset(
+            unit for unit in self.droppable if not any(values[index].offloaded for index in self.units[unit].values)
+        )
+
+    def is_nested(self, choice: Choice) -> bool:
+        """Whether a unit that goes after every use is computed from another such one: little memory for much time."""
+        return any(not choice.uncached.isdisjoint(self.units[unit].inputs) for unit in choice.uncached)
+
+    @cached_property
+    def unnested(self) -> frozenset[int]:
+        """Of the forgettable units the first ones, and all others that are computed from none of these."""
+        found = set[int]()
+        for index in sorted(self.forgettable):
+            if found.isdisjoint(self.units[index].inputs):
+                found.add(index)
+        return frozenset(found)
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ _WORTH = 0.05  # of the peak: what the calls of a kind must hold
 _MOST_KINDS = 2  # that a planner is asked about
 _GAIN = 0.97  # of the extra time: what could be saved at best is worth asking it
 _WITHIN_REACH = 1.5  # times the budget
+_MOST_MISSES = 8  # calls in a row that cannot be left alone
 
 
 class Mixed(NamedTuple):
@@ -100,12 +101,21 @@ def _in_order(profile: Profile, names: frozenset[str]) -> list[str]:
 
 
 def _with_fewer(profile: Profile, mixed: Mixed, budget: int) -> Mixed:
-    """Leaves calls alone while the budget allows it, the last first: backward comes back to them soonest."""
-    for name in reversed(_in_order(profile, mixed.names)):
-        fewer = mixed.names - {name}
+    """Leaves calls alone while the budget allows it, the last first: backward comes back to them soonest.
+
+    In handfuls, halved when one is too much: a step with fewer calls takes time in the size of the whole step.
+    """
+    names, waiting = mixed.names, _in_order(profile, mixed.names)[::-1]
+    size, misses = max(1, len(waiting) // 4), 0
+    while waiting and misses < _MOST_MISSES:
+        fewer = names - set(waiting[:size])
         if replayed(profile, fewer).peak <= budget:
-            mixed = mixed._replace(names=fewer)
-    return _mixed(profile, mixed.names)
+            names, waiting = fewer, waiting[size:]
+        elif size > 1:
+            size //= 2
+        else:
+            waiting, misses = waiting[1:], misses + 1
+    return _mixed(profile, names)
 
 
 def _parts(profile: Profile, names: frozenset[str]) -> Iterator[frozenset[str]]:

@@ -46,17 +46,17 @@ class _Replayed:
                 self._ends[at] = max(self._ends[at], hold.end)
                 if hold.asked >= 0:
                     self._asked[at] = min(self._asked[at], hold.asked)
+        self._given_until = dict[int, int]()  # by storage: when the last call has gone that takes it
+        for at in chosen:
+            for number in profile.calls[at].given:
+                self._given_until[number] = max(self._given_until.get(number, 0), self._ends[at])
 
     def profile(self) -> Profile:
         """The step."""
         values = self._values()
-        gone = {
-            number
-            for number in range(len(self._profile.storages))
-            if not any(value.storage == number and not value.within for value in values)
-        }
+        outside = {value.storage for value in values if not value.within}
         storages = [
-            replace(storage, num_bytes=0) if number in gone else self._shorter(number, storage)
+            self._shorter(number, storage) if number in outside else replace(storage, num_bytes=0)
             for number, storage in enumerate(self._profile.storages)
         ]
         requests = [one for one in self._profile.requests if one.hold < 0 or self._region[one.hold] < 0]
@@ -107,7 +107,7 @@ class _Replayed:
     def _until(self, number: int) -> int | None:
         """The event at which a storage goes; ``None`` if no region has to do with it."""
         profile, storage = self._profile, self._profile.storages[number]
-        given = [self._ends[at] for at in self._chosen if number in profile.calls[at].given]
+        given = [self._given_until[number]] if number in self._given_until else []
         holds = [at for value in self._in_storage[number] for at in self._of_name[value.name]]
         within = [self._region[at] for at in holds if self._region[at] >= 0]
         if not within and not given:

@@ -25,6 +25,7 @@ class SavedValue:
         stretches: Of a call: bytes at the most in each of its stretches, while nothing is picked; see call_course.py.
         gone: The first stretch of its call without what is picked.
         within: The call that is replayed as a whole and saves it, if one is; see replayed_steps.py.
+        state: Of a call that draws random numbers: bytes of the generators' states that are kept to make it again.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SavedValue:
     stretches: tuple[int, ...] = ()
     gone: int = 0
     within: str = ""
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True)

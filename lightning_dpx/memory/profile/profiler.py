@@ -608,6 +608,7 @@ def _measure(
             value.make is select_output and value not in offloaded,
             memory.stretches_of(value),
             memory.gone_of(value),
+            state=value.make.call.state_bytes if isinstance(value.make, Replay) else 0,
         )
         for value in new
     ]

@@ -100,7 +100,7 @@ class MilpModel:
         if self._model.units[self._model.column[value]] not in self._problem.forgettable:
             self._solver.row({uncached: 1}, 0)
         for source in {source for index in (value, *way) for source in self._values[index].inputs}:
-            if source in self._uncached:  # one never rests on another
+            if source in self._uncached and self._values[source].inputs:  # one never rests on another
                 self._solver.row({uncached: 1, self._uncached[source]: 1}, 1)
         if value not in self._model.requests:
             return

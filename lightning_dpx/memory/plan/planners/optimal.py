@@ -38,6 +38,7 @@ from lightning_dpx.memory.plan.solvers.repair import LOWERING, REACHING, Descent
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
 _MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _BISECTIONS, _STARTS, _BINS = 100, 24, 6, 9, 9, 3, 1024
+_STRETCHES = (8, 24, 72)  # units
 _CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
 
 
@@ -46,9 +47,9 @@ class OptimalPlanner(Planner):
     """Dynamic programming, a knapsack and, where HiGHS is installed, an integer programme, by the exact forecast."""
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """Without a budget, the lowest peak; see :func:`_smallest`."""
+        """Without a budget, the lowest peak; see :func:`_lowered`."""
         if budget is None:
-            return _smallest(problem)
+            return best(problem, _lowered(problem), None)
         relaxation = Relaxation(problem)
         least, dropped = knapsack(relaxation, budget)
         if least < float("inf"):
@@ -62,17 +63,18 @@ class OptimalPlanner(Planner):
                     break
             if result.peak <= budget:
                 return choice
-        return fill(problem, _smallest(problem), budget)
+        fitting = [choice for choice in _lowered(problem) if problem.forecast(choice).peak <= budget]
+        return best(problem, [fill(problem, choice, budget) for choice in fitting or _lowered(problem)], budget)
 
 
-def _smallest(problem: Problem) -> Choice:
-    """The lowest peak to which steps lead from a few starts."""
-    if problem.smallest is None:
+def _lowered(problem: Problem) -> list[Choice]:
+    """The lowest peaks to which steps lead from a few starts."""
+    if not problem.lowered:
         nominal = _nominal(problem)  # measured times vary from run to run, and the smallest peak should not
         every, descent = frozenset(nominal.droppable), Descent(Relaxation(nominal), LOWERING)
-        starts = [*_lowest(nominal), Choice(every, nominal.forgettable), Choice()]
-        problem.smallest = best(nominal, [descent.lower(start) for start in starts], None)
-    return problem.smallest
+        starts = [*_lowest(nominal), Choice(every, nominal.unnested), Choice(), *_nested(nominal)]
+        problem.lowered = list(dict.fromkeys(descent.lower(start) for start in starts))
+    return problem.lowered
 
 
 def _rivals(relaxation: Relaxation, first: Choice, budget: int) -> Iterator[Choice]:
@@ -89,6 +91,21 @@ def _within(problem: Problem, budget: int) -> Choice:
     for variant in _variants(problem):
         choices += _aim(variant, budget)
     return best(problem, choices, budget)
+
+
+def _nested(problem: Problem) -> Iterator[Choice]:
+    """Everything dropped, and forgotten after every use but for one unit in every so many.
+
+    Within such a stretch nothing stays, so that its length tells how often a unit is computed; the others come back
+    once. The shorter stretches are for models in which one for all would be computed too often.
+    """
+    every = frozenset(problem.droppable)
+    in_order = sorted(problem.forgettable)
+    for length in _STRETCHES:
+        if length >= len(in_order):
+            yield Choice(every, frozenset(in_order))
+            return
+        yield Choice(every, frozenset(unit for at, unit in enumerate(in_order, 1) if at % length))
 
 
 def _lowest(problem: Problem) -> list[Choice]:

@@ -192,9 +192,13 @@ def local_maxima(curve: np.ndarray, level: float, most: int) -> list[int]:
 def least_bytes(relaxation: Relaxation) -> int:
     """Bytes that are there at some event in every choice, however often it computes things again.
 
-    Whatever is dropped is there while autograd uses it, and what no plan drops, such as gradients, is there anyway.
+    Whatever is dropped is there while autograd uses it, and what no plan drops, such as gradients, is there anyway;
+    but for small tensors that are saved within calls of modules that can be replayed as a whole.
     """
     least = relaxation.curve.copy()
+    for call in relaxation.problem.profile.calls:
+        if call.parent < 0:
+            least[call.end :] -= call.small
     for column in range(len(relaxation.units)):
         start, stop, change = relaxation.change_of(column)
         least[start:stop] += np.minimum(change, 0)  # where dropping it would add to what is there, it is kept

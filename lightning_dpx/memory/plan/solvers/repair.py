@@ -1,13 +1,15 @@
 """Moves a choice towards the budget by the exact forecast: drops more above it, keeps more below it."""
 
+from collections.abc import Callable
+
 import numpy as np
 
-from lightning_dpx.memory.plan.forecast import timeline
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation
 
 _FEW, _FEWEST_FORECASTS, _MOST_MISSES = 4, 20, 12
 _WITHIN_REACH = 1.5  # times the budget
+_Change = Callable[[Choice, frozenset[int]], Choice]
 LOWERING, REACHING = 5e5, 2e5  # events and values of all forecasts together: about 0.6 s and 0.2 s
 _SHARES = (0.1, 0.05, 0.02, 0.01, 0.005)  # of the peak
 
@@ -59,9 +61,7 @@ class Descent:
 
     def _curve(self, choice: Choice) -> np.ndarray:
         self._left -= 1
-        problem = self._problem
-        curve = timeline(problem.profile, problem.values_of(choice.dropped), problem.values_of(choice.uncached))
-        return np.array(curve, dtype=np.float64)
+        return np.array(self._problem.timeline(choice), dtype=np.float64)
 
     def _rank(self, attempt: tuple[Choice, np.ndarray], budget: int) -> tuple[float, float]:
         above = _above(attempt[1], budget)
@@ -96,16 +96,33 @@ def _above(curve: np.ndarray, budget: int) -> float:
 
 
 def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
-    """Keeps what still fits, the costliest bytes first; in handfuls, halved when one does not fit."""
-    result = problem.forecast(choice)
-    if result.peak > budget:
+    """Keeps what still fits, the costliest bytes first; then what is not to be forgotten after every use."""
+    if problem.forecast(choice).peak > budget:
         return choice
-    units = problem.units
-    waiting = sorted(choice.dropped, key=lambda i: units[i].seconds / max(1, units[i].num_bytes), reverse=True)
+    kept = _filled(problem, choice, budget, _kept)
+    return _filled(problem, kept, budget, _cached) if kept.uncached else kept
+
+
+def _kept(choice: Choice, units: frozenset[int]) -> Choice:
+    return Choice(choice.dropped - units, choice.uncached - units)
+
+
+def _cached(choice: Choice, units: frozenset[int]) -> Choice:
+    return Choice(choice.dropped, choice.uncached - units)
+
+
+def _filled(problem: Problem, choice: Choice, budget: int, change: _Change) -> Choice:
+    """Changes what still fits and takes no more time, in handfuls, halved when one does not fit."""
+    result, units = problem.forecast(choice), problem.units
+    waiting = sorted(
+        choice.dropped if change is _kept else choice.uncached,
+        key=lambda i: units[i].seconds / max(1, units[i].num_bytes),
+        reverse=True,
+    )
     size, misses = max(1, len(waiting) // 4), 0
     while waiting and misses < _MOST_MISSES:
         handful = frozenset(waiting[:size])
-        attempt = Choice(choice.dropped - handful, choice.uncached - handful)
+        attempt = change(choice, handful)
         after = problem.forecast(attempt)
         if after.peak <= budget and after.seconds <= result.seconds:
             choice, result, waiting = attempt, after, waiting[len(handful) :]

@@ -1,0 +1,129 @@
+"""How little a step can take: values that are made again from others that are made again, level by level.
+
+What a plan is said to take is compared with raw events of ``torch.profiler``, which is not the planner's account.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.memory import plan_profile, profile_module
+from lightning_dpx.memory.apply import loss_of
+from lightning_dpx.memory.plan.forecast import forecast
+from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
+from lightning_dpx.memory.profile.data import Profile, Request, SavedStorage, SavedValue
+from tests.memory.allocating_nets import NETS
+
+FLOORS = {"perceptron": 0.25, "convolution": 0.51, "channels last": 0.41, "one dimension": 0.40}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_values_are_made_from_others_that_do_not_stay(name: str) -> None:
+    torch.manual_seed(0)
+    module, rows = NETS[name]()
+    run = loss_of(module, rows)
+    run().backward()  # libraries fill caches
+    module.zero_grad()
+    torch.manual_seed(1)
+    run().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    profile = profile_module(module, rows)
+    plan = plan_profile(module, profile, None)
+    assert plan.peak is not None
+    assert plan.peak <= FLOORS[name] * profile.peak
+    assert least_bytes(Relaxation(Problem(profile))) <= plan.peak
+    dpx.apply_plan(module, plan)
+    torch.manual_seed(1)
+    assert peak_of_passing(lambda: run().backward()) == pytest.approx(plan.peak, rel=0.002)
+    assert all(map(torch.equal, expected, (parameter.grad for parameter in module.parameters())))
+
+
+def chain(length: int, *, residual: bool) -> Profile:
+    """Values of 100 bytes, each made in a second from the one before, or from the two before."""
+    values = [SavedValue("0:1", "", 100, 0, (), 0.0, "it does not come from the graph")]
+    for at in range(1, length):
+        inputs = (at - 1, at - 2) if residual and at > 1 else (at - 1,)
+        values.append(SavedValue(f"{at}:1", "Sin", 100, at, inputs, 1.0, "", saved=at))
+    end = 2 * length
+    storages = [SavedStorage(100, min(at + 2, length), end - at) for at in range(length)]
+    requests = [Request(end - at - 1, at, end - at) for at in reversed(range(length))]
+    curve = [100 * (min(event, length - 1, end - event - 1) + 1) for event in range(end)]
+    return Profile(tuple(values), tuple(storages), tuple(requests), tuple(curve), length, float(end))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_each_value_is_made_once_on_the_way_to_another(residual: bool) -> None:
+    """Were it made once for each of its uses, the time of a residual chain would double with every value."""
+    length = 40
+    profile = chain(length, residual=residual)
+    dropped = range(1, length)
+    result = forecast(profile, dropped, dropped)
+    once = sum(range(length))  # one way from the beginning for each request
+    assert once <= result.seconds <= once + length, "only the first one, which is made from what is kept, for each use"
+    assert result.peak <= 100 * (6 if residual else 5)
+    assert forecast(profile, dropped).peak >= 100 * length
+
+
+def test_long_chains_keep_some_values_so_that_none_is_made_too_often() -> None:
+    problem = Problem(chain(300, residual=True))
+    result = problem.forecast(dpx.memory.PLANNERS["optimal"]().choose(problem, None))
+    assert result.peak <= 0.15 * problem.profile.peak
+    assert result.seconds <= 40 * 300
+
+
+def test_a_budget_above_the_floor_is_filled_with_what_need_not_be_forgotten() -> None:
+    problem = Problem(chain(40, residual=True))
+    planner = dpx.memory.PLANNERS["optimal"]()
+    floor = problem.forecast(planner.choose(problem, None))
+    above = problem.forecast(planner.choose(problem, 2 * floor.peak))
+    assert above.peak <= 2 * floor.peak
+    assert above.seconds < floor.seconds
+    assert Choice() == planner.choose(problem, problem.profile.peak)
+
+
+def test_a_long_chain_that_goes_after_every_use_does_not_recurse() -> None:
+    """The last use of each value is that of all before it."""
+    module = nn.Sequential(*(nn.Tanh() for _ in range(1200)))
+    x = torch.randn(2, 1024, requires_grad=True)
+    plan = dpx.search_plan(module, x)
+    names = [decision.name for decision in plan.decisions if decision.operator]
+    segments = {name: "recompute" if at % 10 else "keep" for at, name in enumerate(names)}
+    plan = plan.with_actions(segments | dict.fromkeys(names[600:700], "recompute each time"))
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    dpx.apply_plan(module, plan)
+    (found,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(found, expected)
+
+
+class Drawing(nn.Module):
+    """Attention weights with dropout: no recipe makes their mask, so the call is made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.drop = nn.Linear(32, 96), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x).chunk(3, -1)
+        weights = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        return x + self.drop(weights)
+
+
+def test_the_states_of_generators_that_are_kept_count() -> None:
+    """Five thousand bytes for each call that is made again, beside activations of little more."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(Drawing() for _ in range(6))), torch.randn(2, 32, 32)
+    run = loss_of(module, x)
+    run().backward()
+    module.zero_grad()
+    profile = profile_module(module, x)
+    plan = plan_profile(module, profile, None)
+    assert plan.calls or plan.replayed
+    dpx.apply_plan(module, plan)
+    for _ in range(2):
+        run().backward()
+        module.zero_grad()
+    assert peak_of_passing(lambda: run().backward()) == pytest.approx(plan.peak, rel=0.005)
