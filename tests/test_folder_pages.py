@@ -32,5 +32,5 @@ def test_what_a_page_shows_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_room_of_the_package_has_a_page() -> None:
-    rooms = {"replicas", "reducers", "shifting", "simulate"}
+    rooms = {"lightning", "replicas", "reducers", "shifting", "simulate"}
     assert rooms <= {page.parent.name for page in PAGES}

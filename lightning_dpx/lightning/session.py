@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Module
 
 from lightning_dpx.errors import ReplicationError
@@ -52,17 +52,18 @@ class Run:
     def __init__(self, strategy: "DPXStrategy") -> None:
         self.strategy = strategy
         self.options = strategy.options
+        self.shifts = strategy.options.shifts_activations
 
     @property
     def has_contexts(self) -> bool:
         """Whether anything is shifted or planned, so that :meth:`context` is more than nothing."""
-        return self.options.shifts_activations or bool(self.strategy.planning.plans)
+        return self.shifts or bool(self.strategy.planning.plans)
 
     def context(self, module: Module) -> AbstractContextManager[None]:
         """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
         if not self.has_contexts:
             return nullcontext()
-        shift = applied_shift(module) if self.options.shifts_activations else None
+        shift = applied_shift(module) if self.shifts else None
         return planned(module) if shift is None else _both(shift.active(), planned(module))
 
     def alone(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,7 +232,7 @@ class Session(Run):
             Whether there are replicas; if the module cannot be copied any more, the run goes on with one device.
         """
         replicas = self.replicas
-        if self.options.shifts_activations:
+        if self.shifts:
             self._give_whole_for_hooks()
             return True
         if not replicas.is_outdated:
@@ -291,13 +292,6 @@ def give_trainer(replicas: ReplicaSet, trainer: Any) -> None:
     for replica in replicas.replicas[1:]:
         copied: Any = replica.module
         copied._trainer = trainer
-
-
-def announce_once(text: str, said: set[str]) -> None:
-    """Says ``text``, unless it is among what was ``said``."""
-    if text not in said:
-        said.add(text)
-        rank_zero_info(text)
 
 
 @contextmanager

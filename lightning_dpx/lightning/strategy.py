@@ -27,7 +27,7 @@ from lightning_dpx.lightning.checkpoint_io import AtomicCheckpointIO
 from lightning_dpx.lightning.launcher import InThisProcess
 from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
 from lightning_dpx.lightning.make_session import make_session
-from lightning_dpx.lightning.manual.acts_once import any_view, current_view
+from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
@@ -361,7 +361,7 @@ class DPXStrategy(RanksOfReplicas):
     @property
     def lightning_module(self) -> "pl.LightningModule | None":
         """The user's module; inside a manual step of several replicas, that of the replica."""
-        if any_view() is None:
+        if not OPEN_VIEWS:
             return self._lightning_module
         view = current_view()
         return self._lightning_module if view is None else view.module
