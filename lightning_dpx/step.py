@@ -53,10 +53,11 @@ class Pending:
         """Where this replica's own backward starts, and with which gradients; those in ``weighted`` are known."""
         tensors, gradients = [], []
         for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
-            if leaf.grad is not None:
+            of_leaf = leaf.grad
+            if of_leaf is not None:
                 key = id(leaf), self.weight
                 if key not in weighted:
-                    weighted[key] = leaf.grad if self.weight == 1 else leaf.grad * self.weight
+                    weighted[key] = of_leaf if self.weight == 1 else of_leaf * self.weight
                 gradient = weighted[key].to(tensor.device)
                 tensors.append(tensor)
                 gradients.append(gradient if gradient.shape == tensor.shape else gradient.view_as(tensor))

@@ -78,10 +78,10 @@ class _Given:
         """Whether one look tells that the step wrote nothing."""
         if self.parts is None or not self.is_as_loaded or len(self.batch) != len(self.parts):
             return False
-        for value, part, version in zip(self.batch, self.parts, self.versions, strict=True):
-            if value is not part or _version(value) != version:
+        for value, part in zip(self.batch, self.parts, strict=True):
+            if value is not part:
                 return False
-        return True
+        return _versions(self.parts) == self.versions
 
     def marks(self) -> dict[Path, _Mark]:
         """Of its parts, by path."""
@@ -140,7 +140,7 @@ class BatchWrites:
             marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
             given = _Given(share, batch, is_as_loaded, None, [], marks)
         else:
-            given = _Given(share, batch, is_as_loaded, parts, list(map(_version, parts)), {})
+            given = _Given(share, batch, is_as_loaded, parts, _versions(parts), {})
         with self._lock:
             self._given.append(given)
 
@@ -264,6 +264,13 @@ def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
 def _version(value: Any) -> int:
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
     return version_counter(value) if is_counted else 0
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode count none; to ask each of them first takes twice as long
+        return list(map(_version, tensors))
 
 
 def _exchangeable(batch: Any) -> Any:
