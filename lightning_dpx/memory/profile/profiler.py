@@ -388,7 +388,7 @@ def _profiled(
     if not (compiled or by_hand or profile.saves):
         at("timing planned steps")
         with torch.enable_grad():
-            profile, bookkeeping = measured_in_step(
+            bookkeeping = measured_in_step(
                 profile, module, timer, forward=forward, backward=backward, known=bookkeeping
             )
     return with_bookkeeping(profile, bookkeeping)
@@ -548,75 +548,143 @@ def _measure(
     Returns:
         The new values, with those that nobody saves on the way to them.
     """
-    compact, seconds = dict[Value, int](), dict[Value, float]()
-    for value, span in found.items():
-        if not value.operator and span is not None and (known := meter.compressed(value, span)) is not None:
-            compact[value], seconds[value] = known
-            if value.make is select_output:  # masks are small in another way than by making their call again
-                value.inputs[0].make.forgo(value.inputs[1])
-                forget_recipe(value)
+    compact, seconds = _compressed_masks(found, meter)
     order: dict[Value, int] = dict(tried)
     new = _in_order(found, order, len(profiler.values))
-    seconds, memory = dict.fromkeys(order, 0.0) | seconds, _Beside()
-    sizes = {value: _bytes_on(meter.device, value) for value in order}
-    refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in new}
-    for number, value in enumerate(reversed(list(found))):
-        at("trying operators", number, len(found))
-        if value.make is None:
-            refused[value] = "" if value in compact else refused[value] or "it does not come from the graph"
-            continue
-        try:
-            refused[value] = _try(value, meter, seconds, sizes, memory)  # also elsewhere: others may be made from it
-        except torch.OutOfMemoryError:
-            raise  # fewer rows may do, and the caller knows how to get them
-        except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
-            refused[value] = f"{value.operator} failed when repeated: {error}"
-    _judge_calls(found, refused)
-    copying = {}
+    trials = _Trials(order, meter)
+    trials.compact = compact
+    trials.seconds.update(seconds)
+    trials.refused = {value: "" if value.make is not None else profiler.refused.get(value.name, "") for value in new}
+    _try_all(found, trials, meter)
+    _judge_calls(found, trials.refused)
     if meter.offloads:
-        named = [value for value, span in found.items() if value.name and span is not None]
-        copying = _copying(named, meter)
-    offloaded = {value for value in copying if refused[value]}
-    for value in offloaded:
-        seconds[value], refused[value] = 2 * copying[value], ""
-    seconds = _typical(seconds, sizes)
-    numbers: dict[Value, int] = {}
-    for value, span in found.items():
-        if span is None:
-            here = value.tensor is None or value.tensor.device == meter.device
-            refused[value] = refused[value] or ("it was there before the step" if here else "it is on another device")
-            continue
-        if id(span) not in profiler.storages:
-            profiler.storages[id(span)] = len(profiler.memories)
-            profiler.memories.append((value.name, span))
-        numbers[value] = profiler.storages[id(span)]
-    profiler.values += [
-        SavedValue(
-            value.name,
-            value.operator,
-            sizes[value],
-            numbers.get(value, -1),
-            () if value in offloaded else tuple(order[source] for source in value.sources),
-            seconds[value],
-            refused[value] if value in found else "",
-            compact.get(value, 0),
-            value in offloaded,
-            copying.get(value, 0.0),
-            profiler.saved.get(value.name, 0),
-            value.make.call.name if isinstance(value.make, Replay) else "",
-            memory.beside.get(value, 0),
-            value.make is select_output and value not in offloaded,
-            memory.stretches_of(value),
-            memory.gone_of(value),
-            state=value.make.call.state_bytes if isinstance(value.make, Replay) else 0,
-        )
-        for value in new
-    ]
+        _offload_refused(found, trials, meter)
+    trials.seconds = _typical(trials.seconds, trials.sizes)
+    _number_storages(found, trials, profiler, meter.device)
+    for value in new:
+        why = trials.refused[value] if value in found else ""  # on the way to others, it is made again whatever it is
+        profiler.values.append(trials.saved_value(value, why, profiler.saved.get(value.name, 0)))
     tried.update((value, order[value]) for value in new)
     # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
     if profiler.is_over:
         profiler.values += [_dead_value(dead, order, profiler.storages, profiler.memories) for dead in profiler.dead]
     return new
+
+
+class _Trials:
+    """What is found out about values when they are made again.
+
+    Args:
+        order: Their numbers.
+        meter: Tries them.
+
+    Attributes:
+        order: Likewise.
+        seconds: That they take.
+        sizes: Their bytes on the device.
+        refused: Why they cannot be made again; empty if they can.
+        memory: What they take beyond their own bytes.
+        compact: Bytes of those that are masks, compressed.
+        copying: Seconds of a copy to the host's memory, of those that may go there.
+        offloaded: Those that go there because nothing else is possible.
+        storages: The number of the storage that each is in, of those that the step has allocated.
+    """
+
+    def __init__(self, order: dict[Value, int], meter: CostModel) -> None:
+        self.order = order
+        self.seconds = dict.fromkeys(order, 0.0)
+        self.sizes = {value: _bytes_on(meter.device, value) for value in order}
+        self.refused: dict[Value, str] = {}
+        self.memory = _Beside()
+        self.compact: dict[Value, int] = {}
+        self.copying: dict[Value, float] = {}
+        self.offloaded: set[Value] = set()
+        self.storages: dict[Value, int] = {}
+
+    def saved_value(self, value: Value, refused: str, saved: int) -> SavedValue:
+        """``value`` for planners; ``saved`` is the event before which it was."""
+        is_offloaded = value in self.offloaded
+        return SavedValue(
+            name=value.name,
+            operator=value.operator,
+            num_bytes=self.sizes[value],
+            storage=self.storages.get(value, -1),
+            inputs=() if is_offloaded else tuple(self.order[source] for source in value.sources),
+            seconds=self.seconds[value],
+            refused=refused,
+            compact=self.compact.get(value, 0),
+            offloaded=is_offloaded,
+            copying=self.copying.get(value, 0.0),
+            saved=saved,
+            call=value.make.call.name if isinstance(value.make, Replay) else "",
+            beside=self.memory.beside.get(value, 0),
+            picked=value.make is select_output and not is_offloaded,
+            stretches=self.memory.stretches_of(value),
+            gone=self.memory.gone_of(value),
+            state=value.make.call.state_bytes if isinstance(value.make, Replay) else 0,
+        )
+
+
+def _compressed_masks(
+    found: dict[Value, Allocation | None], meter: CostModel
+) -> tuple[dict[Value, int], dict[Value, float]]:
+    """Bytes and seconds of the masks among ``found``, compressed."""
+    compact = dict[Value, int]()
+    seconds = dict[Value, float]()
+    for value, span in found.items():
+        if value.operator or span is None:
+            continue
+        known = meter.compressed(value, span)
+        if known is None:
+            continue
+        compact[value], seconds[value] = known
+        if value.make is select_output:  # masks are small in another way than by making their call again
+            value.inputs[0].make.forgo(value.inputs[1])
+            forget_recipe(value)
+    return compact, seconds
+
+
+def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
+    """Makes them again, and notes why where that fails."""
+    refused = trials.refused
+    for number, value in enumerate(reversed(list(found))):
+        at("trying operators", number, len(found))
+        if value.make is None:
+            refused[value] = "" if value in trials.compact else refused[value] or "it does not come from the graph"
+            continue
+        try:
+            # Also what is elsewhere or was there before: others may be made from it.
+            refused[value] = _try(value, meter, trials.seconds, trials.sizes, trials.memory)
+        except torch.OutOfMemoryError:
+            raise  # fewer rows may do, and the caller knows how to get them
+        except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
+            refused[value] = f"{value.operator} failed when repeated: {error}"
+
+
+def _offload_refused(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
+    """What cannot be made again may still go to the host's memory and come back."""
+    named = [value for value, span in found.items() if value.name and span is not None]
+    trials.copying = _copying(named, meter)
+    trials.offloaded = {value for value in trials.copying if trials.refused[value]}
+    for value in trials.offloaded:
+        trials.seconds[value] = 2 * trials.copying[value]
+        trials.refused[value] = ""
+
+
+def _number_storages(
+    found: dict[Value, Allocation | None], trials: _Trials, profiler: _Profiler, device: torch.device
+) -> None:
+    """Values in one storage get the same number; those in none that the step has allocated are refused."""
+    for value, span in found.items():
+        if span is None:
+            here = value.tensor is None or value.tensor.device == device
+            why = "it was there before the step" if here else "it is on another device"
+            trials.refused[value] = trials.refused[value] or why
+            continue
+        if id(span) not in profiler.storages:
+            profiler.storages[id(span)] = len(profiler.memories)
+            profiler.memories.append((value.name, span))
+        trials.storages[value] = profiler.storages[id(span)]
 
 
 def _dead_value(
