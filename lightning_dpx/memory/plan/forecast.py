@@ -15,7 +15,8 @@ to the same host at that time. Where no copy may be on its way beside the comput
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import accumulate
+
+import numpy as np
 
 from lightning_dpx.memory.profile.call_course import most_with
 from lightning_dpx.memory.profile.data import Profile
@@ -52,13 +53,7 @@ def forecast(
         most_times: How often values may be computed, on average. A choice that takes more is out of the question, and
             not played to its end: its time is infinite, and so is its peak, as far as a number can be.
     """
-    replay = _Replay(profile, frozenset(dropped), frozenset(uncached))
-    if most_times is not None:
-        replay.left = most_times * len(profile.values)
-    try:
-        return replay.run()
-    except _TooOftenError:
-        return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
+    return Outline(profile, most_times).forecast(dropped, uncached)
 
 
 def with_replaying(profile: Profile, result: Forecast) -> Forecast:
@@ -66,19 +61,56 @@ def with_replaying(profile: Profile, result: Forecast) -> Forecast:
     return replace(result, seconds=result.seconds + profile.replaying) if profile.replaying else result
 
 
-def timeline(
-    profile: Profile, dropped: Collection[int], uncached: Collection[int] = (), *, most_times: int | None = None
-) -> list[int]:
+def timeline(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> list[int]:
     """Bytes of activations at every event of such a step: the most that is there between it and the next."""
-    replay = _Replay(profile, frozenset(dropped), frozenset(uncached))
-    replay.curve = [0] * len(profile.curve)
-    if most_times is not None:
-        replay.left = most_times * len(profile.values)
-    try:
-        replay.run()
-    except _TooOftenError:
-        return [_OUT_OF_QUESTION] * len(profile.curve)
-    return replay.curve
+    curve: list[int] = Outline(profile).timeline(dropped, uncached)[1].tolist()
+    return curve
+
+
+class Outline:
+    """A profile as the forecast reads it: what is the same for all choices is looked up once.
+
+    Args:
+        profile: Of a step.
+        most_times: See :func:`forecast`.
+
+    Attributes:
+        profile: The same.
+        curve: Bytes at every event, if all is kept.
+        virtual: For each value, whether it has no memory and no name of its own.
+        sizes: For each value, the bytes that it takes when it is computed again.
+        beside: For each value, what comes and goes meanwhile; the generators' states of now are kept, too.
+        inputs: For each value.
+    """
+
+    def __init__(self, profile: Profile, most_times: int | None = None) -> None:
+        self.profile = profile
+        self.curve = np.array(profile.curve, dtype=np.int64)
+        self.virtual = [value.storage < 0 and not value.name for value in profile.values]
+        self.sizes = [0 if value.picked else value.num_bytes for value in profile.values]
+        self.beside = [value.beside + value.state for value in profile.values]
+        self.inputs = [value.inputs for value in profile.values]
+        self._most = float("inf") if most_times is None else most_times * len(profile.values)
+
+    def forecast(self, dropped: Collection[int], uncached: Collection[int] = ()) -> Forecast:
+        """The step if the values with these indices are dropped, some of them after every use."""
+        try:
+            return self._replay(dropped, uncached).run()
+        except _TooOftenError:
+            return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
+
+    def timeline(self, dropped: Collection[int], uncached: Collection[int] = ()) -> tuple[Forecast, np.ndarray]:
+        """The same, and bytes of activations at every event of such a step."""
+        replay = self._replay(dropped, uncached)
+        try:
+            return replay.run(), replay.curve()
+        except _TooOftenError:
+            return Forecast(_OUT_OF_QUESTION, 0, float("inf")), np.full_like(self.curve, _OUT_OF_QUESTION)
+
+    def _replay(self, dropped: Collection[int], uncached: Collection[int]) -> "_Replay":
+        replay = _Replay(self, frozenset(dropped), frozenset(uncached))
+        replay.left = self._most
+        return replay
 
 
 class _TooOftenError(Exception):
@@ -110,12 +142,15 @@ class _Offloaded:
 
 
 class _Replay:
-    def __init__(self, profile: Profile, dropped: frozenset[int], uncached: frozenset[int]) -> None:
-        self._profile, self._dropped = profile, dropped
+    def __init__(self, outline: Outline, dropped: frozenset[int], uncached: frozenset[int]) -> None:
+        profile = outline.profile
+        self._outline, self._profile, self._dropped = outline, profile, dropped
         values = profile.values
-        self._virtual = [value.storage < 0 and not value.name for value in values]
-        self._sizes = [0 if value.picked else value.num_bytes for value in values]
-        self._lazy = [index in dropped or (self._virtual[index] and bool(v.inputs)) for index, v in enumerate(values)]
+        self._virtual, self._inputs = outline.virtual, outline.inputs
+        self._sizes = outline.sizes.copy()
+        self._lazy = [virtual and bool(own) for virtual, own in zip(outline.virtual, outline.inputs, strict=True)]
+        for index in dropped:
+            self._lazy[index] = True
         self._uncached, self._nested = [False] * len(values), [False] * len(values)
         for index in sorted(uncached):
             self._make_uncached(index)
@@ -134,7 +169,7 @@ class _Replay:
                     picked.setdefault(source, []).append((values[index].gone, values[index].num_bytes))
                     if values[source].state:  # from where on the generators' states are kept
                         self._drawing[source] = min(values[index].saved, self._drawing.get(source, len(profile.curve)))
-        self._beside = [value.beside + value.state for value in values]  # those of now are kept while it is made
+        self._beside = outline.beside.copy()
         for index, wanted in picked.items():
             self._sizes[index] = sum(size for _, size in wanted)
             if stretches := values[index].stretches:
@@ -159,7 +194,11 @@ class _Replay:
         self._uses: dict[int, int] | None = None  # of nested values, to come in the computation that is under way
         self._needed = set[int]()  # of them, those that are needed once more
         self.left: float = float("inf")  # of the computations that are acceptable
-        self.curve: list[int] | None = None  # filled if somebody wants to see it
+        # Between events nothing is computed: what is held then is noted, and added to the curve at the end.
+        self._spans: list[int] = []
+        self._held_meanwhile: list[int] = []
+        self._spots: list[int] = []  # events at which something is made, and what is held then
+        self._held_there: list[int] = []
 
     def _make_uncached(self, index: int) -> None:
         on_the_way, stack = [index], list(self._profile.values[index].inputs)
@@ -226,8 +265,7 @@ class _Replay:
                 change[min(max(storage.unused + 1, left.get(number, 0)), storage.freed)] -= gone
                 change[storage.freed] += gone
                 kept += compact[number]
-        self._base = [a + b for a, b in zip(profile.curve, accumulate(change), strict=False)]
-        self._peak = 0
+        base = self._outline.curve + np.cumsum(np.array(change[:end], dtype=np.int64))
         for value in compressed:
             self._see(max(0, value.saved - 1), value.compact + value.num_bytes)  # it is expanded once, to compare
         position = 0
@@ -236,7 +274,16 @@ class _Replay:
             position = request.event
             self._serve(request.value, request.event, request.released)
         self._advance(position, end)
-        return Forecast(self._peak, kept, self._seconds + self._exposed())
+        self._between = base + np.repeat(self._held_meanwhile, self._spans)
+        self._at_spots = base[self._spots] + np.array(self._held_there, dtype=np.int64)
+        peak = int(max(0, self._between.max(initial=0), self._at_spots.max(initial=0)))
+        return Forecast(peak, kept, self._seconds + self._exposed())
+
+    def curve(self) -> np.ndarray:
+        """Bytes at every event, after :meth:`run`: the most that is there between it and the next."""
+        found: np.ndarray = np.maximum(self._between, 0)
+        np.maximum.at(found, self._spots, self._at_spots)
+        return found
 
     def _left(self) -> dict[int, int]:
         """The event at which the last value of every offloaded storage has left for the host."""
@@ -275,25 +322,19 @@ class _Replay:
         return until, storages
 
     def _see(self, event: int, beside: int = 0) -> None:
-        event = min(event, len(self._base) - 1)
-        there = self._base[event] + self._held + self._coming.num_bytes + beside
-        self._peak = max(self._peak, there)
-        if self.curve is not None:
-            self.curve[event] = max(self.curve[event], there)
+        self._spots.append(min(event, len(self._outline.curve) - 1))
+        self._held_there.append(self._held + self._coming.num_bytes + beside)
 
     def _advance(self, start: int, stop: int) -> None:
-        """Looks at the curve between two requests."""
-        event = start
+        """Notes what is held between two requests."""
+        event, ends = start, self._ends
         while event < stop:
-            while self._ends and self._ends[0][0] <= event:
-                self._held -= heapq.heappop(self._ends)[1]
-            until = min(stop, self._ends[0][0]) if self._ends else stop
-            held = self._held + self._coming.num_bytes
-            self._peak = max(self._peak, max(self._base[event:until], default=0) + held)
-            if self.curve is not None:
-                for seen in range(event, until):
-                    self.curve[seen] = max(self.curve[seen], self._base[seen] + held)
-            event = max(until, event + 1)
+            while ends and ends[0][0] <= event:
+                self._held -= heapq.heappop(ends)[1]
+            until = min(stop, ends[0][0]) if ends else stop
+            self._spans.append(until - event)
+            self._held_meanwhile.append(self._held + self._coming.num_bytes)
+            event = until
 
     def _serve(self, wanted: int, event: int, released: int) -> None:
         self._now = event
@@ -314,21 +355,22 @@ class _Replay:
         self._asked(wanted)
 
     def _compute(self, wanted: int, event: int) -> None:
-        values, stack, made, later = self._profile.values, [wanted], set[int](), list[int]()
+        values, inputs, there = self._profile.values, self._inputs, self._there
+        stack, made, later = [wanted], set[int](), list[int]()
         self._uses = None
         while stack:
             index = stack[-1]
-            if self._there[index]:
+            if there[index]:
                 stack.pop()
                 continue
-            missing = [source for source in values[index].inputs if not self._there[source]]
+            missing = [source for source in inputs[index] if not there[source]]
             if missing:
                 if len(missing) > 1:
                     missing.sort(key=self._has_all, reverse=True)
                 stack += missing
                 continue
             stack.pop()
-            self._there[index] = True
+            there[index] = True
             self.left -= 1
             if self.left < 0:
                 raise _TooOftenError
@@ -337,9 +379,11 @@ class _Replay:
                 self._ahead.asked(slot, 0)
             else:
                 self._seconds += values[index].seconds
-            self._held += self._sizes[index]
-            for source in self._viewed(index):
-                self._views[source] += 1
+            if size := self._sizes[index]:
+                self._held += size
+            else:
+                for source in self._viewed(index):
+                    self._views[source] += 1
             self._see(event, self._beside[index])
             self._release_nested(wanted, index)
             if later or (index in made and not self._uncached[index]):
@@ -356,7 +400,7 @@ class _Replay:
 
     def _release_nested(self, wanted: int, index: int) -> None:
         """Forgets what ``index`` was made from, of nested values, but for what is needed until ``wanted`` is there."""
-        sources = [source for source in self._profile.values[index].inputs if self._nested[source]]
+        sources = [source for source in self._inputs[index] if self._nested[source]]
         if not sources:
             return
         if self._uses is None:
@@ -408,8 +452,7 @@ class _Replay:
 
     def _viewed(self, index: int) -> tuple[int, ...]:
         """What a value without memory of its own is a view of."""
-        inputs = self._profile.values[index].inputs
-        return tuple(source for source in inputs if self._lazy[source]) if self._sizes[index] == 0 else ()
+        return tuple(source for source in self._inputs[index] if self._lazy[source])
 
     def _forget(self, index: int) -> None:
         if self._there[index] and index not in self._needed:
@@ -425,7 +468,7 @@ class _Replay:
             self._in_use[index] = 0
         else:
             self._held -= size
-        for source in self._viewed(index):
+        for source in () if size else self._viewed(index):
             self._views[source] -= 1
             if self._outlived[source] and not self._views[source]:
                 self._outlived[source] = False

@@ -9,7 +9,6 @@ from operator import itemgetter
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.memory.plan.forecast import timeline
 from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, least_seconds_with_offloading, ways_to_offload
 from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, fingerprint_of
 from lightning_dpx.memory.plan.planners.milp import programmed
@@ -223,8 +222,8 @@ def _action(value: SavedValue, dropped: bool, uncached: bool) -> Action:
 def _crest(problem: Problem, choice: Choice) -> str:
     """Where the step needs most, if it follows ``choice``: the operator at work, its module, and what passes there."""
     profile = problem.profile
-    curve = timeline(profile, problem.values_of(choice.dropped), problem.values_of(choice.uncached))
-    event = max(range(len(curve)), key=curve.__getitem__, default=0)
+    curve = problem.timeline(choice)
+    event = int(curve.argmax()) if len(curve) else 0
     if event < profile.forward_events:
         begun = [value for value in profile.values if value.name and value.saved <= event]
         value, when = max(begun, key=lambda value: value.saved, default=None), "forward"

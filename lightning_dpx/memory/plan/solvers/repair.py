@@ -61,7 +61,7 @@ class Descent:
 
     def _curve(self, choice: Choice) -> np.ndarray:
         self._left -= 1
-        return np.array(self._problem.timeline(choice), dtype=np.float64)
+        return self._problem.timeline(choice).astype(np.float64)
 
     def _rank(self, attempt: tuple[Choice, np.ndarray], budget: int) -> tuple[float, float]:
         above = _above(attempt[1], budget)
