@@ -15,7 +15,7 @@ from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
-from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
+from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, end_of_step, keeps_gradients
 from lightning_dpx.lightning.memory.seen_steps import SeenStep
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
@@ -103,7 +103,10 @@ class ActivationPlanner(Callback):
         """Plans if need be, and begins to follow."""
         if not self._given and trainer.strategy.reduce_boolean_decision(self._is_open(pl_module, batch), all=False):
             with shown("planning memory", enabled=shows_progress(trainer)):
-                self._make_plan(trainer, pl_module, batch, batch_idx)
+                try:
+                    self._make_plan(trainer, pl_module, batch, batch_idx)
+                except NoLossError:  # it is asked again at the next batch
+                    rank_zero_info(NO_LOSS_YET)
         self._step.enter_context(planned(pl_module))
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -17,7 +17,7 @@ from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demand
 from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
-from lightning_dpx.lightning.memory.profiling import Step, places_of
+from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, Step, places_of
 from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_place, demand, profiled_steps
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import (
@@ -97,6 +97,7 @@ class MemoryPlanning:
         self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
         self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
         self._shapes = KnownShapes()
+        self._told_of_no_loss = False
         self._provisional = False  # made before the first batch, since when others may have taken memory
         self._passing: dict[torch.device, int] = {}  # beside activations, in a backward: gradients, and others
         self._before: dict[torch.device, int] = {}
@@ -193,8 +194,16 @@ class MemoryPlanning:
         try:
             with shown("planning memory", enabled=shows_progress(trainer)):
                 self._decide(replicas, batch, shares, run, static, source)
+        except NoLossError:
+            self._announce_no_loss()
         finally:
             self._put_on(replicas)
+
+    def _announce_no_loss(self) -> None:
+        """What is not known yet stays open, so the next step is profiled; this one has no backward to plan for."""
+        if not self._told_of_no_loss:
+            rank_zero_info(NO_LOSS_YET)
+        self._told_of_no_loss = True
 
     def _decide(
         self,

@@ -20,17 +20,24 @@ from lightning_dpx.shifting import applied_shift
 
 Step = Callable[[Any, Any, int], Any]
 _PURPOSE = "from which memory is planned; nothing of it stays"
+NO_LOSS_YET = (
+    "dpx: the training step returned no loss on this batch, so its memory is planned at the first one that does."
+)
+
+
+class NoLossError(PlanError):
+    """A profiled training step returned no loss, which a training step may do: the next one may return one."""
 
 
 def loss_to_plan_from(output: Any) -> torch.Tensor:
     """The loss of a profiled training step.
 
     Raises:
-        PlanError: there is none.
+        NoLossError: there is none.
     """
     loss: torch.Tensor | None = first_loss(output)
     if loss is None:
-        raise PlanError("The first training step returned no loss, so there is nothing to plan from.")
+        raise NoLossError("The first training step returned no loss, so there is nothing to plan from.")
     return loss
 
 

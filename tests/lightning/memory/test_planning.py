@@ -203,6 +203,47 @@ def test_the_callback_plans_for_another_strategy(caplog: Any) -> None:
         fit(tower(), callbacks=[dpx.ActivationPlanner(budget="4KiB")])
 
 
+class SkipsTheFirst(Tower):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+
+returns_none = pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
+
+
+@returns_none
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_first_step_without_a_loss_is_planned_at_the_next_one(devices: int, caplog: Any) -> None:
+    strategy = dpx.DPXStrategy(memory_budget="8MiB", execution="inline", verify="off")
+    dropped = []
+
+    class Watched(SkipsTheFirst):
+        def on_train_batch_end(self, *_: Any) -> None:
+            dropped.append(sum(len(plan.dropped) for plan, _ in strategy.memory_plans.values()))
+
+    with caplog.at_level("INFO"):
+        torch.manual_seed(0)
+        ours = fit(Watched(0.0, 4), loader(batches=3), strategy=strategy, devices=devices)
+    torch.manual_seed(0)
+    unplanned = dpx.DPXStrategy(execution="inline", verify="off")
+    assert_equal(ours, fit(SkipsTheFirst(0.0, 4), loader(batches=3), strategy=unplanned, devices=devices))
+    assert dropped[0] == 0
+    assert dropped[1] > 0
+    assert sum("planned at the first one that does" in record.message for record in caplog.records) == 1
+
+
+@returns_none
+def test_nor_does_the_callback_need_one(caplog: Any) -> None:
+    planner = dpx.ActivationPlanner(budget=0.6)
+    with caplog.at_level("INFO"):
+        torch.manual_seed(0)
+        ours = fit(SkipsTheFirst(0.0, 4), callbacks=[planner])
+    torch.manual_seed(0)
+    assert_equal(ours, fit(SkipsTheFirst(0.0, 4)), bitwise=True)
+    assert planner.plan is not None
+    assert "planned at the first one that does" in caplog.text
+
+
 class EitherHalf(Tower):
     """Runs one half of its blocks in even batches, the other one in odd ones."""
 
