@@ -211,6 +211,10 @@ class PythonState:
         """Whether the module holds any."""
         return self._iterators.has_any
 
+    def share_iterators_of_code(self) -> None:
+        """From the next step on, replicas also take the same items of iterators that classes and globals hold."""
+        self._iterators.include_code_of(self._root.module)
+
     @contextmanager
     def iterators_shared(self) -> Iterator[IteratorsOfStep]:
         """The step runs in here, between :meth:`share` and :meth:`collect`: all replicas take the same items."""

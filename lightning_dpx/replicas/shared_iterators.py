@@ -206,11 +206,20 @@ class IteratorsOfStep:
         self._shared: list[SharedIterator] = []
         self._exchanged: list[tuple[Any, Any, Any, SharedIterator]] = []  # namespace, key, what was there and is now
         self._again: dict[int, tuple[Any, list[Taken]]] = {}  # by id of an iterator: taken by a step that never was
+        self._of_code: list[Place] = []
+        self._exchanged_of_code: list[tuple[Place, Any, SharedIterator]] = []  # what was there, and is now
 
     @property
     def has_any(self) -> bool:
         """Whether there is anything to stand in for."""
-        return bool(self._held or self._exchanged)
+        return bool(self._held or self._exchanged or self._of_code)
+
+    def include_code_of(self, module: nn.Module) -> None:
+        """From the next step on, also those of the classes of ``module``, and of globals that its code names.
+
+        No rehearsal has found out whether the step takes any of them, and which rows they belong to.
+        """
+        self._of_code = [place for place in places_of_code(module) if is_iterator(_of_space(place[1], place[2]))]
 
     def note(self, attribute: tuple[int, str], value: Any) -> None:
         """An attribute of a submodule, by its index and name, has this value now."""
@@ -243,6 +252,14 @@ class IteratorsOfStep:
                     if own_space[own_key] is not shared:  # one list may be that of all replicas
                         self._exchanged.append((own_space, own_key, _unwrapped(own_space[own_key]), shared))
                         own_space[own_key] = shared
+        for place in self._of_code:
+            iterator = _of_space(place[1], place[2])
+            if is_iterator(iterator) and type(iterator) is not SharedIterator:
+                _, taken = self._again.pop(id(iterator), (iterator, []))
+                shared = SharedIterator(iterator, self._home, taken)
+                self._shared.append(shared)
+                self._exchanged_of_code.append((place, iterator, shared))
+                _write_to_space(place[1], place[2], shared)
 
     def rewind(self, *, may_fetch: bool) -> None:
         """Whoever asks from here on gets the items that were taken in this step, from the first one.
@@ -263,6 +280,9 @@ class IteratorsOfStep:
         for space, key, before, shared in self._exchanged:
             if _value(space, key) is shared:
                 space[key] = before
+        for (_, space, key), before, shared in self._exchanged_of_code:
+            if _of_space(space, key) is shared:
+                _write_to_space(space, key, before)
         for shared in self._shared:
             state = vars(shared)
             used = 0 if undone else max(state["_places"].values(), default=0)
@@ -270,6 +290,7 @@ class IteratorsOfStep:
             if left:
                 self._again[id(state["_iterator"])] = state["_iterator"], left
         self._exchanged.clear()
+        self._exchanged_of_code.clear()
         self._shared.clear()
 
 

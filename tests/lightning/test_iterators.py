@@ -207,6 +207,15 @@ def of_one_device(kind: type[LightningModule]) -> dict[str, torch.Tensor]:
     return trained(kind)
 
 
+@pytest.mark.parametrize("kind", [OfItsFile, OfItsClass])
+@pytest.mark.parametrize(("num_replicas", "execution"), [(3, "inline"), (2, "threads")])
+def test_items_of_globals_and_classes_are_shared_where_nothing_is_rehearsed(kind, num_replicas, execution) -> None:
+    strategy = dpx.DPXStrategy(execution=execution, verify="off")
+    assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
+    assert type(COUNTS) is itertools.count
+    assert type(OfItsClass.counts) in (type(iter(())), type(iter(range(1))))
+
+
 @pytest.mark.filterwarnings("ignore:The training_step draws random numbers")  # a loader that is begun does
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize(("num_replicas", "execution", "verify"), [(3, "inline", "raise"), (2, "threads", "off")])

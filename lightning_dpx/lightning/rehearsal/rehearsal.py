@@ -180,6 +180,9 @@ class Rehearsals:
             rows = sum(share.num_rows for share in shares)
             active = tuple(share.replica.index for share in shares)
             self._rehearse(Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=rows))
+        elif key not in self._done and len(shares) > 1:
+            self._done.add(key)
+            self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
         if name == "training_step" and not self._agreed:
             self._agreed = True
             self._agree()
