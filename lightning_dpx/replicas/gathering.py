@@ -38,7 +38,9 @@ class MergeRules:
         same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
-        is_outdated: Whether one of those has got another value since.
+        is_outdated: Whether one of those has got another value since, or there is a value that no rehearsal has seen.
+        seen: Paths of all values that rehearsals have seen; ``None`` where there was none.
+        news: Paths of values that have come up since, or are numbers no longer.
     """
 
     outputs: dict[str, Rule] = field(default_factory=dict)
@@ -46,6 +48,8 @@ class MergeRules:
     loss_reduction: str = "mean"
     undecided: frozenset[str] = frozenset()
     is_outdated: bool = False
+    seen: frozenset[str] | None = None
+    news: set[str] = field(default_factory=set)
     same_batch_sizes: set[str] = field(default_factory=set)
     buffers: dict[str, BufferRule] = field(default_factory=dict)
 
@@ -71,14 +75,20 @@ class MergeRules:
         rows = [row for _, row, _ in present]
 
         def by_type(parts: list[Any], path: str) -> Any:
-            self._watch(parts, path)
+            self._watch(parts, path, self.outputs.get(path))
             return _merge(parts, rows, device, dim, path)
 
         counts = Weights(rows=rows, of_loss=[count for _, _, count in present])
         merger = Merger(rules=self.outputs, weights=counts, device=device, fallback=by_type)
         return merger.merge([part for part, _, _ in present], "result")
 
-    def _watch(self, parts: Sequence[Any], path: str) -> None:
+    def _watch(self, parts: Sequence[Any], path: str, rule: Rule | None) -> None:
+        """Looks at a value that no rule was found for, or whose rule does not fit it."""
+        was_number = rule is not None and rule.kind not in ("by type", "children", "items", "union", "equal")
+        is_new = self.seen is not None and (path not in self.seen or (was_number and not is_numeric(parts[0])))
+        if is_new and len(parts) > 1:
+            self.news.add(path)
+            self.is_outdated = True
         if path in self.undecided and any(is_numeric(part) and bool(_as_tensor(part).bool().any()) for part in parts):
             self.is_outdated = True
 
@@ -88,7 +98,7 @@ class MergeRules:
         """The value to log; by its ``reduce_fx`` where no rule is known."""
 
         def by_reduction(parts: list[Any], path: str) -> Any:
-            self._watch(parts, path)
+            self._watch(parts, path, self.logged.get(path))
             return merge_by_reduction(parts, weights, device, reduce_fx, path)
 
         merger = Merger(rules=self.logged, weights=weights, device=device, fallback=by_reduction)

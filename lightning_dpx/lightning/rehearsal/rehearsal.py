@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
 Verify = Literal["warn", "raise", "first", "off"]
-_AT_MOST = 5  # more rehearsals of a stage, one after each batch that shows a value that was zero before
+_AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
 
 
@@ -172,7 +172,7 @@ class Rehearsals:
         """
         idx = args[2] if name != "training_step" and len(args) > 2 else 0
         key = name, idx
-        is_open = key not in self._done or (key in self._rules and self._rules[key].is_outdated)
+        is_open = key not in self._done or self._is_outdated(key)
         rehearses = is_open and len(shares) > 1 and self._verify != "off"
         if rehearses:
             self._again[key] = self._again.get(key, -1) + 1
@@ -188,6 +188,10 @@ class Rehearsals:
             self._agree()
         return rehearses
 
+    def _is_outdated(self, key: tuple[str, int]) -> bool:
+        """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""
+        return key in self._rules and self._rules[key].is_outdated and self._again.get(key, 0) < _AT_MOST
+
     def _agree(self) -> None:
         """Of several processes, all take the loss for a sum if one of them saw that it is."""
         strategy = self._strategy
@@ -202,6 +206,7 @@ class Rehearsals:
         strategy, key = self._strategy, (call.name, call.dataloader_idx)
         before = self.rules(*key)
         before.is_outdated = False
+        news = self._take_news(call.name, before)
         try:
             asked: list[str] = []
             with code_iterators_guarded(strategy.lightning_module, asked):
@@ -216,14 +221,27 @@ class Rehearsals:
         except BaseException as error:  # such as Ctrl-C; any other error of the step is announced, and ends nothing
             error.add_note(f"In the rehearsal of {call.name}, which checks its slices against one device.")
             raise
-        rules = self._joined(key, outcome)
-        if self._again[key]:
+        rules = self._joined(key, outcome, news)
+        if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy.session.step.rules = rules
-        self._tell(call.name, outcome.comparison, is_first=not self._again[key])
+        self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+
+    def _take_news(self, name: str, rules: MergeRules) -> frozenset[str]:
+        """What a step has logged or returned for the first time since it was rehearsed, which is said here."""
+        news = frozenset(rules.news)
+        rules.news.clear()
+        if news:
+            rules.seen = (rules.seen or frozenset()) | news  # once each, whatever the next rehearsal sees of it
+            paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
+            self._say(
+                f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was merged by "
+                "type there, and the step is checked again now."
+            )
+        return news
 
     def _tell(self, name: str, comparison: Comparison, *, is_first: bool) -> None:
         """Says what was found, or acts on it."""
@@ -238,10 +256,12 @@ class Rehearsals:
         else:
             rank_zero_warn(comparison.complaint())
 
-    def _joined(self, key: tuple[str, int], outcome: Outcome) -> MergeRules:
-        """The rules that a rehearsal found, together with those of an earlier one that saw only zeros."""
+    def _joined(self, key: tuple[str, int], outcome: Outcome, news: frozenset[str]) -> MergeRules:
+        """The rules that a rehearsal found, together with those of an earlier one that saw only zeros, or not all."""
         findings, logged = outcome.findings, outcome.logged
         earlier = self._found.get(key)
+        if earlier is not None and news:
+            earlier = tuple({path: one for path, one in own.items() if path not in news} for own in earlier)  # type: ignore[assignment]
         if earlier is not None:
             findings, logged = refined(earlier[0], findings), refined(earlier[1], logged)
             found = {path: one.rules[0].kind for path, one in {**findings, **logged}.items() if one.rules}
@@ -255,6 +275,7 @@ class Rehearsals:
         outputs, values = chosen(findings), chosen(logged)
         known = MergeRules(outputs, values, outcome.judge.loss_reduction)
         known.undecided = undecided(findings) | undecided(logged)
+        known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
         known.same_batch_sizes = outcome.judge.same_batch_sizes
         known.buffers = outcome.judge.buffers
         if known.undecided and self._again[key] == _AT_MOST:

@@ -464,6 +464,44 @@ def test_a_count_that_was_zero_for_long_is_looked_at_again(fitted, num_replicas)
     assert [constant for _, constant in seen.predictions] == [constant for _, constant in theirs]
 
 
+class LearnsToCount(Model):
+    """From its second step on it logs, and returns, what it did not when it was rehearsed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not batch_idx:
+            return loss
+        self.log("rows", float(len(batch[0])))
+        return {"loss": loss, "rows": torch.tensor(float(len(batch[0])))}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx > 1:
+            assert float(outputs["rows"]) == len(batch[0])
+
+
+@pytest.mark.usefixtures("hardware")
+@REPLICAS
+def test_a_step_that_does_more_than_when_it_was_checked_is_checked_again(fitted, num_replicas) -> None:
+    seen = fitted(LearnsToCount, num_replicas)
+    assert_equal(seen.values, fitted(LearnsToCount).values)
+    assert "training_step has done more in the last batch than when it was checked (result, rows)" in seen.told
+    assert "1 logged value" in seen.told
+
+
+def test_steps_that_log_another_name_each_time_are_not_checked_for_ever(fitted) -> None:
+    rows_of_calls: list[int] = []
+
+    class Names(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows_of_calls.append(len(batch[0]))
+            self.log(f"loss {batch_idx}", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    fitted(Names, 2, loader=make_loader(16 * 16, 16))
+    of_the_last_steps = rows_of_calls[-10:]
+    assert of_the_last_steps == [8] * 10, "two slices each, and nothing else"
+
+
 # ---- logged values ----
 
 
