@@ -9,6 +9,7 @@ written into the slices is put together and put in there. An optimizer that call
 import threading
 from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.optim import LBFGS
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.replicas import MergeRules, Share, children_of, rebuild, weights_of
+from lightning_dpx.replicas.containers import PLAIN
+from lightning_dpx.replicas.slicers import slicer_of
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only, version_counter
 
 _HOOKS = {
@@ -64,6 +67,7 @@ class _Given:
         parts: Of a list or tuple of plain tensors, as most batches are, these; ``None`` of any other batch.
         versions: Of each of the parts.
         others: Marks of the parts of any other batch, by path.
+        objects: What those of them that a slicer cuts hold, such as batches of graphs, by path.
     """
 
     share: Share
@@ -72,6 +76,7 @@ class _Given:
     parts: list[torch.Tensor] | None
     versions: list[int]
     others: dict[Path, _Mark]
+    objects: dict[Path, list[Any]]
 
     @property
     def is_untouched(self) -> bool:
@@ -138,9 +143,10 @@ class BatchWrites:
         parts = _plain_tensors(batch)
         if parts is None:
             marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
-            given = _Given(share, batch, is_as_loaded, None, [], marks)
+            objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}
+            given = _Given(share, batch, is_as_loaded, None, [], marks, objects)
         else:
-            given = _Given(share, batch, is_as_loaded, parts, _versions(parts), {})
+            given = _Given(share, batch, is_as_loaded, parts, _versions(parts), {}, {})
         with self._lock:
             self._given.append(given)
 
@@ -156,6 +162,8 @@ class BatchWrites:
         self.values = {}
         if all(one.is_untouched for one in given):
             return None
+        if len(given) > 1 and (problem := next(filter(None, map(_written_object, given)), None)) is not None:
+            return problem
         now = [dict(_parts(one.batch, self._shown, ())) for one in given]
         paths = dict.fromkeys(path for one, parts in zip(given, now, strict=True) for path in _written(one, parts))
         for path in paths:
@@ -259,6 +267,45 @@ def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
         if mark is None or not given.is_as_loaded or not mark.is_current(value):
             yield path
     yield from (path for path in marks if path not in now)
+
+
+def _written_object(given: _Given) -> str | None:
+    """Which object that a slicer cut was written; whose it would be in the whole object, only its library knows."""
+    for path, before in given.objects.items():
+        after = list(_contents(given.others[path].value))
+        if len(after) != len(before) or any(not _is_same(*pair) for pair in zip(before, after, strict=True)):
+            name = ".".join(["batch", *map(str, path)])
+            return f"{name} is a {type(given.others[path].value).__name__}."
+    return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is tuple and type(other) is tuple:  # a tensor and its version, or a key and whose it is
+        return all(a is b or (isinstance(a, PLAIN) and a == b) for a, b in zip(one, other, strict=True))
+    return one is other
+
+
+def _contents(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """What an object of a library's or user's class holds: its tensors with their versions, its keys and its values."""
+    seen = set() if seen is None else seen
+    if isinstance(node, torch.Tensor):
+        yield node, _version(node)
+    elif isinstance(node, PLAIN):
+        yield node, None
+    elif id(node) not in seen:
+        seen.add(id(node))
+        yield node
+        own = getattr(node, "__dict__", None)
+        if isinstance(node, list | tuple):
+            yield len(node), None
+            for value in node:
+                yield from _contents(value, seen)
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                yield key, None
+                yield from _contents(value, seen)
+        elif type(own) is dict and not isinstance(node, type | ModuleType | FunctionType | torch.nn.Module):
+            yield from _contents(own, seen)
 
 
 def _version(value: Any) -> int:

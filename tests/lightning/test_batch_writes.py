@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
+from lightning_dpx.replicas import slicers
 from tests.conftest import StepsByHand, assert_equal, make_trainer
 
 pytestmark = pytest.mark.usefixtures("hardware")
@@ -212,3 +213,85 @@ def test_what_cannot_be_put_together_makes_batches_whole() -> None:
     with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole.*{message}"):
         ours = outcome(OnSomeSlices, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
     assert_equal(ours, of_one_device(OnSomeSlices))
+
+
+class Molecules:
+    """Rows, in an object that only its slicer can cut."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def to(self, device: torch.device, **_: Any) -> "Molecules":
+        self.x = self.x.to(device)
+        return self
+
+
+def molecules(rows: int) -> Molecules:
+    return Molecules(torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows)))
+
+
+def graphs(rows: int) -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+    return data.Batch.from_data_list([data.Data(x=row[None]) for row in x])
+
+
+class IntoAnObject(Writes):
+    def write(self, batch: Any) -> torch.Tensor:
+        batch.more = batch.x * 2
+        return batch.more
+
+    def look(self, batch: Any) -> list[Any]:
+        return [batch.more]
+
+
+class InPlace(IntoAnObject):
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch.x.mul_(2)
+
+    def look(self, batch: Any) -> list[Any]:
+        return [batch.x]
+
+
+class Reads(InPlace):
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch.x * 2
+
+
+@pytest.fixture
+def cuts_molecules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(batch: Molecules, sizes: Any) -> list[Molecules]:
+        return [Molecules(part) for part in batch.x.split(list(sizes))]
+
+    monkeypatch.setattr(slicers, "_registered", dict(slicers._registered))
+    dpx.register_slicer(Molecules, cut)
+
+
+def trained_on(make: Any, kind: type[Writes], **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    loader = DataLoader([make(rows) for rows in (7, 7, 3)], batch_size=None, collate_fn=copy.deepcopy)
+    make_trainer(max_epochs=1, num_sanity_val_steps=1, **options).fit(model, loader, loader)
+    seen = {**model.state_dict(), **{f"found {index}": value for index, value in enumerate(model.found)}}
+    return {name: value.detach().cpu().clone() for name, value in seen.items()}
+
+
+@pytest.mark.filterwarnings("ignore:dpx. validation_step gets all of its batches whole")
+@pytest.mark.usefixtures("cuts_molecules")
+@pytest.mark.parametrize("make", [molecules, graphs])
+@pytest.mark.parametrize("kind", [IntoAnObject, InPlace])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_what_is_written_into_objects_that_a_slicer_cuts_makes_batches_whole(make, kind, num_replicas) -> None:
+    with pytest.warns(UserWarning, match=r"training_step gets all of its batches whole.*batch is a \w+\."):
+        ours = trained_on(make, kind, strategy=dpx.DPXStrategy(execution="inline"), devices=num_replicas)
+    assert_equal(ours, trained_on(make, kind))
+
+
+@pytest.mark.usefixtures("cuts_molecules")
+@pytest.mark.parametrize("make", [molecules, graphs])
+def test_objects_that_are_only_read_are_cut(make) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")  # a warning would be an error
+    assert_equal(trained_on(make, Reads, strategy=strategy, devices=2), trained_on(make, Reads))
