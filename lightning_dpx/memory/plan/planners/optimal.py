@@ -27,6 +27,7 @@ integer programme.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, re
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
 from lightning_dpx.memory.plan.solvers.repair import LOWERING, REACHING, Descent, fill
+from lightning_dpx.memory.profile.data import Profile
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
 _MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _BISECTIONS, _STARTS, _BINS = 100, 24, 6, 9, 9, 3, 1024
@@ -70,11 +72,17 @@ class OptimalPlanner(Planner):
 def _lowered(problem: Problem) -> list[Choice]:
     """The lowest peaks to which steps lead from a few starts."""
     if not problem.lowered:
-        nominal = _nominal(problem)  # measured times vary from run to run, and the smallest peak should not
-        every, descent = frozenset(nominal.droppable), Descent(Relaxation(nominal), LOWERING)
-        starts = [*_lowest(nominal), Choice(every, nominal.unnested), Choice(), *_nested(nominal)]
-        problem.lowered = list(dict.fromkeys(descent.lower(start) for start in starts))
+        problem.lowered = list(_lowered_of(_nominal(problem.profile)))
     return problem.lowered
+
+
+@lru_cache(maxsize=8)
+def _lowered_of(nominal: Profile) -> tuple[Choice, ...]:
+    """The same for the profile, which is asked about again for every budget, and whenever the step is profiled anew."""
+    problem = Problem(nominal)
+    every, descent = frozenset(problem.droppable), Descent(Relaxation(problem), LOWERING)
+    starts = [*_lowest(problem), Choice(every, problem.unnested), Choice(), *_nested(problem)]
+    return tuple(dict.fromkeys(descent.lower(start) for start in starts))
 
 
 def _rivals(relaxation: Relaxation, first: Choice, budget: int) -> Iterator[Choice]:
@@ -122,13 +130,20 @@ def _lowest(problem: Problem) -> list[Choice]:
     return sorted(found, key=found.__getitem__)[:_STARTS]
 
 
-def _nominal(problem: Problem) -> Problem:
-    """The same problem with times by rule: one byte, one unit of time; ten for the output of a matrix product."""
+def _nominal(profile: Profile) -> Profile:
+    """The same step with times by rule: one byte, one unit of time; ten for the output of a matrix product.
+
+    Measured times vary from run to run, and the smallest peak should not. Nor should what the memory does not depend on
+    tell two profiles of one step apart.
+    """
     values = tuple(
-        replace(v, seconds=1e-9 * v.num_bytes * (10 if _HEAVY.search(v.operator) else 1))
-        for v in problem.profile.values
+        replace(v, seconds=1e-9 * v.num_bytes * (10 if _HEAVY.search(v.operator) else 1)) for v in profile.values
     )
-    return Problem(replace(problem.profile, values=values))
+    bare = replace(profile, values=values, calls=(), holds=(), operators=(), basis="", replaying=0.0)
+    if any(value.offloaded for value in values):
+        return bare  # the time of copies depends on how long the step takes
+    values = tuple(replace(value, copying=0.0) for value in values)
+    return replace(bare, values=values, step_seconds=1.0, forward_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
