@@ -134,8 +134,13 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(_cache_folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test begins with an empty cache, as the first run of a user does."""
-    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    """Every test begins with an empty cache, as the first run of a user does; or with that of its file.
+
+    Tests marked ``shares_plans`` are about what comes after planning: the same step is planned once for all of them.
+    """
+    is_shared = request.node.get_closest_marker("shares_plans") is not None
+    owner = request.node.nodeid.partition("::")[0] if is_shared else request.node.nodeid
+    name = hashlib.sha256(owner.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(_cache_folder / name))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(_COMPILED))  # programs need not compile the simulated devices anew
 

@@ -30,7 +30,7 @@ class Twins(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128)) for _ in range(6)))
+            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128)) for _ in range(3)))
             for _ in range(2)
         )
 
@@ -60,7 +60,7 @@ def plans_told(caplog: Any) -> list[str]:
     return [record.message for record in caplog.records if "dpx: memory of sim:0" in record.message]
 
 
-@pytest.mark.parametrize("budget", [16, 11])
+@pytest.mark.parametrize("budget", [8, 6])
 def test_alternating_shapes_are_planned_once_each_and_all_fit(budget: int, sim: Any, caplog: Any) -> None:
     on_sim: dict[str, Any] = {"accelerator": "sim", "devices": 1}
     peaks = []
@@ -87,7 +87,7 @@ def test_alternating_shapes_are_planned_once_each_and_all_fit(budget: int, sim: 
 
 def test_a_shape_that_the_plan_has_room_for_keeps_it(sim: Any, caplog: Any) -> None:
     seen: list[Any] = []
-    strategy = dpx.DPXStrategy(memory_budget="16MiB")
+    strategy = dpx.DPXStrategy(memory_budget="8MiB")
 
     class Peek(Twins):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_shape_that_the_plan_has_room_for_keeps_it(sim: Any, caplog: Any) -> N
 
 
 def test_the_callback_plans_for_all_shapes(caplog: Any) -> None:
-    planner = dpx.ActivationPlanner(budget="10MiB")
+    planner = dpx.ActivationPlanner(budget="6MiB")
     found: list[Any] = []
 
     class Peek(Twins):
@@ -116,8 +116,8 @@ def test_the_callback_plans_for_all_shapes(caplog: Any) -> None:
     assert sum("dpx: memory plan for cpu" in record.message for record in caplog.records) == 2
     model = twins()
     for shape in (A, B):
-        assert dpx.estimate_cost(model, found[-1], batch(*shape))["peak"] <= 10 * MIB
-    assert dpx.estimate_cost(model, found[0], batch(*B))["peak"] > 10 * MIB, "one shape alone was not enough"
+        assert dpx.estimate_cost(model, found[-1], batch(*shape))["peak"] <= 6 * MIB
+    assert dpx.estimate_cost(model, found[0], batch(*B))["peak"] > 6 * MIB, "one shape alone was not enough"
 
 
 def test_as_few_as_possible_follows_the_largest(caplog: Any) -> None:
@@ -126,7 +126,7 @@ def test_as_few_as_possible_follows_the_largest(caplog: Any) -> None:
         trained(twins(), [(64, 32), A, (32, 64)], callbacks=[planner])
     assert planner.profile is not None
     assert planner.plan is not None
-    assert planner.plan.unplanned_peak == planner.profile.peak > 20 * MIB
+    assert planner.plan.unplanned_peak == planner.profile.peak > 10 * MIB
 
 
 def test_what_is_within_a_known_shape_is_known() -> None:
@@ -156,7 +156,7 @@ def test_few_steps_are_remembered_the_demanding_ones() -> None:
 def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
     shapes = [(512 - 50 * index, 32 + 50 * index) for index in range(MOST_STEPS + 2)]
     with caplog.at_level("INFO"):
-        trained(twins(), [*shapes, *shapes], strategy=dpx.DPXStrategy(memory_budget="12MiB"), accelerator="sim")
+        trained(twins(), [*shapes, *shapes], strategy=dpx.DPXStrategy(memory_budget="7MiB"), accelerator="sim")
     assert len(plans_told(caplog)) == len(shapes)
     assert f"the worst of {MOST_STEPS} shapes" in plans_told(caplog)[-1]
 
@@ -165,7 +165,7 @@ def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
 def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) -> None:
     """As the batch size finder does: it goes on, in the same run, with fewer rows than were refused."""
     found: list[int] = []
-    strategy = dpx.DPXStrategy(memory_budget="9MiB")
+    strategy = dpx.DPXStrategy(memory_budget="5MiB")
 
     class Grows(Twins):
         batch_size = 8

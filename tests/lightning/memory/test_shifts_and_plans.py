@@ -16,6 +16,8 @@ from tests.lightning.memory.test_planning import MIB, Tower, fit, loader, tower
 pytestmark = [
     pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
     pytest.mark.usefixtures("sim"),
+    pytest.mark.shares_plans,
+    pytest.mark.xdist_group("plans of shifted steps"),
 ]
 HALF, MOST = ["net.[3-6]"], ["net.[1-8]"]
 EACH = {"sim:0": "sim:4", "sim:1": "sim:5"}

@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain, combinations, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_dpx.memory import (
     PLANNERS,
     MemoryTrace,
     Planner,
+    Profile,
     ThresholdPlanner,
     plan_profile,
     profile_module,
@@ -29,6 +31,7 @@ from lightning_dpx.memory.plan.solvers.repair import fill
 from tests.conftest import SIMULATED
 from tests.memory.models import AWKWARD, ORDINARY, Case, CustomFunction, Residual, UnrolledLSTM
 
+pytestmark = pytest.mark.xdist_group("profiles")  # which its tests share
 CPU = torch.device("cpu")
 
 
@@ -68,9 +71,15 @@ def make(builder: Callable[[], Case]) -> tuple[nn.Module, nn.Module, Tensor]:
     return module, copy.deepcopy(module), x
 
 
-def _plan_or_smallest(module: nn.Module, x: Tensor, budget: float) -> dpx.MemoryPlan:
+@cache
+def profiled(name: str) -> Profile:
+    """Of a model that :func:`make` makes; tests only read it."""
+    module, _, x = make((ORDINARY | AWKWARD)[name])
+    return profile_module(module, x)
+
+
+def _plan_or_smallest(module: nn.Module, profile: Profile, budget: float) -> dpx.MemoryPlan:
     """Where a budget is refused, the smallest that the message names must work."""
-    profile = profile_module(module, x)
     smallest: int | None = None
     try:
         return plan_profile(module, profile, int(budget))
@@ -93,7 +102,7 @@ def _budgets() -> Iterator[Any]:
 def test_within_the_budget_and_bit_equal(name: str, share: float) -> None:
     module, plain, x = make(ORDINARY[name])
     without = measured_peak(module, x)
-    plan = _plan_or_smallest(module, x, share * without)
+    plan = _plan_or_smallest(module, profiled(name), share * without)
     assert plan.unplanned_peak == without
     assert plan.dropped
     dpx.apply_plan(module, plan)
@@ -110,8 +119,8 @@ def test_within_the_budget_and_bit_equal(name: str, share: float) -> None:
 
 @pytest.mark.parametrize("name", [*ORDINARY, *AWKWARD])
 def test_every_planner_on_every_model_is_bit_equal(name: str) -> None:
-    module, plain, x = make((ORDINARY | AWKWARD)[name])
-    profile = profile_module(module, x)
+    _, plain, x = make((ORDINARY | AWKWARD)[name])
+    profile = profiled(name)
     expected = train(copy.deepcopy(plain), x)
     for planner in ("optimal", "search", "threshold"):
         planned = copy.deepcopy(plain)
@@ -125,7 +134,7 @@ def test_every_planner_on_every_model_is_bit_equal(name: str) -> None:
 @pytest.mark.parametrize("name", [*ORDINARY, *AWKWARD])
 def test_dropping_all_that_can_be_is_bit_equal_and_leaks_nothing(name: str) -> None:
     module, plain, x = make((ORDINARY | AWKWARD)[name])
-    plan = dpx.search_plan(module, x, planner=_Everything())
+    plan = plan_profile(module, profiled(name), None, _Everything())
     assert len(plan.dropped) > 1
     for action in ("recompute", "recompute each time"):
         fresh, expected = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -177,8 +186,8 @@ def test_what_cannot_be_computed_again_is_offloaded_on_the_host() -> None:
 
 
 def test_no_plan_beats_the_bound() -> None:
-    module, _, x = make(ORDINARY["residual cnn"])
-    profile = profile_module(module, x)
+    module, _, _ = make(ORDINARY["residual cnn"])
+    profile = profiled("residual cnn")
     for share in (0.8, 0.5, 0.3):
         plan = plan_profile(module, profile, int(share * profile.peak))
         assert plan.least_share is not None
@@ -262,6 +271,12 @@ def test_a_plan_can_be_saved_read_edited_and_priced(tmp_path) -> None:  # type: 
     assert dpx.estimate_cost(module, replace(edited, decisions=()), x)["peak"] == plan.unplanned_peak
 
 
+@cache
+def _plan_of_gpt() -> dpx.MemoryPlan:
+    module, _, _ = make(ORDINARY["gpt"])
+    return plan_profile(module, profiled("gpt"), round(0.4 * profiled("gpt").peak))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -276,9 +291,9 @@ def test_a_plan_can_be_saved_read_edited_and_priced(tmp_path) -> None:  # type: 
     ],
 )
 def test_a_broken_plan_file_is_refused(tmp_path, old: str, new: str, message: str) -> None:  # type: ignore[no-untyped-def]
-    module, _, x = make(ORDINARY["gpt"])
+    module, _, _ = make(ORDINARY["gpt"])
     path = tmp_path / "plan.yaml"
-    dpx.search_plan(module, x, budget=0.4).save(path)
+    _plan_of_gpt().save(path)
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
@@ -327,7 +342,7 @@ def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
 )
 def test_the_smallest_that_is_named_can_be_met_and_so_can_all_above_it(name: str, share: float) -> None:
     torch.manual_seed(0)
-    module, x = STAGED_MODELS[name].build(), STAGED_MODELS[name].make_input(8)
+    module, x = STAGED_MODELS[name].build(), STAGED_MODELS[name].make_input(2)
     profile = profile_module(module, x)
     with pytest.raises(dpx.BudgetError) as error:
         plan_profile(module, profile, 1)

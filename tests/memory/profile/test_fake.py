@@ -3,7 +3,7 @@
 import copy
 import resource
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from lightning_dpx.memory.apply import loss_of
 from tests.conftest import SIMULATED
 from tests.memory.execute.test_neighbours import Blocks
 from tests.memory.models import AWKWARD, GPT, ORDINARY, Block, Case
-from tests.memory.plan.test_planning import _Everything, make, measured_peak, train
+from tests.memory.plan.test_planning import _Everything, make, measured_peak, profiled, train
 
 NEED_NUMBERS = ("data-dependent", "hooks", "recurrent layers")  # see test_abstract.py
 
@@ -34,6 +34,7 @@ def small(name: str) -> Case:
 
 STAGED: dict[str, Callable[[], Case]] = {f"staged {name}": partial(small, name) for name in STAGED_MODELS}
 MODELS = {name: build for name, build in (ORDINARY | AWKWARD | STAGED).items() if name not in NEED_NUMBERS}
+pytestmark = pytest.mark.xdist_group("profiles")
 sim_only = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 
 
@@ -50,11 +51,18 @@ def described(profile: Profile) -> list[Any]:
     ]
 
 
+@cache
+def faked(name: str) -> Profile:
+    """On fake tensors; tests only read it."""
+    module, _, x = make(MODELS[name])
+    return profile_module(module, x, device="cpu")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_profile_is_that_of_a_real_step(name: str) -> None:
     """To the byte, but for what convolutions take inside, which is known by rule only."""
     module, _, x = make(MODELS[name])
-    real, fake = profile_module(module, x), profile_module(module, x, device="cpu")
+    real, fake = profiled(name) if name in ORDINARY | AWKWARD else profile_module(module, x), faked(name)
     assert fake.peak == pytest.approx(real.peak, rel=0.06 if convolves(module) else 2e-4)
     assert described(fake) == described(real)
     if name != "aliases and in-place":  # copies that come and go within an operator come a moment later
@@ -66,7 +74,7 @@ def test_the_profile_is_that_of_a_real_step(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_takes_what_it_predicts_and_keeps_the_bits(name: str) -> None:
     module, plain, x = make(MODELS[name])
-    profile = profile_module(module, x, device="cpu")
+    profile = faked(name)
     try:
         plan = plan_profile(module, profile, round(0.7 * profile.peak))
     except dpx.BudgetError:
@@ -83,7 +91,7 @@ def test_the_plan_takes_what_it_predicts_and_keeps_the_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "unet", "unrolled lstm", "aliases and in-place"])
 def test_dropping_all_that_fakes_allow_keeps_the_bits(name: str) -> None:
     module, plain, x = make(MODELS[name])
-    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything(), device="cpu"))
+    dpx.apply_plan(module, plan_profile(module, faked(name), None, _Everything()))
     assert all(map(torch.equal, train(module, x, 1), train(plain, x, 1)))
 
 
