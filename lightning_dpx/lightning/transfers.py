@@ -38,9 +38,9 @@ class Transfer:
     def to_replica(self, share: Share) -> Any:
         """The slice where its replica lives."""
         batch, device = share.batch, share.replica.device
-        if isinstance(batch, RewindableBatches):
-            batch.rewind()
         if fetches_by_itself(batch):
+            if isinstance(batch, RewindableBatches):
+                batch.rewind()
             return batch
         is_there = _lives_on(batch, device)
         if is_there and self.is_plain:

@@ -95,6 +95,8 @@ class RewindableBatches(Iterator[Any]):
 
 def fetches_by_itself(batch: Any) -> bool:
     """Whether a step takes ``dataloader_iter``: it fetches and moves its batches itself."""
+    if type(batch) in (list, tuple, dict):  # as most are; the classes asked for next are abstract, which is slow to ask
+        return False
     return isinstance(batch, _DataFetcherWrapper | RewindableBatches)
 
 
