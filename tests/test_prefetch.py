@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dpx.prefetch import Prefetcher, Slot
+from lightning_dpx.prefetch_order import Prefetcher, Slot
 
 
 class Noted:

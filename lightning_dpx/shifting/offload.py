@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_dpx.devices import OffloadedTensor, canonical_device
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.prefetch import Slot, TensorPrefetcher
+from lightning_dpx.prefetch import TensorPrefetcher
+from lightning_dpx.prefetch_order import Slot
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.shifting.shift import choose_modules
 from lightning_dpx.torch_compat import has_storage, key_of, version_counter

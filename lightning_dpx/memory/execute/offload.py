@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 
 from lightning_dpx.devices import OffloadedTensor, synchronize
-from lightning_dpx.prefetch import Slot, TensorPrefetcher
+from lightning_dpx.prefetch import TensorPrefetcher
+from lightning_dpx.prefetch_order import Slot
 from lightning_dpx.torch_compat import version_counter
 
 _HOST = torch.device("cpu")

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_dpx.memory.profile.call_course import most_with
-from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.prefetch import Prefetcher
+from lightning_dpx.memory.profile.data import Profile, most_with
+from lightning_dpx.prefetch_order import Prefetcher
 
 _OUT_OF_QUESTION = 2**62  # bytes
 HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth

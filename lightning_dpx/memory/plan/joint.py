@@ -8,13 +8,11 @@ the other device may now have to wait for that one to be made again.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.forecast import Forecast, forecast, with_replaying
 from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.offload import as_planned
-from lightning_dpx.memory.plan.plan import MemoryPlan
+from lightning_dpx.memory.plan.plan import MemoryPlan, Model
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile.data import Profile
 
@@ -22,7 +20,7 @@ _ATTEMPTS = 4  # to make room on each device for what the other one drops
 
 
 def plan_places(
-    module: nn.Module, profiles: Sequence[Profile], budgets: Sequence[int], planner: str | Planner = "auto"
+    module: Model, profiles: Sequence[Profile], budgets: Sequence[int], planner: str | Planner = "auto"
 ) -> list[MemoryPlan]:
     """Plans that decide alike about every value, one per device with the figures of that device.
 

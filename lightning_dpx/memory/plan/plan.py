@@ -3,18 +3,27 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import yaml  # type: ignore[import-untyped]
-from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
 
 Action = Literal["keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay"]
 _VERSION = 1
+
+
+class Model(Protocol):
+    """What a plan is made for, as far as plans know it: a ``torch.nn.Module``."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Names, and what has a shape and a dtype."""
+
+    def named_modules(self) -> Iterable[tuple[str, Any]]:
+        """Paths, and parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +153,7 @@ class MemoryPlan:
             raise PlanError(f"{path} cannot be read as a plan: {error}") from error
         return from_mapping(content, str(path))
 
-    def check(self, module: nn.Module) -> None:
+    def check(self, module: Model) -> None:
         """Whether the plan belongs to ``module``.
 
         Raises:
@@ -285,7 +294,7 @@ def _checksum(plan: MemoryPlan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def fingerprint_of(module: nn.Module) -> str:
+def fingerprint_of(module: Model) -> str:
     """Changes with the names, shapes and dtypes of the parameters."""
     lines = [f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

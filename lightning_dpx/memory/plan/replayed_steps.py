@@ -15,8 +15,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
 
-from lightning_dpx.memory.profile.data import Profile, SavedStorage, SavedValue
-from lightning_dpx.memory.profile.noted_calls import outermost
+from lightning_dpx.memory.profile.data import Profile, SavedStorage, SavedValue, outermost
 
 _WITHIN = "it is saved in {}, which is called again"
 _GIVEN = "{} takes it, which is called again"

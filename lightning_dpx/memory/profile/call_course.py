@@ -6,7 +6,7 @@ end where one of these tensors goes, each with the most bytes that were there, a
 after its own.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,18 +27,6 @@ class CallCourse:
 
     stretches: tuple[int, ...]
     gone: Mapping[OutputKey, int]
-
-
-def most_with(stretches: Sequence[int], wanted: Collection[tuple[int, int]]) -> int:
-    """Bytes at the most, if these are ``wanted``: for each the first stretch without it, and its bytes."""
-    stays = [0] * (len(stretches) + 1)
-    for gone, num_bytes in wanted:
-        stays[min(gone, len(stretches))] += num_bytes
-    most = there = 0
-    for stretch, more in zip(stretches, stays, strict=False):
-        there += more
-        most = max(most, stretch + there)
-    return most
 
 
 def course_of(call: Value, trace: MemoryTrace) -> CallCourse:

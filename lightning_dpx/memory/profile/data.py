@@ -1,5 +1,6 @@
 """What is known of a profiled step: numbers and names only, which is all that planners see."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -179,3 +180,27 @@ class Profile:
     def peak(self) -> int:
         """Bytes of activations at the most, if all is kept."""
         return max(self.curve, default=0)
+
+
+def most_with(stretches: Sequence[int], wanted: Collection[tuple[int, int]]) -> int:
+    """Bytes of a call at the most, if these are ``wanted``: for each the first stretch without it, and its bytes."""
+    stays = [0] * (len(stretches) + 1)
+    for gone, num_bytes in wanted:
+        stays[min(gone, len(stretches))] += num_bytes
+    most = there = 0
+    for stretch, more in zip(stretches, stays, strict=False):
+        there += more
+        most = max(most, stretch + there)
+    return most
+
+
+def outermost(calls: Sequence[SavedCall], chosen: Collection[str]) -> set[int]:
+    """The numbers of the ``chosen`` calls that are in no other chosen one."""
+    found = set()
+    for at, call in enumerate(calls):
+        parent = call.parent
+        while parent >= 0 and calls[parent].name not in chosen:
+            parent = calls[parent].parent
+        if parent < 0 and call.name in chosen:
+            found.add(at)
+    return found

@@ -7,7 +7,7 @@ begins: that gives its time and its memory, and shows that all tensors come out 
 import statistics
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -310,15 +310,3 @@ def _tensor_of(held: Any) -> torch.Tensor | None:
     if isinstance(held, View):
         return None if held.value.tensor is None else held.read()
     return held if isinstance(held, torch.Tensor) else None
-
-
-def outermost(calls: Sequence[SavedCall], chosen: Collection[str]) -> set[int]:
-    """The numbers of the ``chosen`` calls that are in no other chosen one."""
-    found = set()
-    for at, call in enumerate(calls):
-        parent = call.parent
-        while parent >= 0 and calls[parent].name not in chosen:
-            parent = calls[parent].parent
-        if parent < 0 and call.name in chosen:
-            found.add(at)
-    return found

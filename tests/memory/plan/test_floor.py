@@ -127,3 +127,23 @@ def test_the_states_of_generators_that_are_kept_count() -> None:
         run().backward()
         module.zero_grad()
     assert peak_of_passing(lambda: run().backward()) == pytest.approx(plan.peak, rel=0.005)
+
+
+class Numbers:
+    """What a plan is made for, without any tensor."""
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return []
+
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        return []
+
+
+def test_a_plan_is_made_of_numbers_alone() -> None:
+    profile = chain(12, residual=False)
+    plan = plan_profile(Numbers(), profile, profile.peak // 2)
+    assert plan.peak is not None
+    assert plan.peak <= profile.peak // 2
+    assert len(plan.decisions) == 12
+    with pytest.raises(dpx.BudgetError, match=r"A budget of 90 bytes .* takes less than 400 bytes"):
+        plan_profile(Numbers(), profile, 90)

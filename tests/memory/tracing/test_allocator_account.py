@@ -16,7 +16,7 @@ import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import Profile, plan_profile, profile_module
 from lightning_dpx.memory.apply import loss_of
-from lightning_dpx.memory.profile.call_course import most_with
+from lightning_dpx.memory.profile.data import most_with
 from lightning_dpx.memory.tracing.allocator_account import Taken
 from tests.conftest import SIMULATED
 from tests.memory.allocating_nets import NETS

@@ -193,16 +193,30 @@ def least_bytes(relaxation: Relaxation) -> int:
     """Bytes that are there at some event in every choice, however often it computes things again.
 
     Whatever is dropped is there while autograd uses it, and what no plan drops, such as gradients, is there anyway;
-    but for small tensors that are saved within calls of modules that can be replayed as a whole.
+    but for what is saved within calls of modules that can be replayed as a whole, whatever it is.
     """
     least = relaxation.curve.copy()
-    for call in relaxation.problem.profile.calls:
-        if call.parent < 0:
-            least[call.end :] -= call.small
+    _leave_out_calls(relaxation, least)
     for column in range(len(relaxation.units)):
         start, stop, change = relaxation.change_of(column)
         least[start:stop] += np.minimum(change, 0)  # where dropping it would add to what is there, it is kept
     return int(least.max(initial=0.0))
+
+
+def _leave_out_calls(relaxation: Relaxation, least: np.ndarray) -> None:
+    """Takes off ``least`` what goes if calls are replayed, and not if values are dropped one by one."""
+    problem, profile = relaxation.problem, relaxation.problem.profile
+    for call in profile.calls:
+        if call.parent < 0:
+            least[call.end :] -= call.small
+    within = {hold.name for hold in profile.holds if hold.call >= 0}
+    droppable = set(relaxation.units)
+    for number, unit in enumerate(problem.units):
+        values = [profile.values[index] for index in unit.values]
+        if any(value.name in within for value in values):
+            storage = profile.storages[values[0].storage]
+            by_value = unit.num_bytes if number in droppable else 0
+            least[storage.unused + 1 : storage.freed] -= storage.num_bytes - by_value
 
 
 def least_seconds(relaxation: Relaxation, budget: int) -> float:

@@ -1,0 +1,92 @@
+"""Why a budget cannot be met: the smallest that can, what is proved about it, and the transient that sets it."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import itemgetter
+
+from lightning_dpx.errors import BudgetError
+from lightning_dpx.memory.plan.problem import Problem
+from lightning_dpx.memory.plan.replay_search import Mixed
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
+from lightning_dpx.memory.profile.data import Profile
+
+
+def budget_error(
+    profile: Profile, budget: int, smallest: Mixed, surely: int, planner: str, reached: int = 0
+) -> BudgetError:
+    """The error of a budget that is not met.
+
+    Args:
+        profile: The step.
+        budget: Bytes.
+        smallest: What takes least.
+        surely: Bytes that every plan takes.
+        planner: The name of the one that was asked.
+        reached: Bytes that it comes down to, where it was asked.
+    """
+    least = smallest.peak
+    other = f" by planner={planner!r}, which reaches {_mib(reached)}" if least <= budget else ""
+    return BudgetError(
+        f"A budget of {_mib(budget)} for activations cannot be met{other}; the smallest that can is {_mib(least)}, "
+        f"without a plan it is {_mib(profile.peak)}, and nothing that drops and computes again takes less than "
+        f"{_mib(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} Allow more, or use a smaller batch.",
+        least,
+    )
+
+
+def surely_needed(problems: Sequence[Problem]) -> int:
+    """Bytes that are there at some event in every plan, in whichever of these ways it offloads."""
+    return min(least_bytes(Relaxation(problem)) for problem in problems)
+
+
+def _crest(found: Mixed) -> str:
+    """Where the step needs most, if it follows this choice: the operator at work, its module, and what passes there."""
+    profile = found.problem.profile
+    curve = found.problem.timeline(found.choice)
+    event = int(curve.argmax()) if len(curve) else 0
+    if event < profile.forward_events:
+        begun = [value for value in profile.values if value.name and value.saved <= event]
+        value, when = max(begun, key=lambda value: value.saved, default=None), "forward"
+    else:
+        asked = [request for request in profile.requests if request.event <= event]
+        value, when = profile.values[asked[-1].value] if asked else None, "backward"
+    if value is None:
+        return ""
+    module = value.name.rpartition(":")[0] or "the step itself"
+    begun_there = bisect_right(profile.operators, event, key=itemgetter(0))
+    operator = f"{profile.operators[begun_there - 1][1]} in " if begun_there else ""
+    of = f" ({value.operator})" if value.operator else ""
+    said = f"What sets that is {operator}the {when} at {module!r}{of}"
+    passing = _passing(profile, event)
+    return f"{said}, where {_mib(passing)} pass: gradients, and what operators take inside." if passing else f"{said}."
+
+
+def _passing(profile: Profile, event: int) -> int:
+    """Bytes that are there at an event of the unplanned step, and that nobody saves."""
+    first = dict[int, int]()
+    for value in profile.values:
+        if value.storage >= 0:
+            first[value.storage] = min(value.saved, first.get(value.storage, value.saved))
+    saved = sum(
+        storage.num_bytes
+        for number, storage in enumerate(profile.storages)
+        if first.get(number, 0) <= event < storage.freed
+    )
+    return max(0, profile.curve[event] - saved)
+
+
+def _bottleneck(problem: Problem) -> str:
+    """The largest unit that sets the floor."""
+    if not problem.units:
+        return "Nothing that is saved is large enough to drop."
+    unit = max(problem.units, key=lambda unit: unit.num_bytes)
+    value = problem.profile.values[unit.values[0]]
+    why = f", which must be kept: {value.refused}" if value.refused else ""
+    return f"The largest single activation, {_mib(unit.num_bytes)}, is saved by {value.name.rpartition(':')[0]!r}{why}."
+
+
+def _mib(size: float) -> str:
+    """Bytes in the unit that shows them."""
+    if size < 1024:
+        return f"{size:.0f} bytes"
+    return f"{size / 2**10:.2f} KiB" if size < 2**20 else f"{size / 2**20:.2f} MiB"
