@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.simulate import simulate
 
 
@@ -51,7 +52,7 @@ class ConfigCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Makes the simulated devices, before anything runs a backward."""
-        chosen = self._get(self.config, "simulate")
+        chosen = look_up(self, self.config, "simulate")
         if chosen is not None:
             simulate(**(asdict(chosen) if isinstance(chosen, SimulatedDevices) else vars(chosen)))
 

@@ -26,6 +26,7 @@ from lightning_dpx.lightning import (
     Settings,
     dry_run,
 )
+from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.monitors.base import format_rows
 from lightning_dpx.memory import PLANNERS, Profile, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
@@ -78,8 +79,10 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     _check_before_any_work(args)
     configs = [part for config in args.config for part in ("--config", config)]
     cli = make_cli(["fit", *configs, *others], execute=False, **_on_one_cpu())
-    chosen = cli._get(cli.config_init, "trainer.strategy")
-    settings = settings_of(chosen, args.budget, args.devices or cli._get(cli.config, "trainer.devices"), args.planner)
+    chosen = look_up(cli, cli.config_init, "trainer.strategy")
+    settings = settings_of(
+        chosen, args.budget, args.devices or look_up(cli, cli.config, "trainer.devices"), args.planner
+    )
     settings = replace(settings, cache=PlanCache(args.plan_cache, _tell))
     cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
     with warnings.catch_warnings():

@@ -9,15 +9,13 @@ import sys
 import weakref
 from typing import Any
 
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-
-_ASKS = _AcceleratorConnector._check_config_and_set_final_flags.__code__
+from lightning_dpx.lightning.lightning_compat import CODE_THAT_ASKS
 
 
 def asking_connector() -> Any:
     """The part of a new Trainer that looks at what its strategy was given, if it is the caller's caller."""
     frame = sys._getframe(2)
-    return frame.f_locals.get("self") if frame.f_code is _ASKS else None
+    return frame.f_locals.get("self") if frame.f_code is CODE_THAT_ASKS else None
 
 
 class Adoption:

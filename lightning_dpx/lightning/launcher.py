@@ -4,10 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning_dpx.lightning.lightning_compat import Launcher
 
 
-class InThisProcess(_Launcher):
+class InThisProcess(Launcher):
     """Takes the place of no launcher.
 
     Lightning never tears a strategy down where a callback fails in ``on_exception`` or a logger in ``finalize``; idle

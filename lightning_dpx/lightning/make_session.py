@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
 from lightning_dpx.errors import ConfigurationError, ReplicationError
+from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.new_replicas import new_replicas
@@ -38,7 +39,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
         synchronize_batch_norm(module)
     metrics = ReplicaMetrics(module, number=options.number_rule)
     replicas = _replicas_where_possible(strategy, module, metrics)
-    give_trainer(replicas, module._trainer)
+    give_trainer(replicas, trainer_of(module))
     _shift(strategy, replicas)
     automatic = [*spare_devices(list(replicas.devices)), torch.device("cpu")]
     elsewhere = automatic if options.chooses_shifts else list(options.device_shifts.values())

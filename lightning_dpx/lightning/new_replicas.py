@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
 from lightning_dpx.replicas import ReplicaSet
 
@@ -26,7 +27,7 @@ def new_replicas(
     Raises:
         ReplicationError: the module cannot be copied faithfully.
     """
-    keep: list[object] = [strategy, module._trainer, *(module.trainer.loggers if module._trainer else [])]
+    keep: list[object] = [strategy, trainer_of(module), *(module.trainer.loggers if trainer_of(module) else [])]
     given = strategy.options
     options: dict[str, Any] = {
         "workload": given.workload,

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_dpx.errors import CollectiveError
+from lightning_dpx.lightning.lightning_compat import all_gather_processes, reduce_processes
 from lightning_dpx.lightning.processes.connect import gather_objects, on_wire
 from lightning_dpx.reducers import between_processes
 from lightning_dpx.replicas import ReplicaRank, collectives, current_rank
@@ -92,7 +92,7 @@ class RanksOfReplicas(ParallelStrategy):
         if current_rank() is not None or not self._is_connected:
             return tensor
         wire = on_wire(tensor)
-        reduced = between_processes("reduce", lambda: _sync_ddp_if_available(wire, group, reduce_op))
+        reduced = between_processes("reduce", lambda: reduce_processes(wire, group, reduce_op))
         return reduced.to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -102,9 +102,7 @@ class RanksOfReplicas(ParallelStrategy):
         if current_rank() is not None or not self._is_connected:
             return tensor
         wire = on_wire(tensor)
-        gathered: Tensor = between_processes(
-            "all_gather", lambda: _all_gather_ddp_if_available(wire, group, sync_grads)
-        )
+        gathered: Tensor = between_processes("all_gather", lambda: all_gather_processes(wire, group, sync_grads))
         return gathered.to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

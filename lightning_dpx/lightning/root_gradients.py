@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.lightning.lightning_compat import precision_hooks, reset_precision_hooks, set_precision_hooks
 from lightning_dpx.lightning.manual.shared_gradients import Mark
 from lightning_dpx.replicas import ReplicaSet
 from lightning_dpx.step import TrainingStep
@@ -61,7 +62,7 @@ class RootGradients:
             wrapped: The plugin.
             changed: Called after the hooks, which may have written parameters as well.
         """
-        after_closure, clip_gradients = wrapped._after_closure, wrapped._clip_gradients
+        after_closure, clip_gradients = precision_hooks(wrapped)
 
         def with_hooks(*args: Any, **kwargs: Any) -> None:
             self.take()
@@ -75,8 +76,8 @@ class RootGradients:
             self.show()
             clip_gradients(*args, **kwargs)
 
-        wrapped._after_closure, wrapped._clip_gradients = with_hooks, with_clipping
+        set_precision_hooks(wrapped, with_hooks, with_clipping)
         try:
             yield
         finally:
-            del wrapped._after_closure, wrapped._clip_gradients
+            reset_precision_hooks(wrapped)

@@ -18,6 +18,7 @@ from lightning_dpx.errors import ReplicationError
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.evaluation import EvaluationFlow, loader_index
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
+from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.owners import move_optimizers
@@ -290,8 +291,7 @@ class Session(Run):
 def give_trainer(replicas: ReplicaSet, trainer: Any) -> None:
     """Replicas have the trainer of the user's module, which LightningModule drops from its copies."""
     for replica in replicas.replicas[1:]:
-        copied: Any = replica.module
-        copied._trainer = trainer
+        set_trainer(replica.module, trainer)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
@@ -26,6 +25,15 @@ from lightning_dpx.lightning.adoption import Adoption, asking_connector
 from lightning_dpx.lightning.checkpoint_io import AtomicCheckpointIO
 from lightning_dpx.lightning.launcher import InThisProcess
 from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
+from lightning_dpx.lightning.lightning_compat import (
+    WrappingCheckpointIO,
+    accelerator_connector,
+    initialize_strategy_again,
+    layer_sync_of,
+    module_of,
+    take_signals,
+    trainer_of,
+)
 from lightning_dpx.lightning.make_session import make_session
 from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
@@ -256,18 +264,18 @@ class DPXStrategy(RanksOfReplicas):
 
     def _return_to_trainer(self, model: "pl.LightningModule") -> None:
         """A Trainer that runs again after another one took its strategy object takes it back."""
-        trainer = getattr(model, "_trainer", None)
-        connector = None if trainer is None else trainer._accelerator_connector
+        trainer = trainer_of(model)
+        connector = None if trainer is None else accelerator_connector(trainer)
         if connector is not None and not self._adoption.is_by(connector):
             self._belong_to(connector)
-            connector._lazy_init_strategy()
+            initialize_strategy_again(connector)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The plugin that was given, or whole files; one that wraps another, and was given none, wraps whole files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # does nothing where it has one
         return self._checkpoint_io
 
@@ -362,14 +370,14 @@ class DPXStrategy(RanksOfReplicas):
     def lightning_module(self) -> "pl.LightningModule | None":
         """The user's module; inside a manual step of several replicas, that of the replica."""
         if not OPEN_VIEWS:
-            return self._lightning_module
+            return module_of(self)
         view = current_view()
-        return self._lightning_module if view is None else view.module
+        return module_of(self) if view is None else view.module
 
     @property
     def synchronizes_batch_norm(self) -> bool:
         """Whether ``Trainer(sync_batchnorm=True)`` was given."""
-        return self._layer_sync is not None
+        return layer_sync_of(self) is not None
 
     # ---- set-up and tear-down ----
 
@@ -418,7 +426,8 @@ class DPXStrategy(RanksOfReplicas):
         """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
         self._trainer = weakref.ref(trainer)
         if self.num_processes > 1:
-            self.stopping = trainer._signal_connector = CoordinatedStop(trainer)
+            self.stopping = CoordinatedStop(trainer)
+            take_signals(trainer, self.stopping)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and isinstance(self.session, Session):
             self.session.memory.plan_ahead()

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_dpx.lightning.lightning_compat import data_hooks
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.replicas import Share
 
@@ -26,7 +27,7 @@ class Transfer:
 
     def __init__(self, trainer: Any, module: pl.LightningModule, dataloader_idx: int) -> None:
         self._dataloader_idx = dataloader_idx
-        selector = trainer._data_connector._datahook_selector
+        selector = data_hooks(trainer)
         owners = [selector.get_instance(hook) for hook in _HOOKS]
         self._others = [None if isinstance(owner, pl.LightningModule) else owner for owner in owners]
         calls = [getattr(owner or module, hook) for owner, hook in zip(self._others, _HOOKS, strict=True)]

@@ -9,10 +9,9 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcherWrapper
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-from lightning.pytorch.utilities.data import _extract_batch_size
 
+from lightning_dpx.lightning.lightning_compat import DataFetcherWrapper, batch_sizes_in, combined_loader
 from lightning_dpx.replicas import children_of
 
 
@@ -97,12 +96,12 @@ def fetches_by_itself(batch: Any) -> bool:
     """Whether a step takes ``dataloader_iter``: it fetches and moves its batches itself."""
     if type(batch) in (list, tuple, dict):  # as most are; the classes asked for next are abstract, which is slow to ask
         return False
-    return isinstance(batch, _DataFetcherWrapper | RewindableBatches)
+    return isinstance(batch, DataFetcherWrapper | RewindableBatches)
 
 
 def paths_of_loaders(trainer: Trainer, stage: str) -> list[str]:
     """Where in a batch the parts are that each training loader returned; ``""`` where there is one loader only."""
-    combined = trainer.fit_loop._combined_loader if stage == "training_step" else None
+    combined = combined_loader(trainer.fit_loop) if stage == "training_step" else None
     if combined is None or len(combined.flattened) < 2:
         return [""]
     return _leaf_paths(combined.iterables, "")
@@ -123,6 +122,6 @@ def rows_to_weigh_by(batch: Any) -> int:
     if isinstance(batch, Iterator):  # to count would be to consume
         return 1
     try:
-        return next((rows for rows in _extract_batch_size(batch) if rows is not None), 1)
+        return next((rows for rows in batch_sizes_in(batch) if rows is not None), 1)
     except Exception:  # noqa: BLE001  whatever objects raise that nobody iterates over on one device
         return 1

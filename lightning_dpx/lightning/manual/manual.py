@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_dpx.errors import WholeBatchError
+from lightning_dpx.lightning.lightning_compat import lightning_optimizers_of
 from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, viewed
 from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
 from lightning_dpx.lightning.manual.closures import ClosureRounds, Command
@@ -341,7 +342,7 @@ class ManualOptimization:
     def _shared_objects(self) -> list[Any]:
         """Optimizers, schedulers and the scaler of this fit, and the optimizers that the module holds beside them."""
         strategy = self.strategy
-        found = [*strategy.optimizers, *strategy._lightning_optimizers]
+        found = [*strategy.optimizers, *lightning_optimizers_of(strategy)]
         found += [config.scheduler for config in strategy.lr_scheduler_configs]
         if self.precision.scaler is not None:
             found.append(self.precision.scaler)

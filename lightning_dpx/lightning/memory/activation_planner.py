@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
@@ -167,7 +168,7 @@ class ActivationPlanner(Callback):
     def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         replica = Replica(0, trainer.strategy.root_device, module)
         twin: Any = stand_in(replica, [trainer, *trainer.loggers])
-        twin._trainer = trainer
+        set_trainer(twin, trainer)
 
         if not twin.automatic_optimization:
             hide_optimizers(twin)

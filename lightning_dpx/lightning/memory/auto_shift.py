@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
@@ -78,7 +79,7 @@ def _predict(replicas: ReplicaSet, share: Share, run: Step) -> tuple[dict[str, i
     for rows in (2, 4):
         few = _first_rows(replicas, share, rows)
         twin: Any = replicas.stand_in()
-        twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+        set_trainer(twin, trainer_of(share.replica.module))  # LightningModule drops it from its copies
         traces.append(trace_run(twin, lambda t=twin, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
     kept = scaled(traces[0], traces[1], (2, 4), share.num_rows)
     return kept, sum(kept.values())

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.activations import example_run
 from lightning_dpx.errors import PlanError, ReplicationError, SliceError
+from lightning_dpx.lightning.lightning_compat import before_batch_transfer, set_trainer, trainer_of, transfer_batch
 from lightning_dpx.lightning.memory.profiling import places_of
 from lightning_dpx.memory import Profile, profile_step, sum_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -37,7 +38,7 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
         return []
     try:
         with preserve_rng_state(replicas.devices, [module]):
-            row = _first_row(module._on_before_batch_transfer(module.example_input_array), replicas)
+            row = _first_row(before_batch_transfer(module, module.example_input_array), replicas)
             return [_profile(replicas, replica, row, precision, place) for place in places_of(replica)]
     except (PlanError, ReplicationError, SliceError, torch.OutOfMemoryError) as error:
         rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
@@ -55,8 +56,8 @@ def _first_row(example: Any, replicas: ReplicaSet) -> Any:
 
 def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, place: torch.device) -> Profile:
     twin: Any = replicas.stand_in(replica)
-    twin._trainer = replicas.root.module._trainer  # LightningModule drops it from its copies
-    twin.example_input_array = twin._apply_batch_transfer_handler(row, device=replica.device)
+    set_trainer(twin, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
+    twin.example_input_array = transfer_batch(twin, row, replica.device)
     run = example_run(twin, replica.device)
     assert run is not None, "it was just given one"
     with trial_noted(replica.index, replica.device, "setup", "of example_input_array, to see whether it fits"):

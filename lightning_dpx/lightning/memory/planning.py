@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
 from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
@@ -190,7 +191,7 @@ class MemoryPlanning:
             PlanError: a budget cannot be met; the plans of before hold.
         """
         self._take_off(replicas)
-        trainer = getattr(replicas.root.module, "_trainer", None)
+        trainer = trainer_of(replicas.root.module)
         try:
             with shown("planning memory", enabled=shows_progress(trainer)):
                 self._decide(replicas, batch, shares, run, static, source)

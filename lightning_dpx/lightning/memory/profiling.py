@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dpx.errors import PlanError
+from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -149,7 +150,7 @@ def end_of_step(twin: Any, output: Any) -> torch.Tensor | None:
 
 def _twin_of(replicas: ReplicaSet, share: Share) -> Any:
     twin: Any = replicas.stand_in(share.replica)
-    twin._trainer = share.replica.module._trainer  # LightningModule drops it from its copies
+    set_trainer(twin, trainer_of(share.replica.module))  # LightningModule drops it from its copies
     if not twin.automatic_optimization:
         hide_optimizers(twin)
     return twin

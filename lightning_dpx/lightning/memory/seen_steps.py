@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
 from lightning_dpx.lightning.memory.profiling import Step, places_of, profile_share
 from lightning_dpx.memory import Profile, extrapolate
@@ -68,7 +69,7 @@ def profiled_steps(
         profile = partial(profile_share, replicas, run=run, accumulates=accumulates)
         return [_profiles(share, known, profile) for share in largest.values()]
 
-    trainer = getattr(replicas.root.module, "_trainer", None)
+    trainer = trainer_of(replicas.root.module)
     keys = _keys(trainer, list(largest.values()), accumulates) if cache.is_on else []
     found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
     seen: dict[torch.device, SeenStep] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
 from lightning_dpx.lightning.memory.example_input import profile_example
@@ -207,7 +208,7 @@ class StepMemory(NoStepMemory):
         self._planning.check_feasible(replicas, self._static_memory, profiles_of)
         if example is None:
             return
-        batch = module._on_before_batch_transfer(precision.convert_input(example))
+        batch = before_batch_transfer(module, precision.convert_input(example))
         index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         try:
             shares = session.slices.of("training_step", batch)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.imports import _RICH_AVAILABLE
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_compat import RICH_IS_AVAILABLE, steps_for_logs
 
 WARM_UP = 2  # the first steps are always measured: the second is the first with optimizer state
 
@@ -103,7 +103,7 @@ def log_figures(trainer: Trainer, figures: dict[tuple[str, ...], float], step: i
 
 def steps_taken(trainer: Trainer) -> int:
     """The count that Lightning's own logs have on their x-axis."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+    return int(steps_for_logs(trainer))
 
 
 def short_name(device: torch.device) -> str:
@@ -120,7 +120,7 @@ def format_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]])
 
 def show_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table on rank 0: with rich on a terminal that has it, as plain text otherwise."""
-    if _RICH_AVAILABLE:
+    if RICH_IS_AVAILABLE:
         from rich.console import Console
         from rich.table import Table
 

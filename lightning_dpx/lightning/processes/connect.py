@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import distributed, nn
 
 from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ConfigurationError, ReplicationError
+from lightning_dpx.lightning.lightning_compat import init_dist_connection
 from lightning_dpx.reducers import between_processes, start_roll_call
 
 Fingerprint = Mapping[str, Any]
@@ -40,7 +40,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
 
     def join() -> None:
         try:
-            _init_dist_connection(
+            init_dist_connection(
                 environment, backend or default_backend(device), timeout=datetime.timedelta(seconds=timeout)
             )
         except BaseException as error:  # noqa: BLE001  raised again by the caller

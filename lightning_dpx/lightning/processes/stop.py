@@ -6,11 +6,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 
+from lightning_dpx.lightning.lightning_compat import SignalConnector
 from lightning_dpx.lightning.processes.connect import gather_objects
 from lightning_dpx.reducers import between_processes
 
@@ -40,7 +40,7 @@ class NoStop:
         """A run has ended."""
 
 
-class CoordinatedStop(_SignalConnector):
+class CoordinatedStop(SignalConnector):
     """Takes the place of the Trainer's own while several processes train.
 
     Lightning's handler of SIGTERM broadcasts from rank 0 whatever the signal interrupted, and then each process stops

@@ -27,6 +27,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dpx.errors import GatherError, ParityError, ReplicationError, SharedWriteError
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
+from lightning_dpx.lightning.lightning_compat import set_trainer, states_of, trainer_of
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics, recorded_calls
 from lightning_dpx.lightning.new_replicas import new_replicas, private_attributes
@@ -678,7 +679,7 @@ class _Rehearsal:
         replicas.guest = self._guest
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
-            copied._trainer = shadow._trainer  # LightningModule drops it from its copies
+            set_trainer(copied, trainer_of(shadow))  # LightningModule drops it from its copies
         return replicas
 
     def _shift_alike(self, replicas: ReplicaSet) -> None:
@@ -805,7 +806,7 @@ def _attributes(module: Any, private: frozenset[str]) -> Iterator[tuple[str, Any
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(child, Metric):
-            for key in child._defaults:
+            for key in states_of(child):
                 value = getattr(child, key)
                 yield prefix + key, dim_zero_cat(value) if isinstance(value, list) and value else value
             continue

@@ -16,11 +16,18 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_dpx.lightning.lightning_compat import (
+    ResultCollection,
+    active_loop,
+    optimizers_of,
+    set_trainer,
+    trainer_of,
+    wrap_optimizer,
+)
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
@@ -73,7 +80,7 @@ class Guest:
             if calls_hooks:
                 trainer.callbacks = []
             if holder is not None:  # submodules that log by themselves
-                holder._results = _ResultCollection(training=trainer.training)
+                holder._results = ResultCollection(training=trainer.training)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the step itself gives the same ones
                 yield
@@ -164,7 +171,7 @@ class _Flags:
 
 def _holder_of_results(trainer: Any) -> Any:
     """The loop that keeps what the current stage logs; ``None`` where nothing can be logged."""
-    loop = trainer.fit_loop.epoch_loop if trainer.training else trainer._active_loop
+    loop = trainer.fit_loop.epoch_loop if trainer.training else active_loop(trainer)
     return loop if loop is not None and "_results" in vars(loop) else None
 
 
@@ -195,7 +202,7 @@ def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool)
     iterators = iterators_that_cannot_be_copied(replicas.root.module)
     shadow: Any = replicas.stand_in(keep=iterators)
     guard_iterators(shadow, iterators, asked)
-    shadow._trainer = replicas.root.module._trainer  # LightningModule drops it from its copies
+    set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
     if own_parameters:
         for parameter in shadow.parameters():
             parameter.data = parameter.data.clone()
@@ -249,7 +256,7 @@ def with_copied_optimizers(
     shadow: Any = shadows[0]
     mine = mine or list(shadow.parameters())
     pairs = [*zip(owners, mine, strict=True), (module, shadow), (shadow.trainer, shadow.trainer)]
-    configured, configs = list(strategy._optimizers), list(strategy.lr_scheduler_configs)
+    configured, configs = list(optimizers_of(strategy)), list(strategy.lr_scheduler_configs)
     found = [value for each in shadows for child in each.modules() for _, value in attributes_stepped_in(child)]
     held = [one for value in found for one in _stepped_among(value)]
     real = list({id(_unwrapped(one)): _unwrapped(one) for one in (*configured, *held)}.values())
@@ -258,12 +265,10 @@ def with_copied_optimizers(
     copies, others = copy_optimizers(optimizers, [*configs, *schedulers], pairs)
     counterparts = dict(zip(map(id, [*optimizers, *schedulers]), [*copies, *others[len(configs) :]], strict=True))
     chosen = [counterparts[id(_unwrapped(one))] for one in configured]
-    wrapped = [LightningOptimizer._to_lightning_optimizer(one, strategy) for one in chosen]
+    wrapped = [wrap_optimizer(one, strategy) for one in chosen]
     for one in held:
         if isinstance(one, LightningOptimizer):
-            counterparts[id(one)] = LightningOptimizer._to_lightning_optimizer(
-                counterparts[id(_unwrapped(one))], strategy
-            )
+            counterparts[id(one)] = wrap_optimizer(counterparts[id(_unwrapped(one))], strategy)
     for child in (child for each in shadows for child in each.modules()):
         _exchange(vars(child), counterparts)
     precision = copy.copy(strategy.precision_plugin)

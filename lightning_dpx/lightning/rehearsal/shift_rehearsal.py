@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.lightning.lightning_compat import before_batch_transfer, set_trainer, trainer_of, transfer_batch
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet
 from lightning_dpx.replicas.error_notes import trial_noted
@@ -39,9 +40,9 @@ def rehearse_shifts(
     except ReplicationError as error:
         rank_zero_info(f"dpx: the shifts are checked in the first step, not on example_input_array: {error}")
         return
-    twin._trainer = module._trainer  # LightningModule drops it from its copies
-    example = module._on_before_batch_transfer(module.example_input_array)
-    twin.example_input_array = module._apply_batch_transfer_handler(example, device=shifted.device)
+    set_trainer(twin, trainer_of(module))  # LightningModule drops it from its copies
+    example = before_batch_transfer(module, module.example_input_array)
+    twin.example_input_array = transfer_batch(module, example, shifted.device)
     noted = trial_noted(shifted.index, shifted.device, "setup", "of example_input_array in which shifts are checked")
     with noted, preserve_rng_state(replicas.devices, [module]), precision.forward_context():
         shift_activations(twin, parts, {shifted.device: shifts[shifted.device]})

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.reachable import places_of_code
 
@@ -125,8 +126,8 @@ def _objects_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     """Objects of the user's classes that a step reaches through its trainer."""
     found = [(f"trainer.callbacks[{index}]", callback) for index, callback in enumerate(trainer.callbacks)]
     found.append(("trainer.datamodule", getattr(trainer, "datamodule", None)))
-    loop = trainer._active_loop
-    combined = None if loop is None else getattr(loop, "_combined_loader", None)
+    loop = active_loop(trainer)
+    combined = None if loop is None else combined_loader(loop)
     for index, loader in enumerate([] if combined is None else combined.flattened):
         found.append((f"the data set of loader {index}", getattr(loader, "dataset", None)))
     for path, owner in found:
