@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dpx.memory.plan.problem import PLANNERS
 from lightning_dpx.reducers.base import REDUCERS
 
 PACKAGE = Path(__file__).parent.parent / "lightning_dpx"
@@ -24,7 +25,8 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     "page", [page for page in PAGES if page.parent.name != "simulate"], ids=lambda p: p.parent.name
 )
 def test_what_a_page_shows_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(REDUCERS, "_entries", dict(REDUCERS._entries))
+    for registry in (REDUCERS, PLANNERS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
@@ -32,5 +34,5 @@ def test_what_a_page_shows_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_room_of_the_package_has_a_page() -> None:
-    rooms = {"lightning", "replicas", "reducers", "shifting", "simulate"}
+    rooms = {"lightning", "memory", "reducers", "replicas", "shifting", "simulate"}
     assert rooms <= {page.parent.name for page in PAGES}
