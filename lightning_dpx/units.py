@@ -1,8 +1,12 @@
-"""Bytes, as people write them."""
+"""Bytes, as people write and read them."""
 
 import re
 
 from lightning_dpx.errors import ConfigurationError
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -26,3 +30,20 @@ def parse_bytes(name: str, size: int | str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigurationError(f"{name}={size!r} is not allowed; give positive bytes or a text such as '8GiB'.")
     return value
+
+
+def format_mib(size: float, digits: int = 1) -> str:
+    """Bytes as MiB, as in all of the package's messages: ``"6.3 MiB"``.
+
+    Args:
+        size: In bytes.
+        digits: Behind the point; none where sizes are those of devices, two in tables of small ones.
+    """
+    return f"{size / MIB:.{digits}f} MiB"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in the unit that shows them: ``"512 bytes"``, ``"1.50 KiB"``, ``"6.30 MiB"``."""
+    if size < KIB:
+        return f"{size:.0f} bytes"
+    return f"{size / KIB:.2f} KiB" if size < MIB else format_mib(size, 2)

@@ -26,6 +26,7 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, apply_plan, plan_profile, profile_step
 from lightning_dpx.pictures import new_figure, save_figure
 from lightning_dpx.torch_compat import dynamo_config
+from lightning_dpx.units import MIB
 
 BUDGETS = (0.7, 0.5, 0.3, 0.2, 0.1)
 
@@ -167,7 +168,7 @@ def _keep_freed_memory() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         trim_threshold, mmap_threshold = -1, -3
-        libc.mallopt(mmap_threshold, 32 * 2**20)
+        libc.mallopt(mmap_threshold, 32 * MIB)
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
@@ -219,7 +220,7 @@ def _compare(
         Contest(
             name,
             contestant.mode,
-            peaks[contestant.mode] / 2**20,
+            peaks[contestant.mode] / MIB,
             peaks[contestant.mode] / peaks["none"],
             statistics.median(contestant.seconds) * 1e3,
             statistics.median(a / b for a, b in zip(contestant.seconds, unplanned.seconds, strict=True)),

@@ -19,6 +19,7 @@ from typing import Any
 from lightning_dpx.bench.job import MODES
 from lightning_dpx.bench.models import MODELS
 from lightning_dpx.errors import BenchError
+from lightning_dpx.units import MIB
 
 WARM_UP = 2  # steps at the start of a chunk, while caches and thread pools wake up
 
@@ -88,7 +89,7 @@ class _Job:
 
     def result(self) -> Result:
         """Ends the job."""
-        peak = self._read("peak_bytes") / 2**20
+        peak = self._read("peak_bytes") / MIB
         step = statistics.median(self.step_seconds) * 1e3
         return Result(self.model, self.mode, self.devices, step, self._startup, peak)
 

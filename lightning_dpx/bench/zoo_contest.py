@@ -20,6 +20,7 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.zoo import ZOO, Animal
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, apply_plan, search_plan
+from lightning_dpx.units import MIB
 
 SHARE = 0.5  # of the unplanned peak, where a library has no way of its own
 _WARM = 3  # steps: a plan learns in its first ones where hooks are needed, and libraries fill caches
@@ -173,7 +174,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     step_seconds = statistics.median(plain.seconds)
     return ZooContest(
         model=name,
-        peak_mib=unplanned / 2**20,
+        peak_mib=unplanned / MIB,
         step_ms=step_seconds * 1e3,
         own_share=None if own is None else own_peak / unplanned,
         own_ratio=None if own is None else _ratio(own, plain),

@@ -14,8 +14,8 @@ from lightning_dpx.devices import accelerators, capacity_of, has_nccl, linked_gr
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.reducers import choose_reducer
 from lightning_dpx.simulate import require_build_tools
+from lightning_dpx.units import GIB
 
-GIB = 2**30
 EXTRAS = {
     "matplotlib": ("plots", "pictures and reports"),
     "jsonargparse": ("cli", "dpx fit, plan and other commands with configs"),

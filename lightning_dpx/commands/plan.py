@@ -32,14 +32,13 @@ from lightning_dpx.memory import PLANNERS, Profile, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.progress import shown
-from lightning_dpx.units import parse_bytes
+from lightning_dpx.units import MIB, parse_bytes
 
 HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
     "peak", "budget", "extra time", "fits",
 )  # fmt: skip
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
-MIB = 2**20
 
 
 def add_to(commands: Any) -> None:

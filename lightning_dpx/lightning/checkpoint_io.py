@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from lightning_dpx.units import format_mib
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a file beside the old one, down to the disk, and then gives it the name; reads tensors and plain data."""
@@ -57,7 +59,7 @@ def _describe_failed_save(target: Path, size: int) -> str:
     free = shutil.disk_usage(target.parent).free
     kept = f"{target} is what it was" if target.exists() else f"{target} does not exist"
     return (
-        f"While saving {target}: it takes {size / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB are free in "
+        f"While saving {target}: it takes {format_mib(size)}, and {format_mib(free)} are free in "
         f"{target.parent}. {kept}, and nothing else was left there."
     )
 

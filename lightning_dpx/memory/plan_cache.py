@@ -33,9 +33,10 @@ from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile import profiler as profiles_module
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.python_objects.digest import Digest
+from lightning_dpx.units import MIB
 
 _FORMAT = 1
-_MOST_ENTRIES, _MOST_TOTAL = 256, 512 * 2**20  # files, and bytes of all of them
+_MOST_ENTRIES, _MOST_TOTAL = 256, 512 * MIB  # files, and bytes of all of them
 _SUFFIX = ".json"
 Say = Callable[[str], None]
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, MIB, PLANNED, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, new_figure, plain_axes
+from lightning_dpx.units import MIB
 
 _BEFORE_BACKWARD = "forward"  # the phase in which there are no gradients yet
 

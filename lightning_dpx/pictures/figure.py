@@ -14,7 +14,6 @@ KIND_COLOURS = {
     "activations": "#54a24b",
 }
 PLANNED, UNPLANNED, LIMIT = "#2a7d2e", "#9d9d9d", "#c8372d"
-MIB = 2**20
 
 
 def new_figure(width: float, height: float) -> Any:

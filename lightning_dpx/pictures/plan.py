@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_dpx.memory import MemoryPlan, Profile, timeline_of
-from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, MIB, PLANNED, UNPLANNED, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, UNPLANNED, new_figure, plain_axes
+from lightning_dpx.units import MIB
 
 _ACTIONS = {
     "keep": KIND_COLOURS["parameters"],

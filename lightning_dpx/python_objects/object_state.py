@@ -39,6 +39,7 @@ from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
 from lightning_dpx.python_objects.reachable import globals_of
 from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket, version_counter
+from lightning_dpx.units import MIB
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TRAINERS = ("_trainer", "_fabric")
@@ -62,7 +63,7 @@ _KNOWN = (
     *_CONSTANT, torch.Tensor, nn.Module, weakref.ref, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     functools.partial, types.MappingProxyType, np.ndarray, bytearray, *GENERATOR_TYPES,
 )  # fmt: skip
-_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _MOST_COPIED = 20_000, 100_000, 16 * 2**20, 2**28
+_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _MOST_COPIED = 20_000, 100_000, 16 * MIB, 2**28
 _MISSING = object()
 
 

@@ -10,6 +10,7 @@ from torch.utils.hooks import BackwardHook
 
 from lightning_dpx.devices import allocated_and_peak, capacity_of
 from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.units import MIB, format_mib
 
 
 def annotate(error: BaseException, module: nn.Module, device: torch.device, first_nan: "FirstNaN") -> None:
@@ -25,10 +26,9 @@ def annotate(error: BaseException, module: nn.Module, device: torch.device, firs
         )
     if isinstance(error, torch.OutOfMemoryError):
         (held, peak), total = allocated_and_peak(device), capacity_of(device).total
-        limit = f" of {total / 2**20:.1f}" if total else ""
+        limit = f" of {total / MIB:.1f}" if total else ""
         error.add_note(
-            f"{device} held {held / 2**20:.1f}{limit} MiB when it was asked for more; its peak was "
-            f"{peak / 2**20:.1f} MiB."
+            f"{device} held {held / MIB:.1f}{limit} MiB when it was asked for more; its peak was {format_mib(peak)}."
         )
 
 

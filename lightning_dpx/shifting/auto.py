@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_dpx.activations import Activation
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.units import MIB, format_mib
 
 MARGIN = 0.05  # of the free bytes, left for what no trace sees: workspaces, fragmentation
 
@@ -97,8 +98,8 @@ def choose_parts(
     assert nearest is not None, "the loop runs at least once"
     raise ConfigurationError(
         f"shifts='auto' found no cut that fits: with the last {nearest[1]} of {len(parts)} parts shifted the devices "
-        f"need {nearest[2][0] / 2**20:.0f} and {nearest[2][1] / 2**20:.0f} MiB and have {room[0] / 2**20:.0f} and "
-        f"{room[1] / 2**20:.0f}. Use a smaller batch, or more devices."
+        f"need {nearest[2][0] / MIB:.0f} and {format_mib(nearest[2][1], 0)} and have {room[0] / MIB:.0f} and "
+        f"{room[1] / MIB:.0f}. Use a smaller batch, or more devices."
     )
 
 

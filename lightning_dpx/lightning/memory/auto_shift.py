@@ -14,6 +14,7 @@ from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
 from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.units import format_mib
 
 Step = Callable[[Any, Any, int], Any]
 
@@ -48,19 +49,20 @@ def shift_what_does_not_fit(
         rows = sum(leaf.nbytes for leaf in tree_leaves(share.batch) if isinstance(leaf, torch.Tensor))
         names, needs = choose_parts(parts, elsewhere + rows, free, per_parameter)
         if not names:
-            rank_zero_info(f"dpx: {device} needs {_mib(needs[0])} of its {_mib(free[0])}; nothing is shifted.")
+            rank_zero_info(
+                f"dpx: {device} needs {format_mib(needs[0], 0)} of its {format_mib(free[0], 0)}; nothing is shifted."
+            )
             continue
         if target is None:
             raise ConfigurationError(
-                f"shifts='auto': {device} needs more than its {_mib(free[0])}, and no device is spare; start fewer "
-                "replicas."
+                f"shifts='auto': {device} needs more than its {format_mib(free[0], 0)}, and no device is spare; "
+                "start fewer replicas."
             )
         spares.remove(target)
         chosen.append(apply_shift(share.replica.module, names, {device: target}))
-        rank_zero_info(
-            f"dpx: shifts {device} -> {target}: {', '.join(names)}\n"
-            f"     {device}: {_mib(needs[0])} of {_mib(free[0])}    {target}: {_mib(needs[1])} of {_mib(free[1])}"
-        )
+        here = f"{device}: {format_mib(needs[0], 0)} of {format_mib(free[0], 0)}"
+        there = f"{target}: {format_mib(needs[1], 0)} of {format_mib(free[1], 0)}"
+        rank_zero_info(f"dpx: shifts {device} -> {target}: {', '.join(names)}\n     {here}    {there}")
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
@@ -101,7 +103,3 @@ def states_of(optimizer: Any) -> int:
     if "betas" in defaults:
         return 3 if defaults.get("amsgrad") else 2
     return 1 if defaults.get("momentum") else (0 if "momentum" in defaults else 2)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"

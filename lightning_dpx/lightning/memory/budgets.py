@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, free_bytes, is_host
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.units import parse_bytes
+from lightning_dpx.units import format_mib, parse_bytes
 
 Budget = int | float | str  # bytes, a fraction of the device, or "auto" and texts such as "8GiB"
 _MARGIN = 0.05  # of what is free, left for what no operator reports: workspaces, fragmentation
@@ -118,7 +118,7 @@ class Budgets:
                 if target and not named:
                     return total
                 raise ConfigurationError(
-                    f"{self.told(device)} is more than {device} has, {total / 2**20:.1f} MiB; give less, or 'auto'."
+                    f"{self.told(device)} is more than {device} has, {format_mib(total)}; give less, or 'auto'."
                 )
             return int(budget * total) if isinstance(budget, float) else budget
         present = 0 if is_host(device) else allocated_and_peak(device)[0]

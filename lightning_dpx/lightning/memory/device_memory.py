@@ -7,12 +7,11 @@ from typing import Literal
 import torch
 
 from lightning_dpx.devices import canonical_device
+from lightning_dpx.units import MIB
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-GIB = 2**30
-MIB = 2**20
 
 
 @dataclass(slots=True)

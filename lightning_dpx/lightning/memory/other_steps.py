@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dpx.lightning.memory.seen_steps import SeenStep
 from lightning_dpx.memory import AppliedPlan
+from lightning_dpx.units import format_mib
 
 _WORTH_A_PROFILE = 0.02  # of the unplanned peak
 _MOST_PROFILES = 8  # in a row that have shown nothing new
@@ -38,7 +39,7 @@ class OtherSteps:
         if self.expected and not was_expected:
             modules = sorted({name.rpartition(":")[0].partition("#")[0] or "the step itself" for name in self._unseen})
             rank_zero_info(
-                f"dpx: a step kept {sum(self._unseen.values()) / 2**20:.1f} MiB that memory is not planned for, of "
+                f"dpx: a step kept {format_mib(sum(self._unseen.values()))} that memory is not planned for, of "
                 f"{', '.join(modules[:3])}: steps differ. The coming ones are profiled until it is."
             )
 
@@ -57,7 +58,7 @@ class OtherSteps:
             self._left -= 1
             if not self._left:
                 rank_zero_warn(
-                    f"dpx: {sum(self._unseen.values()) / 2**20:.1f} MiB that a step kept was in none of the "
+                    f"dpx: {format_mib(sum(self._unseen.values()))} that a step kept was in none of the "
                     f"{_MOST_PROFILES} steps after it: memory is not planned for such a step, which may exceed "
                     "memory_budget."
                 )

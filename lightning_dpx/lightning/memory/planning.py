@@ -36,6 +36,7 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import Replica, ReplicaSet, Share
+from lightning_dpx.units import format_mib
 
 StaticOf = Callable[[Sequence[Share]], StaticMemory]  # what a step of these shares needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
@@ -148,8 +149,9 @@ class MemoryPlanning:
                 error.add_note("That is for one row of example_input_array, in forward and backward alone.")
                 raise
             rank_zero_info(
-                f"dpx: without a plan, one row of example_input_array takes {_mib(profiles[0].peak)} of the "
-                f"{_mib(rooms[home])} on {home} that memory_budget leaves for activations; the first batch is planned."
+                f"dpx: without a plan, one row of example_input_array takes {format_mib(profiles[0].peak)} of the "
+                f"{format_mib(rooms[home])} on {home} that memory_budget leaves for activations; "
+                "the first batch is planned."
             )
 
     def is_open(self, replicas: ReplicaSet, batch: Any) -> bool:
@@ -316,10 +318,10 @@ class MemoryPlanning:
                 self.profiles[place] = decided.seen[decided.worst[index]].profiles[index]
 
     def _explain(self, error: BudgetError, place: torch.device, held: int, limit: int, sharing: int) -> None:
-        least = _mib(held + sharing * (error.smallest or 0))
+        least = format_mib(held + sharing * (error.smallest or 0))
         error.add_note(
-            f"On {place}, {self.budgets.told(place)} allows {_mib(limit)} in all, of which parameters, gradients, "
-            f"their reduction and optimizer state take {_mib(held)}; it must allow at least {least}."
+            f"On {place}, {self.budgets.told(place)} allows {format_mib(limit)} in all, of which parameters, "
+            f"gradients, their reduction and optimizer state take {format_mib(held)}; it must allow at least {least}."
         )
 
     def _room(self, device: torch.device, static: StaticMemory, limit: int) -> int:
@@ -327,11 +329,11 @@ class MemoryPlanning:
         held = static.beside_activations(device)
         most = max(held, static.after_backward(device))
         if most >= limit:
-            moving = _mib(static.moving.get(device, 0))
+            moving = format_mib(static.moving.get(device, 0))
             raise BudgetError(
-                f"{self.budgets.told(device)} allows {_mib(limit)} on {device}, and parameters, gradients and "
-                f"optimizer state alone take {_mib(most)}, with {moving} that the reduction of gradients needs beside "
-                "them. Allow more, or use more gradient_buckets, reducer='colocate' or shifts."
+                f"{self.budgets.told(device)} allows {format_mib(limit)} on {device}, and parameters, gradients and "
+                f"optimizer state alone take {format_mib(most)}, with {moving} that the reduction of gradients "
+                "needs beside them. Allow more, or use more gradient_buckets, reducer='colocate' or shifts."
             )
         return limit - held
 
@@ -381,8 +383,8 @@ class MemoryPlanning:
             )
         said = []
         for device, plan in self.plans.items():
-            budget = f" for a budget of {_mib(self._limits[device][0])}" if device in self._limits else ""
-            said.append(f"The plan of {device}{budget} predicted {_mib(plan.peak or 0)} of activations.")
+            budget = f" for a budget of {format_mib(self._limits[device][0])}" if device in self._limits else ""
+            said.append(f"The plan of {device}{budget} predicted {format_mib(plan.peak or 0)} of activations.")
             decided = next((one for one in self._decided.values() if device in one.places), None)
             if decided is None:
                 continue
@@ -392,7 +394,7 @@ class MemoryPlanning:
                 said.append("No plan takes much less: use a smaller batch.")
                 continue
             said.append(
-                f"One of {_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
+                f"One of {format_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
                 "memory_budget, or on_oom='replan'."
             )
         return " ".join(said)
@@ -441,8 +443,8 @@ class MemoryPlanning:
             unnoticed = max(present - before, _UNNOTICED + self._passing.get(device, 0))
             if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:
                 rank_zero_warn(
-                    f"dpx: the activations on {device} took {_mib(taken)} where {_mib(predicted)} was predicted: "
-                    "operators that need much memory inside, or other work on the device."
+                    f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(predicted)} was "
+                    "predicted: operators that need much memory inside, or other work on the device."
                 )
         self._before = {}
 
@@ -456,11 +458,6 @@ def _origin(profile: Profile, source: str, num_shapes: int) -> str:
 def _announcement(device: torch.device, plan: MemoryPlan, static: int, limit: int, sharing: int, remark: str) -> str:
     how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
     peak = static + sharing * (plan.peak or 0)
-    head = (
-        f"dpx: memory of {device}{how}: {_mib(peak)} predicted of {_mib(limit)} allowed, {_mib(static)} static{remark}"
-    )
+    figures = f"{format_mib(peak)} predicted of {format_mib(limit)} allowed, {format_mib(static)} static"
+    head = f"dpx: memory of {device}{how}: {figures}{remark}"
     return f"{head}\n{'everything fits; nothing is computed again' if plan.keeps_all else format_plan(plan)}"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB"

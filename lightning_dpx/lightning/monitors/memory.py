@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.lightning.memory.device_memory import GIB, MIB, DeviceMemory, Phase, bytes_by_device, flat, table_of
+from lightning_dpx.lightning.memory.device_memory import DeviceMemory, Phase, bytes_by_device, flat, table_of
 from lightning_dpx.lightning.monitors.base import (
     Pace,
     check_file,
@@ -27,6 +27,7 @@ from lightning_dpx.lightning.monitors.base import (
 )
 from lightning_dpx.lightning.monitors.report import MemoryPlans, draw_report, memory_plans, planned_activations
 from lightning_dpx.lightning.strategy import DPXStrategy
+from lightning_dpx.units import GIB, MIB, format_mib
 
 
 class DeviceMemoryMonitor(Callback):
@@ -204,7 +205,7 @@ class DeviceMemoryMonitor(Callback):
         if full and device not in self._warned:
             self._warned.add(device)
             warnings.warn(
-                f"{device} is nearly full: a step's peak was {peak / MIB:.0f} of {total / MIB:.0f} MiB. A smaller "
+                f"{device} is nearly full: a step's peak was {peak / MIB:.0f} of {format_mib(total, 0)}. A smaller "
                 "batch, DPXStrategy(memory_budget='auto') or DPXStrategy(shifts='auto') leave more room.",
                 stacklevel=2,
             )

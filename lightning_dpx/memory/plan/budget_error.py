@@ -9,6 +9,7 @@ from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.replay_search import Mixed
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
 from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.units import format_bytes
 
 
 def budget_error(
@@ -25,11 +26,11 @@ def budget_error(
         reached: Bytes that it comes down to, where it was asked.
     """
     least = smallest.peak
-    other = f" by planner={planner!r}, which reaches {_mib(reached)}" if least <= budget else ""
+    other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
     return BudgetError(
-        f"A budget of {_mib(budget)} for activations cannot be met{other}; the smallest that can is {_mib(least)}, "
-        f"without a plan it is {_mib(profile.peak)}, and nothing that drops and computes again takes less than "
-        f"{_mib(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} Allow more, or use a smaller batch.",
+        f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is {format_bytes(least)}, "
+        f"without a plan it is {format_bytes(profile.peak)}, and nothing that drops and computes again takes less than "
+        f"{format_bytes(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} Allow more, or use a smaller batch.",
         least,
     )
 
@@ -58,7 +59,11 @@ def _crest(found: Mixed) -> str:
     of = f" ({value.operator})" if value.operator else ""
     said = f"What sets that is {operator}the {when} at {module!r}{of}"
     passing = _passing(profile, event)
-    return f"{said}, where {_mib(passing)} pass: gradients, and what operators take inside." if passing else f"{said}."
+    return (
+        f"{said}, where {format_bytes(passing)} pass: gradients, and what operators take inside."
+        if passing
+        else f"{said}."
+    )
 
 
 def _passing(profile: Profile, event: int) -> int:
@@ -82,11 +87,4 @@ def _bottleneck(problem: Problem) -> str:
     unit = max(problem.units, key=lambda unit: unit.num_bytes)
     value = problem.profile.values[unit.values[0]]
     why = f", which must be kept: {value.refused}" if value.refused else ""
-    return f"The largest single activation, {_mib(unit.num_bytes)}, is saved by {value.name.rpartition(':')[0]!r}{why}."
-
-
-def _mib(size: float) -> str:
-    """Bytes in the unit that shows them."""
-    if size < 1024:
-        return f"{size:.0f} bytes"
-    return f"{size / 2**10:.2f} KiB" if size < 2**20 else f"{size / 2**20:.2f} MiB"
+    return f"The largest single activation, {format_bytes(unit.num_bytes)}, is saved by {value.name.rpartition(':')[0]!r}{why}."

@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
+from lightning_dpx.units import MIB, format_mib
 
 Action = Literal["keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay"]
 _VERSION = 1
@@ -307,14 +308,14 @@ def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
     names = {row[0] for row in shown}
     lines = [f"{'module':40} {'values':>7} {'saves MiB':>10} {'costs ms':>9}"]
     lines += [
-        f"{name[:40]:40} {count:7} {size / 2**20:10.2f} {seconds * 1e3:9.3f}"
+        f"{name[:40]:40} {count:7} {size / MIB:10.2f} {seconds * 1e3:9.3f}"
         for name, count, size, seconds in rows
         if name in names
     ]
     if len(rows) > len(shown):
         rest = [row for row in rows if row[0] not in names]
         lines.append(
-            f"{f'({len(rest)} smaller ones)':40} {sum(r[1] for r in rest):7} {sum(r[2] for r in rest) / 2**20:10.2f} "
+            f"{f'({len(rest)} smaller ones)':40} {sum(r[1] for r in rest):7} {sum(r[2] for r in rest) / MIB:10.2f} "
             f"{sum(r[3] for r in rest) * 1e3:9.3f}"
         )
     return "\n".join([*lines, summary(plan)])
@@ -322,17 +323,17 @@ def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
 
 def summary(plan: MemoryPlan) -> str:
     """The peaks and the price, in one line."""
-    budget = "as few as possible" if plan.budget is None else f"{plan.budget / 2**20:.1f} MiB"
+    budget = "as few as possible" if plan.budget is None else f"{format_mib(plan.budget)}"
     basis = f"; {plan.basis}" if plan.basis else ""
     if plan.peak is None or plan.recompute_share is None:
-        return f"activations: an edited plan, peak unknown; without a plan {plan.unplanned_peak / 2**20:.1f} MiB{basis}"
+        return f"activations: an edited plan, peak unknown; without a plan {format_mib(plan.unplanned_peak)}{basis}"
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
     if plan.least_share:
         least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
     sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "offload"]
-    offloaded = f", {sum(sizes) / 2**20:.1f} MiB offloaded to the host" if sizes else ""
+    offloaded = f", {format_mib(sum(sizes))} offloaded to the host" if sizes else ""
     return (
-        f"activations: peak {plan.peak / 2**20:.1f} MiB of {plan.unplanned_peak / 2**20:.1f} MiB without a plan, "
+        f"activations: peak {format_mib(plan.peak)} of {format_mib(plan.unplanned_peak)} without a plan, "
         f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{offloaded} ({plan.planner}{least}){basis}"
     )
 

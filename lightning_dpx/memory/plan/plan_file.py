@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-MOST_BYTES = 64 * 2**20  # about half a million decisions
+from lightning_dpx.units import MIB
+
+MOST_BYTES = 64 * MIB  # about half a million decisions
 _DECISIONS = "decisions:"
 _PLAIN = r"[A-Za-z_][A-Za-z0-9_.]*(?: [A-Za-z_][A-Za-z0-9_.]*)*"
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})

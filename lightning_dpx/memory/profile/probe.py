@@ -15,10 +15,11 @@ import torch
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
 from lightning_dpx.torch_compat import DisableAutocast, disable_current_modes, schema_of, tree_flatten, tree_unflatten
+from lightning_dpx.units import GIB
 
 aten = torch.ops.aten
 _WORTH = 4096  # bytes of operands: what less may take inside does not matter
-_MOST_BYTES, _MOST_SECONDS = 2**30, 0.2  # of one operator
+_MOST_BYTES, _MOST_SECONDS = GIB, 0.2  # of one operator
 _UNTRIED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
 _MAKES_NOTHING = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
