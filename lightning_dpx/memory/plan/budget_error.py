@@ -28,9 +28,10 @@ def budget_error(
     least = smallest.peak
     other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
     return BudgetError(
-        f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is {format_bytes(least)}, "
-        f"without a plan it is {format_bytes(profile.peak)}, and nothing that drops and computes again takes less than "
-        f"{format_bytes(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} Allow more, or use a smaller batch.",
+        f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is "
+        f"{format_bytes(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and computes "
+        f"again takes less than {format_bytes(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} "
+        "Allow more, or use a smaller batch.",
         least,
     )
 
@@ -59,11 +60,9 @@ def _crest(found: Mixed) -> str:
     of = f" ({value.operator})" if value.operator else ""
     said = f"What sets that is {operator}the {when} at {module!r}{of}"
     passing = _passing(profile, event)
-    return (
-        f"{said}, where {format_bytes(passing)} pass: gradients, and what operators take inside."
-        if passing
-        else f"{said}."
-    )
+    if not passing:
+        return f"{said}."
+    return f"{said}, where {format_bytes(passing)} pass: gradients, and what operators take inside."
 
 
 def _passing(profile: Profile, event: int) -> int:
@@ -87,4 +86,5 @@ def _bottleneck(problem: Problem) -> str:
     unit = max(problem.units, key=lambda unit: unit.num_bytes)
     value = problem.profile.values[unit.values[0]]
     why = f", which must be kept: {value.refused}" if value.refused else ""
-    return f"The largest single activation, {format_bytes(unit.num_bytes)}, is saved by {value.name.rpartition(':')[0]!r}{why}."
+    size = format_bytes(unit.num_bytes)
+    return f"The largest single activation, {size}, is saved by {value.name.rpartition(':')[0]!r}{why}."
