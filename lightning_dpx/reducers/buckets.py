@@ -103,7 +103,9 @@ class GradientPacker:
 
 def split_at_boundaries(sizes: Sequence[int], num_splits: int) -> list[list[int]]:
     """Indices of N items in at most ``num_splits`` runs of about equal size, from the last item to the first."""
-    total, splits, done = sum(sizes), [[]], 0  # type: tuple[int, list[list[int]], int]
+    total = sum(sizes)
+    splits: list[list[int]] = [[]]
+    done = 0
     for index in reversed(range(len(sizes))):
         if splits[-1] and done >= total * len(splits) / num_splits and len(splits) < num_splits:
             splits.append([])
@@ -115,7 +117,8 @@ def split_at_boundaries(sizes: Sequence[int], num_splits: int) -> list[list[int]
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor of all elements, in order; a view where the tensors are neighbours in one storage."""
     first = tensors[0]
-    storage, end = first.untyped_storage(), first.storage_offset()
+    storage = first.untyped_storage()
+    end = first.storage_offset()
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.storage_offset() == end
         if not same or not tensor.is_contiguous():

@@ -43,7 +43,8 @@ class HierarchicalReducer(GradientReducer):
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for turn, indices in enumerate(self._buckets(lists[0], targets)):
-            target, packs = targets[indices[0]], [flatten([row[index] for index in indices]) for row in lists]
+            target = targets[indices[0]]
+            packs = [flatten([row[index] for index in indices]) for row in lists]
             groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
             leaders = [self._sum_group(packs, group, turn) for group in groups]
             pack = self._move(self._sum_leaders(leaders), self.places[target])

@@ -32,7 +32,10 @@ class OverlappedReduction:
         reduce: Callable[[list[int]], None],
         names: Sequence[str],
     ) -> None:
-        self._columns, self._reduce, self._names, self._lock = columns, reduce, names, threading.Lock()
+        self._columns = columns
+        self._reduce = reduce
+        self._names = names
+        self._lock = threading.Lock()
         splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_splits)
         self._split_of = {index: number for number, split in enumerate(splits) for index in split}
         self._handles: list[RemovableHandle] = []

@@ -27,7 +27,8 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
         raise ConfigurationError(
             f"sizes[{_first_negative(sizes)}]={min(sizes)} is not allowed; sizes are not negative."
         )
-    loads, placed = [0] * len(devices), [devices[0]] * len(sizes)
+    loads = [0] * len(devices)
+    placed = [devices[0]] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         place = min(range(len(devices)), key=loads.__getitem__)
         loads[place] += sizes[index]

@@ -33,8 +33,10 @@ class ProcessReducer:
         notice: Callable[[], bool] = lambda: False,
         on_notice: Callable[[list[int]], None] = lambda ranks: None,
     ) -> None:
-        self._num_splits, self._wire = max(1, num_splits), communication_dtype
-        self._notice, self._on_notice = notice, on_notice
+        self._num_splits = max(1, num_splits)
+        self._wire = communication_dtype
+        self._notice = notice
+        self._on_notice = on_notice
         self._calls = 0
 
     @torch.no_grad()
@@ -69,26 +71,22 @@ class ProcessReducer:
 
     def _agree(self, grads: Gradients, rows: float) -> tuple[float, list[torch.layout | None]]:
         """The samples of all processes, and what every gradient will be: dense, sparse or none."""
-        rank, world = distributed.get_rank(), distributed.get_world_size()
-        codes = [0 if g is None else 1 if g.layout == torch.strided else world + 1 for g in grads]  # sums tell both
+        rank = distributed.get_rank()
+        world = distributed.get_world_size()
+        codes = [_code_of(gradient, world) for gradient in grads]
         header = torch.tensor([max(rows, 0.0), *[0.0] * world, *codes], dtype=torch.float64)
         header[1 + rank] = self._notice()
         distributed.all_reduce(header)
-        all_rows, sums = float(header[0]), header[1:].tolist()
+        all_rows = float(header[0])
+        sums = header[1:].tolist()
         if noticed := [index for index, flag in enumerate(sums[:world]) if flag]:
             self._on_notice(noticed)
-        kinds = [
-            None if code == 0 else torch.sparse_coo if code % (world + 1) == 0 else torch.strided
-            for code in sums[world:]
-        ]
-        return all_rows, kinds
+        return all_rows, [_kind_of(code, world) for code in sums[world:]]
 
     def _reduce_dense(
         self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
     ) -> None:
-        own = [
-            torch.zeros_like(like[i]) if (g := grads[i]) is None else g.to_dense() if g.is_sparse else g for i in used
-        ]
+        own = [_dense(grads[index], like[index]) for index in used]
         wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
         targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
         works = []
@@ -157,7 +155,9 @@ def is_loss_of_a_process(error: BaseException) -> bool:
 @waits_for_others
 def describe_loss(during: str) -> str:
     """Which processes are lost, after a collective has failed; see :class:`RollCall`."""
-    rank, world, calling = distributed.get_rank(), distributed.get_world_size(), current_roll_call()
+    rank = distributed.get_rank()
+    world = distributed.get_world_size()
+    calling = current_roll_call()
     try:
         lost = {} if calling is None else calling.lost()
     except RuntimeError:  # the store itself went with the process that kept it
@@ -165,3 +165,25 @@ def describe_loss(during: str) -> str:
     who = f"rank {', '.join(map(str, lost))} of {world} processes" if lost else "an unknown rank"
     known = "".join(f"; rank {other} {what}" for other, what in lost.items() if what)
     return f"Process {rank} lost {who} during {during}: it ended, or did not come within the timeout{known}"
+
+
+def _code_of(gradient: torch.Tensor | None, world: int) -> int:
+    """What a process tells of a gradient. The sum over ``world`` processes says which kinds there are among them."""
+    if gradient is None:
+        return 0
+    # More than all dense ones together, so that one sum holds both counts.
+    return 1 if gradient.layout == torch.strided else world + 1
+
+
+def _kind_of(code: float, world: int) -> torch.layout | None:
+    """What a gradient will be, from the sum of its codes: sparse only where no process has a dense one."""
+    if code == 0:
+        return None
+    return torch.sparse_coo if code % (world + 1) == 0 else torch.strided
+
+
+def _dense(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A dense gradient for a sum to which every process must add one."""
+    if gradient is None:
+        return torch.zeros_like(like)
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -47,8 +47,11 @@ class RollCall:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store = store
-        self._answering, self._asking = store.clone(), store.clone()  # waiting on one connection blocks it
-        self._rank, self._world_size = rank, world_size
+        # Waiting on one connection blocks it, so each side has its own.
+        self._answering = store.clone()
+        self._asking = store.clone()
+        self._rank = rank
+        self._world_size = world_size
         self._verdict: dict[int, str] = {}
         self._ended = threading.Event()
         self._answered = self._answering.add("dpx/rolls", 0)

@@ -90,7 +90,8 @@ def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _from_bytes(received: torch.Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> list[Rows]:
-    result, start = [], 0
+    result = []
+    start = 0
     for (dims, nnz, *rest), dtype in zip(shapes, dtypes, strict=True):
         middle = start + dims * nnz * _INDEX.itemsize
         end = middle + nnz * torch.Size(rest).numel() * dtype.itemsize

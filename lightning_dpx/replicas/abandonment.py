@@ -56,7 +56,8 @@ class RunningTask:
             self._stopped = True
             if self._thread is None:
                 return
-            thread, raised = ctypes.c_ulong(self._thread), ctypes.py_object(StepAbandoned)
+            thread = ctypes.c_ulong(self._thread)
+            raised = ctypes.py_object(StepAbandoned)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
 
     @property

@@ -93,11 +93,13 @@ def _cut_nested(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[to
     if tensor.layout != torch.jagged or tensor.lengths() is not None:  # type: ignore[attr-defined]
         rows = tensor.unbind()
         return [torch.nested.as_nested_tensor(list(rows[a:b]), layout=tensor.layout) for a, b in spans(sizes)]
-    offsets, values = tensor.offsets(), tensor.values()  # type: ignore[attr-defined]
+    offsets = tensor.offsets()  # type: ignore[attr-defined]
+    values = tensor.values()
     jagged_dim = next(index for index, size in enumerate(tensor.shape) if index and not isinstance(size, int))
     parts = []
     for (start, stop), part_offsets in zip(spans(sizes), _cut_offsets(offsets, tuple(sizes)), strict=True):
-        first, last = int(offsets[start]), int(offsets[stop])
+        first = int(offsets[start])
+        last = int(offsets[stop])
         rows_of_part = _own(values.narrow(jagged_dim - 1, first, last - first))
         parts.append(torch.nested.nested_tensor_from_jagged(rows_of_part, part_offsets, jagged_dim=jagged_dim))
     return parts
@@ -124,10 +126,13 @@ def _cut_sparse(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[to
 
 
 def _cut_csr(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    starts, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    starts = tensor.crow_indices()
+    columns = tensor.col_indices()
+    values = tensor.values()
     parts = []
     for start, stop in spans(sizes):
-        first, last = int(starts[start]), int(starts[stop])
+        first = int(starts[start])
+        last = int(starts[stop])
         shape = (stop - start, *tensor.shape[1:])
         row_starts = starts[start : stop + 1] - starts[start]
         parts.append(

@@ -33,13 +33,15 @@ class WorkloadBalancer:
         self._rows: tuple[int, ...] = ()
         self._ended: list[tuple[tuple[int, ...], dict[int, list[Stopwatch]]]] = []
         self._window: list[tuple[tuple[int, ...], list[float]]] = []
-        self._pause, self._next_pause = WARM_UP, WINDOW
+        self._pause = WARM_UP
+        self._next_pause = WINDOW
 
     def begin(self, rows: Sequence[int]) -> None:
         """A training step with these rows per replica begins; the one before has ended."""
         if self._open:
             self._ended.append((self._rows, self._open))
-        self._open, self._rows = {}, tuple(rows)
+        self._open = {}
+        self._rows = tuple(rows)
         while self._ended and all(watch.done for watches in self._ended[0][1].values() for watch in watches):
             rows_then, watches = self._ended.pop(0)
             if len(watches) == len(self._devices):
@@ -74,10 +76,12 @@ class WorkloadBalancer:
         now = max(times)
         then = max(sum(rows) * share / rate for share, rate in zip(proposal, rates, strict=True))
         if then < now * (1 - LEAST_GAIN):
-            self.shares, self._next_pause = proposal, WINDOW
+            self.shares = proposal
+            self._next_pause = WINDOW
             self._pause = 1
         else:
-            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
     def _per_device(self, rates: Sequence[float]) -> list[float]:
         return [

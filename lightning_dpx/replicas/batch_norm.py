@@ -44,7 +44,8 @@ class SyncedBatchNorm(AnyBatchNorm):
         shape = [1, -1] + [1] * (input.dim() - 2)
         count = values.new_full((1,), input.numel() / input.shape[1])
         totals = sum_over_replicas(rank, torch.cat([values.sum(dims), count]))
-        mean, total = totals[:-1] / totals[-1], totals[-1].detach()
+        mean = totals[:-1] / totals[-1]
+        total = totals[-1].detach()
         centred = values - mean.view(shape)
         variance = sum_over_replicas(rank, centred.square().sum(dims)) / total
         self._remember(mean.detach(), variance.detach(), total)

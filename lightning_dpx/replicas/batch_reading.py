@@ -39,7 +39,9 @@ class UncuttableBatch(SliceError):  # noqa: N818  no error where one device take
 
     def __init__(self, reason: str, advice: str, kind: object) -> None:
         super().__init__(f"{reason} {advice}".rstrip())
-        self.reason, self.advice, self.kind = reason, advice, str(kind)
+        self.reason = reason
+        self.advice = advice
+        self.kind = str(kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ class BatchReading:
         Raises:
             SliceError: it has no such dim.
         """
-        dim, shape = self._dim(path), shape_of(array)
+        dim = self._dim(path)
+        shape = shape_of(array)
         if not 0 <= dim < len(shape):
             raise SliceError(
                 f"batch_dim={dim} is out of range for {path or 'the batch'} of shape {shape}; "
@@ -207,7 +210,8 @@ class BatchReading:
         Raises:
             UncuttableBatch: something stands in the way; names all of it.
         """
-        total, doubtful = self.num_rows(), []
+        total = self.num_rows()
+        doubtful = []
         while self.lists:
             found = self.lists.pop()
             if is_list_of_values(found.node) and len(found.node) != total:
@@ -381,7 +385,8 @@ def _advice(reading: BatchReading, odd: list[Input], lists: list[Input]) -> str:
 
 def _advice_on_list(reading: BatchReading, found: Input) -> list[str]:
     """How to say what a list is; first what it is most likely to be."""
-    name, items = found.path or "the batch", list(found.node)
+    name = found.path or "the batch"
+    items = list(found.node)
     if len(items) > MOST_NAMED:
         return [f"If {name} has one item per row, say so by {_dims(reading, [found.path], 0)}."]
     told = []

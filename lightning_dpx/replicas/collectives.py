@@ -53,7 +53,9 @@ class Rendezvous:
         deadline: float | None = None,
     ) -> None:
         self.world_size = world_size
-        self._in_turns, self._refusal, self._start_others = in_turns, refusal, start_others
+        self._in_turns = in_turns
+        self._refusal = refusal
+        self._start_others = start_others
         self._deadline = deadline
         self._changed = threading.Condition()
         self._arrived: dict[int, _Arrival] = {}
@@ -90,7 +92,8 @@ class Rendezvous:
             raise CollectiveError(f"{kind} inside a step is not possible here: {self._refusal}.")
         with self._changed:
             self._arrived[rank] = _Arrival(kind, value, act, optional)
-            first, self._started = not self._started, True
+            first = not self._started
+            self._started = True
         if self._in_turns and first:
             self._start_others()
         with self._changed:
@@ -133,7 +136,8 @@ class Rendezvous:
 
     def abandon(self) -> None:
         """Nobody waits for the participants: those that wait for each other hear of it."""
-        self._abandoned, self._refusal = True, "the step was interrupted"
+        self._abandoned = True
+        self._refusal = "the step was interrupted"
         # One of them may be in the middle of what all met for, an optimizer's step, say; it tells the others then.
         if self._changed.acquire(timeout=0.1):
             try:
@@ -168,9 +172,11 @@ class Rendezvous:
         act = arrivals[min(ranks)].act
         try:
             with outside_step():
-                result, error = act(values), None
+                result = act(values)
+                error = None
         except BaseException as raised:  # noqa: BLE001  every participant must hear of it
-            result, error = None, raised
+            result = None
+            error = raised
         self._results.update(dict.fromkeys(ranks, (result, error)))
         self._appointed = set()
 
@@ -182,7 +188,8 @@ class Rendezvous:
                     f"A collective inside a step cannot complete: {reason}. All replicas must make the same calls."
                 ),
             )
-        self._arrived, self._appointed = {}, set()
+        self._arrived = {}
+        self._appointed = set()
 
     def _wait(self, is_ready: Callable[[], bool]) -> bool:
         """Whether it was ready before the deadline."""
@@ -225,7 +232,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rank: ReplicaRank, value: torch.Tensor) -> torch.Tensor:
         check_differentiable(rank)
-        ctx.rank, ctx.device = rank, value.device
+        ctx.rank = rank
+        ctx.device = value.device
         return _gathered(rank, "all_gather", value, each=True)
 
     @staticmethod

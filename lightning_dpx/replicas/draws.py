@@ -12,7 +12,9 @@ from torch import nn
 from lightning_dpx.devices import host_random_state
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
 
-_FIRST, _EVERY = 8, 16  # runs: looking at Python's and NumPy's generators takes some 0.1 ms
+# Runs between looks at Python's and NumPy's generators: a look takes some 0.1 ms.
+_FIRST = 8
+_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)

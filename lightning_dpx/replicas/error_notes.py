@@ -25,7 +25,8 @@ def annotate(error: BaseException, module: nn.Module, device: torch.device, firs
             "Start a new process and resume from the last checkpoint file."
         )
     if isinstance(error, torch.OutOfMemoryError):
-        (held, peak), total = allocated_and_peak(device), capacity_of(device).total
+        held, peak = allocated_and_peak(device)
+        total = capacity_of(device).total
         limit = f" of {total / MIB:.1f}" if total else ""
         error.add_note(
             f"{device} held {held / MIB:.1f}{limit} MiB when it was asked for more; its peak was {format_mib(peak)}."
@@ -56,12 +57,15 @@ def trial_noted(replica: int, device: torch.device, stage: str, purpose: str) ->
 
 def _module_path(error: BaseException, module: nn.Module) -> str:
     """The innermost submodule whose forward or hook raised ``error``; empty where no frame tells."""
-    names, path, entry = {id(child): name for name, child in module.named_modules()}, "", error.__traceback__
+    names = {id(child): name for name, child in module.named_modules()}
+    path = ""
+    entry = error.__traceback__
     while entry is not None:
         owner = entry.tb_frame.f_locals.get("self")
         if isinstance(owner, BackwardHook):
             owner = owner.module
-        path, entry = names.get(id(owner)) or path, entry.tb_next
+        path = names.get(id(owner)) or path
+        entry = entry.tb_next
     return path
 
 

@@ -167,7 +167,10 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
         tensors = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     merged = reduce_numbers(tensors, kind, weights)  # type: ignore[arg-type]
     assert merged is not None, "these reductions take all numbers"
-    return merged if not plain else merged.item() if kind == "mean" else _like(merged, parts[0])
+    if not plain:
+        return merged
+    # A mean of integers is no integer; sums and extremes keep the type that the user logged.
+    return merged.item() if kind == "mean" else _like(merged, parts[0])
 
 
 def _merge(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:

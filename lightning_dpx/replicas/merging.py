@@ -283,7 +283,8 @@ def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
         return True
     if type(one) is not type(two) or not has_no_equality(one):
         return False
-    mine, theirs = getattr(one, "__dict__", {}), getattr(two, "__dict__", {})
+    mine = getattr(one, "__dict__", {})
+    theirs = getattr(two, "__dict__", {})
     if mine.keys() != theirs.keys():
         return False
     return all(
@@ -302,7 +303,8 @@ def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> I
     if type(one) is not type(two):
         yield path, float("inf")
         return
-    mine, theirs = children_of(one), children_of(two)
+    mine = children_of(one)
+    theirs = children_of(two)
     if mine is None or theirs is None:
         yield path, 0.0 if is_same_object(one, two, tolerance) else float("inf")
         return

@@ -32,11 +32,22 @@ class ParameterHooks:
             self._next = RemovableHandle.next_id
         return min(different, default=None)
 
+    def added(self) -> int | None:
+        """The place of the first parameter with a hook that it did not have then; ``None`` if none has one."""
+        if RemovableHandle.next_id == self._next:  # torch numbers all hooks of the process, so none is new
+            return None
+        now = self._hooks_now()
+        more = [index for index, numbers in now.items() if not set(numbers) <= set(self._hooks.get(index, ()))]
+        if not more:
+            self._next = RemovableHandle.next_id
+        return min(more, default=None)
+
     def _hooks_now(self) -> dict[int, tuple[int, ...]]:
         """By place, the numbers of the user's hooks."""
         found: dict[int, tuple[int, ...]] = {}
         for index, parameter in enumerate(self._parameters):
-            of_gradient, after_it = backward_hooks_of(parameter), post_accumulate_hooks_of(parameter)
+            of_gradient = backward_hooks_of(parameter)
+            after_it = post_accumulate_hooks_of(parameter)
             if not of_gradient and not after_it:
                 continue
             held = (*(of_gradient or {}).items(), *(after_it or {}).items())

@@ -23,17 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
-from lightning_dpx.replicas.parameter_hooks import is_ours
+from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
-from lightning_dpx.torch_compat import backward_hooks_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -59,8 +57,10 @@ class PythonState:
         skip: tuple[type, ...] = (),
         keep: Sequence[object] = (),
     ) -> None:
-        self._root, self._others = replicas[0], list(replicas[1:])
-        self._private, self._skip = private | OF_EVERY_MODULE, skip
+        self._root = replicas[0]
+        self._others = list(replicas[1:])
+        self._private = private | OF_EVERY_MODULE
+        self._skip = skip
         self._kept = {id(kept): kept for kept in keep}
         self._several_devices = any(replica.device != self._root.device for replica in self._others)
         self._mirrors: dict[int, Mirror] = {}
@@ -119,7 +119,8 @@ class PythonState:
         self._begun = True
 
     def _follow_structure(self) -> None:
-        known, buffers = self._root.modules, self._root.buffers
+        known = self._root.modules
+        buffers = self._root.buffers
         self._root.refresh()
         if self._root.modules is not known:
             self._check_modules()
@@ -377,21 +378,18 @@ class PythonState:
 
     def note_hooks_of_parameters(self) -> None:
         """Somebody else has seen to it that hooks of parameters do no harm."""
-        self._next_hook = RemovableHandle.next_id
-        self._parameter_hooks = {id(p): len(backward_hooks_of(p) or ()) for p in self._root.parameters}
+        self._parameter_hooks = ParameterHooks(self._root.parameters)
 
     def _check_hooks_of_parameters(self) -> None:
-        if RemovableHandle.next_id == self._next_hook:  # torch numbers all hooks of the process
+        index = self._parameter_hooks.added()
+        if index is None:
             return
-        self._next_hook = RemovableHandle.next_id
-        for parameter in self._root.parameters:
-            hooks = backward_hooks_of(parameter)
-            if hooks and len(hooks) > self._parameter_hooks.get(id(parameter), 0):
-                name = next(name for name, other in self._root.module.named_parameters() if other is parameter)
-                raise ReplicationError(
-                    f"Parameter {name} got a hook after setup, which would see the gradient of one replica only; "
-                    "register it before fit (configure_model), so that every replica has it."
-                )
+        parameter = self._root.parameters[index]
+        name = next(name for name, other in self._root.module.named_parameters() if other is parameter)
+        raise ReplicationError(
+            f"Parameter {name} got a hook after setup, which would see the gradient of one replica only; "
+            "register it before fit (configure_model), so that every replica has it."
+        )
 
     def _check_modules(self) -> None:
         mine, theirs = (dict(replica.module.named_modules()) for replica in (self._root, self._others[0]))
@@ -431,7 +429,8 @@ class StateFingerprint:
     """
 
     def __init__(self, module: nn.Module, keep: Sequence[object] = (), private: frozenset[str] = frozenset()) -> None:
-        self._module, self._private = module, private | OF_EVERY_MODULE
+        self._module = module
+        self._private = private | OF_EVERY_MODULE
         self._kept = {id(kept): kept for kept in keep}
         self._before = dict(self._marks())
 

@@ -27,7 +27,9 @@ class Replica:
     __slots__ = ("buffers", "device", "index", "module", "modules", "parameters")
 
     def __init__(self, index: int, device: torch.device, module: nn.Module) -> None:
-        self.index, self.device, self.module = index, device, module
+        self.index = index
+        self.device = device
+        self.module = module
         self.modules: list[nn.Module] = []
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []

@@ -150,7 +150,7 @@ class ReplicaSet:
         ReplicationError: the module cannot be copied faithfully.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all keyword-only, one for each concern of a set of replicas
         self,
         module: nn.Module,
         devices: Sequence[torch.device],
@@ -181,8 +181,11 @@ class ReplicaSet:
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self._keep = tuple(keep)
-        self._private, self._skip, self.shared = private, skip, tuple(shared)
-        self._buffers, self._check_every = buffers, check_every
+        self._private = private
+        self._skip = skip
+        self.shared = tuple(shared)
+        self._buffers = buffers
+        self._check_every = check_every
         self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared))
         seed_apart(self.devices)
         for device in self._physical:
@@ -357,7 +360,8 @@ class ReplicaSet:
         Raises:
             BaseException: the first replica's error, the original object with a note.
         """
-        threads, in_turns = isinstance(self._executor, ThreadedExecutor), self._takes_turns(stage)
+        threads = isinstance(self._executor, ThreadedExecutor)
+        in_turns = self._takes_turns(stage)
         if in_turns:
             self.release_cores()
         before = self.draws.begin((stage, self.root.module.training)) if threads else None
@@ -541,7 +545,8 @@ def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> t
     first = 0
     for index in range(1, len(merged)):
         if devices[index] == devices[first]:
-            merged[first], merged[index] = merged[first] + merged[index], 0
+            merged[first] = merged[first] + merged[index]
+            merged[index] = 0
         else:
             first = index
     return tuple(merged)

@@ -143,7 +143,9 @@ class ModuleCopy:
         private: tuple[type, ...] = (),
         staying: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._module, self._device, self._private = module, device, private
+        self._module = module
+        self._device = device
+        self._private = private
         self._staying = {id(parameter) for parameter in staying}
         self._kept: Memo = {id(kept): kept for kept in keep}
         self._tensors: Memo = dict(parameters)
@@ -272,7 +274,9 @@ def prepare_memo(
     hidden = [value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value)]
     whole = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
     whole.walk([*private, *hidden])
-    memo[id(rest)], memo[id(whole)] = rest, whole  # ids are good as long as their objects live
+    # Ids are good as long as their objects live.
+    memo[id(rest)] = rest
+    memo[id(whole)] = whole
     leading = rest.leading() | whole.leading()
     for key, value in (rest.objects | whole.objects).items():
         if key in known:
@@ -392,7 +396,8 @@ def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     twin = copy.copy(parameter) if type(parameter) is not nn.Parameter else nn.Parameter(data, parameter.requires_grad)
-    twin.data, twin.grad = data, None
+    twin.data = data
+    twin.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name)
         if hooks:

@@ -194,7 +194,8 @@ def _made(fill: Callable[[torch.Tensor, torch.Generator], Any]) -> Callable[...,
 
 
 def _normal_of_tensors(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    mean = args[0]
+    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     like = mean * torch.ones_like(std) if isinstance(std, torch.Tensor) else mean
     noise = _pattern(torch.empty_like(like), _normal)
     drawn: torch.Tensor = noise * std + mean

@@ -181,7 +181,8 @@ class PeekedIterator(StandIn):
 
     def _take(self, fetch: Callable[[Any], Any]) -> Any:
         state = vars(self)
-        taken, place = state["_taken"], state["_place"]
+        taken = state["_taken"]
+        place = state["_place"]
         if place == len(taken):
             if not state["_is_tried"]:
                 return fetch(state["_iterator"])

@@ -160,7 +160,8 @@ class _PackedSlicer(Slicer):
         return int(batch.batch_sizes[0])
 
     def cut(self, batch: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
-        rows, is_sorted = unpack_sequence(batch), batch.sorted_indices is None
+        rows = unpack_sequence(batch)
+        is_sorted = batch.sorted_indices is None
         return [pack_sequence(rows[start:stop], enforce_sorted=is_sorted) for start, stop in spans(sizes)]
 
     def join(self, parts: Sequence[PackedSequence]) -> PackedSequence:

@@ -36,7 +36,10 @@ class _BufferCandidates:
         rows: Sequence[int],
         before: torch.Tensor | None,
     ) -> None:
-        self._owned, self._column, self._rows, self._before = owned, column, rows, before
+        self._owned = owned
+        self._column = column
+        self._rows = rows
+        self._before = before
 
     def value(self, rule: BufferRule) -> torch.Tensor | None:
         """``None`` where the rule makes no sense for it."""
@@ -66,15 +69,19 @@ class StateSync:
     """
 
     def __init__(self, replicas: Sequence[Replica], buffers: BufferMode = "broadcast", check_every: int = 0) -> None:
-        self._root, self._others, self._buffers = replicas[0], tuple(replicas[1:]), buffers
+        self._root = replicas[0]
+        self._others = tuple(replicas[1:])
+        self._buffers = buffers
         self._owners: list[int] = []
         self._flags: list[bool] = []
         self._owned: list[nn.Parameter] = []
         self._mirrored: list[list[int]] = [[] for _ in self._others]  # versions of the copies, as they were left
         self._versions: list[int] = []
-        self._changed, self._unchecked = True, 3
+        self._changed = True
+        self._unchecked = 3
         self._sums: list[int] = []  # in the first steps, to notice writes through .data
-        self._check_every, self._checked = check_every, 0
+        self._check_every = check_every
+        self._checked = 0
         self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
         self._may_restore = False
         self.watches_writes = False  # of hooks that may write the user's module without a trace, with other owners
@@ -122,7 +129,8 @@ class StateSync:
         """Freezing may happen on the user's module or, through an optimizer, on the owner's copy."""
         replicas = (self._root, *self._others)
         for index, owner in enumerate(self._owners):
-            mine, theirs = self._root.parameters[index], replicas[owner].parameters[index]
+            mine = self._root.parameters[index]
+            theirs = replicas[owner].parameters[index]
             if mine.requires_grad == self._flags[index] != theirs.requires_grad:
                 mine.requires_grad_(theirs.requires_grad)
             self._flags[index] = mine.requires_grad
@@ -144,12 +152,15 @@ class StateSync:
                     target_module.training = source_module.training
             if not _alike(self._root.buffers, replica.buffers):
                 self._replace_buffers(replica)
-        if self._root.buffers:
-            with torch.no_grad():
-                for replica in self._others:
-                    for source, target in zip(self._root.buffers, replica.buffers, strict=True):
-                        if target is not source:
-                            target.copy_(source, non_blocking=True)
+        self._copy_buffers()
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
+        # Without a look at versions: unlike parameters, most buffers change in every step (batch norm's statistics).
+        for replica in self._others if self._root.buffers else ():
+            for source, target in zip(self._root.buffers, replica.buffers, strict=True):
+                if target is not source:
+                    target.copy_(source, non_blocking=True)
 
     def _replace_buffers(self, replica: Replica) -> None:
         """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""
@@ -197,7 +208,8 @@ class StateSync:
         apart = self.differing()
         if apart:
             self.mark_changed()
-            (name, replica), more = apart[0], f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+            name, replica = apart[0]
+            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
             warnings.warn(
                 f"Parameter {name} on replica {replica}{more} differed from replica 0 without a trace (written through "
                 ".data?); all replicas get the values of replica 0, your module.",
@@ -218,7 +230,9 @@ class StateSync:
         for replica, left in zip(self._others, self._mirrored, strict=True):
             self._follow(replica, owned, changed or _versions(replica) != left)
         self._mirrored = [_versions(replica) for replica in self._others]
-        self._owned, self._versions, self._changed = owned, versions, False
+        self._owned = owned
+        self._versions = versions
+        self._changed = False
         if self.watches_writes and (changed or not self._left):
             self._left = checksums(owned)
         self._sums = []  # those of a step of one replica, which nobody compared, are of no use any more
@@ -277,7 +291,8 @@ class StateSync:
         """The name of a parameter that was written since it was synchronized, where replicas share it; else empty."""
         if not any(replica.device == self._root.device for replica in self._others):
             return ""
-        sums, self._sums = self._sums, []
+        sums = self._sums
+        self._sums = []
         now = checksums(self._owned) if sums else []
         for index, (parameter, version) in enumerate(zip(self._owned, self._versions, strict=True)):
             if version_counter(parameter) != version or (sums and sums[index] != now[index]):

@@ -27,7 +27,8 @@ class OperatorCensus(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_operators, self.flops = 0, 0
+        self.num_operators = 0
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +64,8 @@ class Trial:
 
     def watch(self, call: Callable[[], Any]) -> Any:
         """What ``call`` returns; its operators are counted, and what it writes on the module is noticed."""
-        before, generators = dict(_state(self.module)), GeneratorStates(modules=[self.module])
+        before = dict(_state(self.module))
+        generators = GeneratorStates(modules=[self.module])
         with self.census:
             result = call()
         self.random = generators != GeneratorStates(modules=[self.module])

@@ -58,7 +58,8 @@ def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale
     if not (one.is_floating_point() or one.is_complex()) and not (two.is_floating_point() or two.is_complex()):
         return 0.0 if torch.equal(one.to(torch.int64), two.to(torch.int64)) else math.inf
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
-    mine, theirs = one.detach().to(wide), two.detach().to(wide)
+    mine = one.detach().to(wide)
+    theirs = two.detach().to(wide)
     same = (mine == theirs) | (mine.isnan() & theirs.isnan())
     if bool(same.all()):
         return 0.0

@@ -229,10 +229,12 @@ class ThreadedExecutor(Executor):
     def __init__(
         self, lane_of: Sequence[int], intra_op_threads: int | None = None, deadline: float | None = None
     ) -> None:
-        self._lane_of, self._deadline = tuple(lane_of), deadline
+        self._lane_of = tuple(lane_of)
+        self._deadline = deadline
         self._inboxes: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
-        self._threads_per_lane, self._process = intra_op_threads, os.getpid()
+        self._threads_per_lane = intra_op_threads
+        self._process = os.getpid()
         weakref.finalize(self, _end, self._inboxes)  # whoever forgets to close it leaves no threads behind
 
     @property
@@ -282,7 +284,8 @@ class ThreadedExecutor(Executor):
             "" if len(set(lanes)) == len(lanes) else "several replicas take turns in the thread of one device"
         )
         rendezvous_slot.meeting = meeting = Rendezvous(len(tasks), refusal=oversubscribed, deadline=self._deadline)
-        context, outcomes = CallerContext.capture(), [Outcome() for _ in tasks]
+        context = CallerContext.capture()
+        outcomes = [Outcome() for _ in tasks]
         running = {index: RunningTask() for index in range(len(tasks))}
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -332,7 +335,8 @@ class ThreadedExecutor(Executor):
         assert rendezvous_slot.meeting is not None, "of this run"
         rendezvous_slot.meeting.abandon()
         _end(self._inboxes)
-        threads, self._threads = self._threads, []
+        threads = self._threads
+        self._threads = []
         _give_up(tasks, running)
         busy = {self._lane_of[tasks[index].replica] for index, one in running.items() if one.goes_on}
         for lane, thread in enumerate(threads):

@@ -33,7 +33,8 @@ class Part:
 
 def scaled(few: Sequence[Activation], more: Sequence[Activation], rows: tuple[int, int], target: int) -> dict[str, int]:
     """Bytes kept by every module for ``target`` rows, extrapolated from traces with ``rows``."""
-    bytes_few, bytes_more = _by_module(few), _by_module(more)
+    bytes_few = _by_module(few)
+    bytes_more = _by_module(more)
     predicted = {}
     for name, larger in bytes_more.items():
         smaller = bytes_few.get(name, 0)
@@ -86,7 +87,8 @@ def choose_parts(
     transient = 2 * max((part.kept for part in parts), default=0)
     nearest: tuple[int, int, tuple[int, int]] | None = None
     for count in range(len(parts) + 1):
-        stay, go = parts[: len(parts) - count], parts[len(parts) - count :]
+        stay = parts[: len(parts) - count]
+        go = parts[len(parts) - count :]
         source = elsewhere + sum(part.kept + per_parameter * part.parameters for part in stay) + transient
         source -= sum(part.parameters for part in go)
         target = sum(part.kept + (1 + per_parameter) * part.parameters for part in go) + (transient if go else 0)

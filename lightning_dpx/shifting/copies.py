@@ -62,7 +62,8 @@ class Copies:
     """
 
     def __init__(self, running: Sequence[Any], refuse: Callable[[Lent, torch.Tensor, Any], None]) -> None:
-        self._running, self._refuse = running, refuse
+        self._running = running
+        self._refuse = refuse
         self._copies: MutableMapping[torch.Tensor, dict[torch.device, tuple[int, torch.Tensor]]]
         self._copies = WeakTensorKeyDictionary()  # a copy lives as long as its original may be used again
         self._originals: MutableMapping[torch.Tensor, tuple[int, TensorWeakRef]] = WeakTensorKeyDictionary()

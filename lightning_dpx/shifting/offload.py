@@ -79,7 +79,9 @@ class _Offloading:
     """What a module has offloaded."""
 
     def __init__(self, module: nn.Module, place: torch.device, prefetch_depth: int) -> None:
-        self._module, self._place, self._prefetch_depth = weakref.ref(module), place, prefetch_depth
+        self._module = weakref.ref(module)
+        self._place = place
+        self._prefetch_depth = prefetch_depth
         self._entered: dict[int, list[Any]] = {}  # hooks, by thread
         self._lock = threading.Lock()
         self._fetches: TensorPrefetcher[_Offloaded] = TensorPrefetcher(prefetch_depth)

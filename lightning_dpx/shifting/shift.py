@@ -222,7 +222,9 @@ class Shift:
 
     def __init__(self, module: nn.Module, chosen: list[str], source: torch.device, target: torch.device) -> None:
         self._module = weakref.ref(module)
-        self.chosen, self.source, self.target = chosen, source, target
+        self.chosen = chosen
+        self.source = source
+        self.target = target
         self._local = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shift":
@@ -253,7 +255,8 @@ class Shift:
         assert module is not None, "held by the caller"
         own = self._own_tensors(module)
         moving = [tensor for tensor in own if canonical_device(tensor.device) != self.target]
-        needed, free = sum(tensor.nbytes for tensor in moving), free_bytes(self.target)
+        needed = sum(tensor.nbytes for tensor in moving)
+        free = free_bytes(self.target)
         if needed > free:
             raise ConfigurationError(
                 f"{self.entry}: the parameters of {', '.join(self.chosen)} need "
@@ -337,7 +340,8 @@ class Shift:
         self._clear_interrupted_call()
         outermost = self._mode is None
         if outermost:
-            self._local.entered, self._local.depth = self.active(), 0
+            self._local.entered = self.active()
+            self._local.depth = 0
             self._local.entered.__enter__()
             assert self._mode is not None, "just entered"
             self._mode.caller = sys._getframe(2)  # of the module call that has called the hook that calls this
@@ -348,12 +352,14 @@ class Shift:
 
     def _clear_interrupted_call(self) -> None:
         """After Ctrl-C torch calls no hooks, not even those that it always calls; so the mode of that call is here."""
-        mode, entered = self._mode, getattr(self._local, "entered", None)
+        mode = self._mode
+        entered = getattr(self._local, "entered", None)
         if mode is None or entered is None or not mode.is_left_behind():
             return
         while len(mode.stack) > 1:
             mode.leave()
-        self._local.entered, self._local.mode = None, None
+        self._local.entered = None
+        self._local.mode = None
         if current_function_mode() is mode:  # type: ignore[no-untyped-call]
             entered.__exit__(None, None, None)
 
@@ -364,7 +370,8 @@ class Shift:
 
     def _end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._local.depth -= 1
-        entered, mode = getattr(self._local, "entered", None), self._mode
+        entered = getattr(self._local, "entered", None)
+        mode = self._mode
         try:
             if entered is None or mode is None or self._local.depth:
                 return output
@@ -394,8 +401,10 @@ class _OnDevice(TorchFunctionMode):
 
     def __init__(self, shift: Shift) -> None:
         super().__init__()
-        self.shift, self.stack = shift, [shift.source]
-        self._pair, self._thread = (shift.source, shift.target), threading.get_ident()
+        self.shift = shift
+        self.stack = [shift.source]
+        self._pair = (shift.source, shift.target)
+        self._thread = threading.get_ident()
         self._casts: list[AbstractContextManager[object]] = []
         self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
         self.running: list[nn.Module | None] = [None]  # calls of hooked modules; at first the step itself
@@ -414,7 +423,8 @@ class _OnDevice(TorchFunctionMode):
         here = self.stack[-1].type
         cast: AbstractContextManager[object] = nullcontext()
         if device.type != here and torch.is_autocast_enabled(here):
-            dtype, cached = torch.get_autocast_dtype(here), torch.is_autocast_cache_enabled()
+            dtype = torch.get_autocast_dtype(here)
+            cached = torch.is_autocast_cache_enabled()
             cast = torch.autocast(device.type, dtype=dtype, cache_enabled=cached)
         cast.__enter__()
         self.stack.append(device)
@@ -498,7 +508,8 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 def _relocate(tensor: torch.Tensor, device: torch.device) -> None:
     """The same object, with its values and gradient on ``device``."""
-    gradient, tensor.grad = tensor.grad, None
+    gradient = tensor.grad
+    tensor.grad = None
     tensor.data = tensor.data.to(device)
     if gradient is not None:
         tensor.grad = gradient.to(device)
