@@ -315,7 +315,7 @@ def _version(value: Any) -> int:
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
     try:
-        return [tensor._version for tensor in tensors]
+        return [version_counter(tensor) for tensor in tensors]
     except RuntimeError:  # tensors of inference mode count none; to ask each of them first takes twice as long
         return list(map(_version, tensors))
 
