@@ -29,8 +29,8 @@ def budget_error(
     other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
     return BudgetError(
         f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is "
-        f"{format_bytes(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and computes "
-        f"again takes less than {format_bytes(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} "
+        f"{format_bytes(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and "
+        f"computes again takes less than {format_bytes(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} "
         "Allow more, or use a smaller batch.",
         least,
     )
