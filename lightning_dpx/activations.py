@@ -106,7 +106,8 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
     known = [*module.parameters(), *module.buffers(), *(leaf for leaf in inputs if isinstance(leaf, torch.Tensor))]
     given = {key_of(tensor.untyped_storage()) for tensor in known}
     kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
-    calls, counts = CallStack(module), Counter[str]()
+    calls = CallStack(module)
+    counts = Counter[str]()
     saved: list[list[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -43,7 +43,8 @@ class WholeBatchError(UnsupportedError):
     def __init__(self, reason: str, advice: str = "") -> None:
         text = f"training_step cannot be shared by several replicas: {reason} {advice}".rstrip()
         super().__init__(f"{text} devices=1 can do it.")
-        self.reason, self.advice = reason, advice
+        self.reason = reason
+        self.advice = advice
 
 
 class SliceError(DPXError, ValueError):
@@ -103,7 +104,9 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
 
     def __init__(self, message: str, smallest: int | None = None, place: int = 0) -> None:
         super().__init__(f"{message} (CUDA out of memory)")  # by these words in args Lightning knows it
-        self.message, self.smallest, self.place = message, smallest, place
+        self.message = message
+        self.smallest = smallest
+        self.place = place
 
     def __str__(self) -> str:
         return self.message

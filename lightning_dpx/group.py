@@ -125,7 +125,8 @@ class ReplicaGroup:
             raise ConfigurationError(f"num_rows={num_rows} is not allowed; give at least one row.")
         self._set.forget_usual_rows()
         sizes = self._set.sizes(num_rows)
-        self._outputs, self._shares = [], []
+        self._outputs = []
+        self._shares = []
         for replica, size in zip(self.replicas, sizes, strict=True):
             if size:
                 self._shares.append(Share(replica, size, None))
@@ -259,7 +260,8 @@ class ReplicaGroup:
 
     def input_grads_merged(self) -> list[Any]:
         """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""
-        rows, device = [share.num_rows for share in self._shares], self._set.root.device
+        rows = [share.num_rows for share in self._shares]
+        device = self._set.root.device
         merged = []
         for name, column in zip(self._shares[0].batch, self.input_grads(), strict=True):
             dim = self._dim(name)

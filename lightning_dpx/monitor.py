@@ -40,7 +40,8 @@ class TensorMonitor:
     ) -> None:
         if not callable(statistic):
             raise ConfigurationError(f"statistic={statistic!r} is not a function; give one that maps a tensor to one.")
-        self._statistic, self._pattern = statistic, pattern
+        self._statistic = statistic
+        self._pattern = pattern
         self._seen: list[tuple[int, torch.device, str, torch.Tensor]] = []
         self._lock = threading.Lock()  # replicas in threads report at the same time
 
@@ -56,6 +57,7 @@ class TensorMonitor:
     def collect(self) -> list[Observation]:
         """All observations since the last call, by replica, each in the order of its forward."""
         with self._lock:
-            seen, self._seen = self._seen, []
+            seen = self._seen
+            self._seen = []
         seen.sort(key=lambda entry: entry[0])
         return [Observation(replica, device, name, float(value)) for replica, device, name, value in seen]

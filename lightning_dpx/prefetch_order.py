@@ -35,7 +35,8 @@ class Slot(Generic[F]):
     """
 
     def __init__(self, number: int, resting: F) -> None:
-        self.number, self.resting = number, resting
+        self.number = number
+        self.resting = resting
         self.used_by = -1
 
 

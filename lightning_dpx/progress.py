@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-_PATIENCE, _PAUSE = 2.0, 0.1  # seconds: before anything is shown, and between two looks of it
-_WIDTH, _BAR = 79, 20
+_PATIENCE = 2.0
+_PAUSE = 0.1  # seconds: before anything is shown, and between two looks of it
+_WIDTH = 79
+_BAR = 20
 _CURRENT = threading.local()
 
 
@@ -25,9 +27,11 @@ class ProgressBar:
     """
 
     def __init__(self, file: TextIO, what: str) -> None:
-        self._file, self._what = file, what
+        self._file = file
+        self._what = what
         self._started = time.monotonic()
-        self._next, self._length = self._started + _PATIENCE, 0
+        self._next = self._started + _PATIENCE
+        self._length = 0
 
     def at(self, stage: str, done: int, of: int) -> None:
         """What is done now, and how much of it; of an unknown amount if ``of`` is 0."""

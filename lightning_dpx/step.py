@@ -51,7 +51,8 @@ class Pending:
 
     def roots(self, weighted: dict[tuple[int, float], torch.Tensor]) -> Roots:
         """Where this replica's own backward starts, and with which gradients; those in ``weighted`` are known."""
-        tensors, gradients = [], []
+        tensors = []
+        gradients = []
         for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
             of_leaf = leaf.grad
             if of_leaf is not None:
@@ -100,7 +101,8 @@ class TrainingStep:
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
         self._gradient_buckets = gradient_buckets
         self._take_replicas()
-        self._processes, self._rows = processes, 0.0
+        self._processes = processes
+        self._rows = 0.0
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._rows_of_active: list[int] = []
@@ -204,7 +206,8 @@ class TrainingStep:
 
     def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
         losses = [_loss_of(output) for output in outputs]
-        device, counts = self._replicas.root.device, weights_of(shares)
+        device = self._replicas.root.device
+        counts = weights_of(shares)
         values = [loss.detach() for loss in losses]
         reduction = self.rules.reduction(values, counts)
         weights = _parts_of_loss(reduction, counts)
@@ -223,7 +226,9 @@ class TrainingStep:
 
     def _merge_outputs(self, shares: list[Share], outputs: list[Any]) -> Any:
         """Outputs of the whole batch, on the first device, with leaves that catch the gradients for each replica."""
-        device, copies, self._pending = self._replicas.root.device, [], []
+        device = self._replicas.root.device
+        copies = []
+        self._pending = []
         for share, output in zip(shares, outputs, strict=True):
             waiting = Pending(share, [], [])
 
@@ -281,7 +286,8 @@ class TrainingStep:
         Args:
             last: A :meth:`reduce` follows, so gradients may travel already; otherwise they accumulate.
         """
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
         self._unreduced = True
@@ -378,7 +384,8 @@ class TrainingStep:
         self, indices: Sequence[int], grads: Sequence[Sequence[torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:
         """K x n gradients of the parameters at ``indices``, summed, each where its owner's copy lives."""
-        owners, replicas = [self._owners[index] for index in indices], self._replicas.replicas
+        owners = [self._owners[index] for index in indices]
+        replicas = self._replicas.replicas
         if len(replicas) == 1:  # what is shifted elsewhere stays there
             return [None if grad is None else grad.data for grad in grads[0]]
         totals = self._reducer.reduce(
@@ -447,7 +454,8 @@ class TrainingStep:
 
     def discard(self) -> None:
         """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
-        self._unreduced, self._rows = False, 0.0
+        self._unreduced = False
+        self._rows = 0.0
         if self._eager is not None:
             self._eager.forget()
         for replica in self._replicas.replicas:
@@ -463,7 +471,8 @@ class TrainingStep:
 
 def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
     if source is not target and source.grad is not None:
-        target.grad, source.grad = source.grad.to(target.device), None
+        target.grad = source.grad.to(target.device)
+        source.grad = None
 
 
 def _loss_of(output: Any) -> Any:

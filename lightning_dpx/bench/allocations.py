@@ -33,7 +33,8 @@ def peak_of_passing(step: Callable[[], object]) -> int:
         if num_bytes > 0:
             present[address] = event
         elif (born := present.pop(address, None)) is not None:
-            changes[born], changes[event] = -num_bytes, num_bytes
+            changes[born] = -num_bytes
+            changes[event] = num_bytes
     return max(accumulate(changes), default=0)
 
 

@@ -47,7 +47,9 @@ class ObeyLines(Callback):
     """Waits for a line before every chunk of steps, on the process that reports."""
 
     def __init__(self, steps: int, chunks: int) -> None:
-        self._steps, self._chunks, self._left = steps, chunks, 0
+        self._steps = steps
+        self._chunks = chunks
+        self._left = 0
         self._times: list[float] = []
         self._last = 0.0
 
@@ -64,7 +66,8 @@ class ObeyLines(Callback):
         if self._left <= 0:
             if self._times:
                 report(step_seconds=self._times)
-            self._times, self._left = [], self._steps
+            self._times = []
+            self._left = self._steps
             if self._chunks > 0:
                 sys.stdin.readline()
             self._chunks -= 1

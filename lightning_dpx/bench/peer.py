@@ -17,7 +17,10 @@ BUCKET = 25 * 2**20 // 4  # elements of DDP's default bucket of 25 MiB
 
 def main() -> None:
     """Serves until its standard input ends."""
-    rank, world, port, backend = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    rank = int(sys.argv[1])
+    world = int(sys.argv[2])
+    port = int(sys.argv[3])
+    backend = sys.argv[4]
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -67,7 +67,10 @@ class _Contestant:
     """A mode on a model, and its times."""
 
     def __init__(self, mode: str, model: nn.Module, around: Callable[[], Any], predicted: int | None = None) -> None:
-        self.mode, self._model, self._around, self.predicted = mode, model, around, predicted
+        self.mode = mode
+        self._model = model
+        self._around = around
+        self.predicted = predicted
         self.seconds: list[float] = []
 
     def step(self, x: Tensor) -> float:
@@ -167,7 +170,8 @@ def _keep_freed_memory() -> None:
     Whether a step pays for that is chance, so for the time of the bench nobody does.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        trim_threshold, mmap_threshold = -1, -3
+        trim_threshold = -1
+        mmap_threshold = -3
         libc.mallopt(mmap_threshold, 32 * MIB)
         libc.mallopt(trim_threshold, 2**31 - 1)
 

@@ -81,7 +81,8 @@ def _resnet50() -> list[tuple[int, ...]]:
     def conv(outputs: int, inputs: int, kernel: int) -> list[tuple[int, ...]]:
         return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]
 
-    shapes, inputs = conv(64, 3, 7), 64
+    shapes = conv(64, 3, 7)
+    inputs = 64
     for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(depth):
             shapes += conv(width, inputs, 1) + conv(width, width, 3) + conv(4 * width, width, 1)
@@ -166,7 +167,8 @@ def compare_reductions(
     shapes = {size: shapes_of(size) for size in sizes}  # before processes start that nobody will ask
     backend = "nccl" if has_nccl(placed) else "gloo"
     progress(f"starting {len(placed)} processes for {PEER} ({backend})")
-    peers, results = _Peers(len(placed), backend), []
+    peers = _Peers(len(placed), backend)
+    results = []
     try:
         for size in sizes:
             progress(f"{size} on {', '.join(map(str, placed))}")
@@ -196,7 +198,8 @@ def _compare(
             time.sleep(SETTLE_SECONDS)
             seconds[name].append(contestants[name]())
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up
-    copy, peer = medians.pop("copy"), medians[PEER]
+    copy = medians.pop("copy")
+    peer = medians[PEER]
     # A copy reads one list and writes one.
     passes = {"to owners": len(devices) + 1, "to all": 2 * len(devices)}
     limits = {kind: copy * count / 2 for kind, count in passes.items()}

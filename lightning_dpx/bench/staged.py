@@ -56,7 +56,8 @@ class _Residual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.norm2 = nn.BatchNorm2d(channels)
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,11 +70,15 @@ class _Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float, *, causal: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -142,7 +147,9 @@ class UnrolledLSTM(Staged):
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
-        self.cell, self.head, self.hidden = nn.LSTMCell(inputs, hidden), nn.Linear(hidden, 10), hidden
+        self.cell = nn.LSTMCell(inputs, hidden)
+        self.head = nn.Linear(hidden, 10)
+        self.hidden = hidden
 
     def stages(self, x: Tensor) -> list[Stage]:
         def begin(x: Tensor) -> State:

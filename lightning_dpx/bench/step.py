@@ -50,7 +50,9 @@ class _Job:
     """A child that trains on demand."""
 
     def __init__(self, model: str, mode: str, devices: int, chunks: int) -> None:
-        self.model, self.mode, self.devices = model, mode, devices
+        self.model = model
+        self.mode = mode
+        self.devices = devices
         options = ["--devices", str(devices), "--chunks", str(chunks)]
         command = [sys.executable, "-m", "lightning_dpx.bench.job", model, mode, *options]
         self.step_seconds: list[float] = []

@@ -25,8 +25,10 @@ class _Library:
         return getattr(import_module(self._name), name)
 
 
-transformers, graphs = _Library("transformers"), _Library("torch_geometric.nn")
-_IDS, _LENGTH = 100, 48
+transformers = _Library("transformers")
+graphs = _Library("torch_geometric.nn")
+_IDS = 100
+_LENGTH = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class _Loss(nn.Module):
 
     def __init__(self, inner: nn.Module, name: str, named: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.inner, self._name, self._named = inner, name, named or {}
+        self.inner = inner
+        self._name = name
+        self._named = named or {}
 
     def forward(self, *inputs: Tensor) -> Tensor:
         names = self._name.split()
@@ -297,7 +301,8 @@ class _UNet(nn.Module):
         self.out = nn.Conv2d(width, 3, 1)
 
     def forward(self, images: Tensor, noise: Tensor) -> Tensor:
-        x, skips = images + noise[:, :1, None, None], []
+        x = images + noise[:, :1, None, None]
+        skips = []
         for block, step in zip(self.down, self.steps, strict=True):
             x = block(x) + step(noise)[:, :, None, None]
             skips.append(x)

@@ -146,15 +146,18 @@ def _made(name: str) -> Animal:
 
 
 def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooContest:
-    plain, own = _Runner(_made(name)), _own_runner(name)
+    plain = _Runner(_made(name))
+    own = _own_runner(name)
     plain.warm_up()
-    unplanned, own_peak = plain.peak(), 0 if own is None else own.peak()
+    unplanned = plain.peak()
+    own_peak = 0 if own is None else own.peak()
     budget = own_peak if own is not None else int(SHARE * unplanned)
     progress(f"{name}: planning for {budget / unplanned:.2f} of its peak")
     subject = _made(name)
     _Runner(subject).warm_up()  # what a library makes in its first step is no part of the plan
     subject.module.zero_grad(set_to_none=True)
-    start, smallest = time.process_time(), None
+    start = time.process_time()
+    smallest = None
     plan: MemoryPlan | None = None
     try:
         plan = search_plan(subject.module, *subject.inputs, budget=budget, progress=False)

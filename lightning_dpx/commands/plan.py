@@ -229,7 +229,8 @@ def _cells(found: DryRun) -> list[list[str]]:
 def format_dry_run(found: DryRun) -> str:
     """A table in MiB, and the plan of the tightest device."""
     how = f" {found.basis}" if found.basis else ""
-    table, tightest = format_rows(f"a training step, in MiB, predicted{how}:", HEADS, _cells(found)), found.tightest
+    table = format_rows(f"a training step, in MiB, predicted{how}:", HEADS, _cells(found))
+    tightest = found.tightest
     if tightest is None or tightest.plan is None or tightest.plan.keeps_all:
         return table
     return f"{table}\n\nplan of {tightest.device}:\n{format_plan(tightest.plan)}"
@@ -266,7 +267,8 @@ def write_report(found: DryRun, path: Path) -> None:
     ]
     tightest = found.tightest
     if tightest is not None and tightest.plan is not None:
-        profile, plan = found.profiles[tightest.rows], tightest.plan
+        profile = found.profiles[tightest.rows]
+        plan = tightest.plan
         progress("planning for other budgets")
         chosen = (plan.peak or 0, plan.recompute_share or 0.0)
         prices = draw_prices([chosen, *prices_of(profile)], profile.peak, chosen)

@@ -68,7 +68,8 @@ def preserve_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
 @contextmanager
 def preserve_all_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
     """Like :func:`preserve_device_rng`, and so do Python's and NumPy's generators of the process."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     try:
         with preserve_device_rng(devices):
             yield

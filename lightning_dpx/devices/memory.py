@@ -55,7 +55,8 @@ def allocated_and_peak(device: torch.device) -> tuple[int, int]:
 def capacity_of(device: torch.device) -> Capacity:
     """What ``device`` has, and who holds it."""
     if is_host(device):
-        total, resident = os.sysconf("SC_PHYS_PAGES") * _PAGE, _resident_bytes()
+        total = os.sysconf("SC_PHYS_PAGES") * _PAGE
+        resident = _resident_bytes()
         return Capacity(resident, total, max(0, total - free_bytes(device) - resident))
     module = torch.get_device_module(device)
     free, total = (int(size) for size in module.mem_get_info(device))

@@ -45,7 +45,8 @@ class OffloadedTensor:
         if tensor.device.type != "cuda":
             self._values = moved(tensor, place)
             return
-        self._sender, side = torch.cuda.current_stream(tensor.device), _send_stream(tensor.device)
+        self._sender = torch.cuda.current_stream(tensor.device)
+        side = _send_stream(tensor.device)
         side.wait_stream(self._sender)
         with torch.cuda.stream(side):
             if is_host(place):
@@ -68,7 +69,8 @@ class OffloadedTensor:
         if self._rested is None:
             self._arriving = moved(self._values, self._device)
             return
-        owner, side = torch.cuda.current_stream(self._device), _fetch_stream(self._device)
+        owner = torch.cuda.current_stream(self._device)
+        side = _fetch_stream(self._device)
         tensor = torch.empty_like(self._values, device=self._device)
         side.wait_stream(owner)  # kernels that are queued there may still read what this memory held before
         side.wait_event(self._rested)

@@ -115,14 +115,16 @@ class BatchWrites:
     def is_for(self, module: LightningModule) -> bool:
         """Whether somebody looks at the batch that comes, after its step; if not, the last one is forgotten."""
         trainer: Any = module.trainer
-        stage, num_callbacks = trainer.state.stage, len(trainer.callbacks)
+        stage = trainer.state.stage
+        num_callbacks = len(trainer.callbacks)
         if stage is not self._stage[0] or num_callbacks != self._stage[1]:
             kind = self._stage = stage, num_callbacks
             if kind not in self._looked_at:
                 self._looked_at[kind] = _is_looked_at(module)
             self._is_watching = self._looked_at[kind]
         if not self._is_watching:
-            self._shown, self._given = _MISSING, []
+            self._shown = _MISSING
+            self._given = []
         return self._is_watching
 
     @property
@@ -158,7 +160,8 @@ class BatchWrites:
             device: Where.
             dim: The batch dim.
         """
-        given, self._given = sorted(self._given, key=lambda one: one.share.replica.index), []
+        given = sorted(self._given, key=lambda one: one.share.replica.index)
+        self._given = []
         self.values = {}
         if all(one.is_untouched for one in given):
             return None

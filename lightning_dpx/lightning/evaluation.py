@@ -48,8 +48,10 @@ class EvaluationFlow:
 
     def forward(self, name: str, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""
-        session, dataloader_idx = self._session, loader_index(args)
-        replicas, rules = session.replicas, session.rehearsals.rules(name, dataloader_idx)
+        session = self._session
+        dataloader_idx = loader_index(args)
+        replicas = session.replicas
+        rules = session.rehearsals.rules(name, dataloader_idx)
         call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
         with session.strategy.precision_plugin.val_step_context(), call.logged_once(shares, rules):
             replicas.state.synchronize()
@@ -57,7 +59,8 @@ class EvaluationFlow:
                 replicas.state.remember_buffers()
             outputs = replicas.run(name, shares, call)
             if rules.decides_buffers:
-                active, rows = [share.replica for share in shares], [share.num_rows for share in shares]
+                active = [share.replica for share in shares]
+                rows = [share.num_rows for share in shares]
                 replicas.state.collect_buffers(active, rows, rules.buffer_rule)
             device = session.strategy.root_device
             merged = rules.merge_outputs(outputs, weights_of(shares), device, replicas.output_dim)

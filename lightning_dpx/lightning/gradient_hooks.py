@@ -57,7 +57,9 @@ class GradientHooks:
 
     def end(self) -> None:
         """Forgets the replicas."""
-        self.within_window, self._root_gradients, self._replicas = False, None, None
+        self.within_window = False
+        self._root_gradients = None
+        self._replicas = None
 
     def before_backward(self) -> None:
         """Copies that hooks have seen are none of the replicas' gradients."""

@@ -34,7 +34,8 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
         ConfigurationError: shifts name devices that are not there.
         BudgetError: the processes do not train the same.
     """
-    options, planning = strategy.options, strategy.planning
+    options = strategy.options
+    planning = strategy.planning
     if strategy.synchronizes_batch_norm:
         synchronize_batch_norm(module)
     metrics = ReplicaMetrics(module, number=options.number_rule)
@@ -87,7 +88,9 @@ def _shift(strategy: "DPXStrategy", replicas: ReplicaSet) -> None:
     Raises:
         ConfigurationError: no replica lives where parts are shifted from, or one lives where they are shifted to.
     """
-    shifts, parts, devices = strategy.options.device_shifts, strategy.options.shifted_parts, replicas.devices
+    shifts = strategy.options.device_shifts
+    parts = strategy.options.shifted_parts
+    devices = replicas.devices
     for source, target in shifts.items():
         if source not in devices:
             raise ConfigurationError(f"shifts names {source}, but the replicas live on {', '.join(map(str, devices))}.")
@@ -131,7 +134,8 @@ def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_rep
 
 def _process_reducer(strategy: "DPXStrategy") -> ProcessReducer | None:
     """What averages gradients over several processes, where there are several."""
-    options, stopping = strategy.options, strategy.stopping
+    options = strategy.options
+    stopping = strategy.stopping
     if not isinstance(stopping, CoordinatedStop):
         return None
     return ProcessReducer(options.gradient_buckets, options.wire_dtype, stopping.told_here, stopping.heed)

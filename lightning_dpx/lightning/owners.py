@@ -39,10 +39,12 @@ def _moved(state: Any, source: torch.device, target: torch.device) -> Any:
 
 def begin_optimizers(session: "Session") -> None:
     """The user's optimizers are made: they change the owners' copies, where that is possible."""
-    step, replicas = session.step, session.replicas
+    step = session.step
+    replicas = session.replicas
     reason = _why_all_on_first(session) if step.has_other_owners else None
     if reason is not None:
-        name, device = choose_reducer(replicas.devices), session.strategy.root_device
+        name = choose_reducer(replicas.devices)
+        device = session.strategy.root_device
         rank_zero_warn(f"dpx: gradients are summed by reducer={name!r}, all on {device}: {reason}")
         step.exchange_reducer("auto")
     session.gradient_hooks.begin(session.module, replicas, step)
@@ -61,7 +63,8 @@ def _why_all_on_first(session: "Session") -> str | None:
 
 def optimize_owners(session: "Session") -> None:
     """Optimizers change the owners' copies, also in groups that they got later."""
-    step, root = session.step, session.replicas.root
+    step = session.step
+    root = session.replicas.root
     if not step.has_other_owners:
         return
     owned = {id(one): other for one, other in zip(root.parameters, step.owner_parameters, strict=True)}

@@ -18,7 +18,8 @@ class RanksOfReplicas(ParallelStrategy):
     """What code written for DDP asks a strategy, answered for replicas as well."""
 
     def __init__(self, *args: Any) -> None:
-        self._replica_offset, self._all_replicas = 0, 0  # among the replicas of all processes
+        self._replica_offset = 0
+        self._all_replicas = 0  # among the replicas of all processes
         self.rows_of_step = 0.0
         super().__init__(*args)
 
@@ -29,7 +30,8 @@ class RanksOfReplicas(ParallelStrategy):
             first: The place of the first one of this process among them.
             total: How many there are.
         """
-        self._replica_offset, self._all_replicas = first, total
+        self._replica_offset = first
+        self._all_replicas = total
 
     @property
     def num_processes(self) -> int:

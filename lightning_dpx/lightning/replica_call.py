@@ -41,15 +41,18 @@ class ReplicaCall:
         dataloader_idx: int = 0,
         checks_loss: bool = False,
     ) -> None:
-        self._session, self._name = session, name
-        self._args, self._kwargs = args, kwargs
+        self._session = session
+        self._name = name
+        self._args = args
+        self._kwargs = kwargs
         self._checks_loss = checks_loss
         self._transfer = Transfer(session.trainer, session.module, dataloader_idx)
         self._logs: dict[int, StepLog] = {}
 
     def __call__(self, share: Share) -> Any:
         """What the replica's own step returns for its slice."""
-        session, module = self._session, share.replica.module
+        session = self._session
+        module = share.replica.module
         log = self._logs.get(share.replica.index) or StepLog(share)
         context = session.context(module) if session.has_contexts else _NOTHING
         with log.recording(module), context:  # type: ignore[arg-type]
@@ -70,7 +73,8 @@ class ReplicaCall:
             rules: How logged values are merged.
         """
         session = self._session
-        state, metrics = session.replicas.python_state, session.metrics
+        state = session.replicas.python_state
+        metrics = session.metrics
         self._logs = {share.replica.index: StepLog(share) for share in shares}
         state.share()
         metrics.refresh(session.replicas.root.modules)

@@ -171,7 +171,9 @@ class Session(Run):
         self, strategy: "DPXStrategy", replicas: ReplicaSet, metrics: ReplicaMetrics, step: TrainingStep
     ) -> None:
         super().__init__(strategy)
-        self.replicas, self.metrics, self.step = replicas, metrics, step
+        self.replicas = replicas
+        self.metrics = metrics
+        self.step = step
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
         self.trainer: Any = self.module.trainer
         self.has_processes = strategy.num_processes > 1
@@ -188,7 +190,8 @@ class Session(Run):
     def for_shadow(self, replicas: ReplicaSet, metrics: ReplicaMetrics, step: TrainingStep) -> "Session":
         """A session of a rehearsal: of its own replicas, with what the real one has found out and put on."""
         shadow = Session(self.strategy, replicas, metrics, step)
-        shadow.whole_batches, shadow.memory = self.whole_batches, self.memory
+        shadow.whole_batches = self.whole_batches
+        shadow.memory = self.memory
         return shadow
 
     # ---- before and after a step ----
@@ -239,7 +242,8 @@ class Session(Run):
         if not replicas.is_outdated:
             return True
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
-        step, optimizers = self.step, self.strategy.optimizers
+        step = self.step
+        optimizers = self.strategy.optimizers
         homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))
         self.strategy.planning.remove(replicas)
         metrics = ReplicaMetrics(replicas.root.module, number=self.options.number_rule)
@@ -257,7 +261,8 @@ class Session(Run):
         move_optimizers(optimizers, homes)
         give_trainer(replicas, self.trainer)
         self.rehearsals.reopen("training_step")
-        self.metrics, metrics.dim = metrics, replicas.output_dim
+        self.metrics = metrics
+        metrics.dim = replicas.output_dim
         self.strategy.planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
         if step.has_other_owners:
             mine = replicas.root.parameters

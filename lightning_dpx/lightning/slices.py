@@ -55,7 +55,8 @@ class Slices:
     def _cut(self, name: str, batch: Any) -> list[Share] | None:
         """``None``, and announced once, where the batch must go whole."""
         session = self._session
-        replicas, whole_batches = session.replicas, session.whole_batches
+        replicas = session.replicas
+        whole_batches = session.whole_batches
         if name == "training_step":
             self._keep_loose_tensors_whole()
         if whole_batches.reason_for(name) is not None:

@@ -33,7 +33,8 @@ class ThreadChoice:
     def consider(self) -> None:
         """Whether the first step is worth a trial; says so where it is not and replicas could have run in threads."""
         session = self._session
-        module, replicas = session.module, session.replicas
+        module = session.module
+        replicas = session.replicas
         compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
         if not module.automatic_optimization:
             reason = "it optimizes by hand"
@@ -59,7 +60,8 @@ class ThreadChoice:
             kwargs: Likewise.
         """
         self.is_open = False
-        session, replicas = self._session, self._session.replicas
+        session = self._session
+        replicas = self._session.replicas
         trial = Trial(replicas.root.module, len(replicas.replicas))
         with session.context(session.module), replicas.python_state.iterators_shared() as iterators:
 
@@ -76,7 +78,9 @@ class ThreadChoice:
 
     def _loss_of_slices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
         """The loss of the same step in threads, which is tried on copies and forgotten."""
-        session, step, replicas = self._session, self._session.step, self._session.replicas
+        session = self._session
+        step = self._session.step
+        replicas = self._session.replicas
         transfer = Transfer(session.trainer, session.module, 0)
 
         def run(share: Share) -> Any:

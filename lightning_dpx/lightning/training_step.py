@@ -95,8 +95,10 @@ class TrainingFlow:
 
     def forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""
-        session, step = self._session, self._session.step
-        finish, by_hand = session.end_hook(NAME), not session.module.automatic_optimization
+        session = self._session
+        step = self._session.step
+        finish = session.end_hook(NAME)
+        by_hand = not session.module.automatic_optimization
         call = ReplicaCall(session, NAME, args[1:], kwargs, checks_loss=not by_hand and finish is None)
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
@@ -145,7 +147,8 @@ class TrainingFlow:
         self._session.memory.guard_backward(self._backward)
 
     def _backward(self) -> None:
-        session, step = self._session, self._session.step
+        session = self._session
+        step = self._session.step
         hooks = session.gradient_hooks
         # Hooks that look at gradients in the middle of an accumulation window must find those of one device.
         sums_now = not self.accumulates or hooks.within_window

@@ -38,7 +38,8 @@ class Transfer:
 
     def to_replica(self, share: Share) -> Any:
         """The slice where its replica lives."""
-        batch, device = share.batch, share.replica.device
+        batch = share.batch
+        device = share.replica.device
         if fetches_by_itself(batch):
             if isinstance(batch, RewindableBatches):
                 batch.rewind()

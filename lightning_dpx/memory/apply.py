@@ -309,7 +309,8 @@ class AppliedPlan:
 def _values_of(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
     """What follows ``plan``; with calls that are made again, or compiled parts, call by call for good."""
     names = CallNames(module, again=plan.calls)
-    dropped, uncached = plan.names("recompute", "recompute each time"), plan.uncached
+    dropped = plan.names("recompute", "recompute each time")
+    uncached = plan.uncached
     options = (
         dropped,
         [decision.name for decision in plan.decisions if decision.name in uncached],

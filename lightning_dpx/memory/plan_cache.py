@@ -36,7 +36,8 @@ from lightning_dpx.python_objects.digest import Digest
 from lightning_dpx.units import MIB
 
 _FORMAT = 1
-_MOST_ENTRIES, _MOST_TOTAL = 256, 512 * MIB  # files, and bytes of all of them
+_MOST_ENTRIES = 256
+_MOST_TOTAL = 512 * MIB  # files, and bytes of all of them
 _SUFFIX = ".json"
 Say = Callable[[str], None]
 
@@ -74,7 +75,8 @@ class PlanCache:
             raise ConfigurationError(
                 f"plan_cache={where!r} is not allowed; give True, False, or the path of a folder for plans."
             )
-        self._where, self.say = where, say
+        self._where = where
+        self.say = say
         self._is_broken = False
 
     @property

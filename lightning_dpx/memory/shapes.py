@@ -57,13 +57,15 @@ def plan_shapes(
     Raises:
         BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells on which device.
     """
-    rooms, own = [list(each) for each in budgets], dict[int, MemoryPlan]()
+    rooms = [list(each) for each in budgets]
+    own = dict[int, MemoryPlan]()
     if now is None:
         plans = plan_places(module, steps[-1], rooms[-1], planner)
         if len(steps) == 1:
             return SharedPlan(tuple(plans), (0,) * len(plans))
         now = own[len(steps) - 1] = plans[0]
-    candidates, least = [now], set[int]()  # steps whose plans take as little as can be
+    candidates = [now]
+    least = set[int]()  # steps whose plans take as little as can be
     for _ in range(1 + len(steps) + _ATTEMPTS):
         plan, found = min(((plan, _forecasts(steps, plan)) for plan in candidates), key=partial(_rank, budgets=budgets))
         excess = _excess(found, budgets)
@@ -179,10 +181,13 @@ def _with_figures(
     budgets: Sequence[Sequence[int]],
     found: Sequence[Sequence[Forecast]],
 ) -> SharedPlan:
-    plans, worst = [], []
+    plans = []
+    worst = []
     for place in range(len(steps[0])):
         step = max(range(len(steps)), key=lambda index: found[index][place].peak / max(1, budgets[index][place]))
-        profile, budget, result = steps[step][place], budgets[step][place], found[step][place]
+        profile = steps[step][place]
+        budget = budgets[step][place]
+        result = found[step][place]
         least = lower_bound(profile, budget) / profile.step_seconds
         plans.append(with_figures(plan, profile, budget, result, least))
         worst.append(step)

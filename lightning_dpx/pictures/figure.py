@@ -13,7 +13,9 @@ KIND_COLOURS = {
     "buffers": "#9d9d9d",
     "activations": "#54a24b",
 }
-PLANNED, UNPLANNED, LIMIT = "#2a7d2e", "#9d9d9d", "#c8372d"
+PLANNED = "#2a7d2e"
+UNPLANNED = "#9d9d9d"
+LIMIT = "#c8372d"
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -40,7 +40,8 @@ def draw_plan(profile: Profile, plan: MemoryPlan, title: str = "") -> Any:
 
 
 def _draw_bytes(axes: Any, profile: Profile, plan: MemoryPlan) -> None:
-    unplanned, with_plan = timeline_of(profile), timeline_of(profile, plan)
+    unplanned = timeline_of(profile)
+    with_plan = timeline_of(profile, plan)
     events = range(len(unplanned))
     axes.fill_between(events, [size / MIB for size in unplanned], step="post", color=UNPLANNED, alpha=0.25)
     axes.step(events, [size / MIB for size in unplanned], where="post", color=UNPLANNED, label="everything kept")
@@ -73,7 +74,8 @@ def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int
         return
     shown: set[str] = set()
     for place, (_, action, number, index) in enumerate(rows):
-        storage, colour = profile.storages[number], _ACTIONS[action]
+        storage = profile.storages[number]
+        colour = _ACTIONS[action]
         label = None if action in shown else action
         shown.add(action)
         span = storage.freed - storage.unused

@@ -101,7 +101,9 @@ class ObjectGraph:
         is_boundary: Callable[[Any], bool] = lambda value: False,
         descend: Callable[[Any], bool] = lambda value: False,
     ) -> None:
-        self._is_target, self._is_boundary, self._descend = is_target, is_boundary, descend
+        self._is_target = is_target
+        self._is_boundary = is_boundary
+        self._descend = descend
         self._parents: dict[int, list[int]] = {}
         self._targets: list[int] = []
         self.objects: dict[int, Any] = {}  # by id; holding them keeps their ids theirs

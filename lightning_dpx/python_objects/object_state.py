@@ -63,7 +63,10 @@ _KNOWN = (
     *_CONSTANT, torch.Tensor, nn.Module, weakref.ref, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     functools.partial, types.MappingProxyType, np.ndarray, bytearray, *GENERATOR_TYPES,
 )  # fmt: skip
-_MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _MOST_COPIED = 20_000, 100_000, 16 * MIB, 2**28
+_MOST_OBJECTS = 20_000
+_MOST_ITEMS = 100_000
+_MOST_BYTES = 16 * MIB
+_MOST_COPIED = 2**28
 _MISSING = object()
 
 
@@ -104,7 +107,8 @@ class ObjectState:
     def __init__(self, modules: Collection[nn.Module], *, follow_code: bool = True, copies: bool = False) -> None:
         self.obstacle = ""
         self.outside: list[nn.Module] = []
-        self._follow_code, self._copies = follow_code, copies
+        self._follow_code = follow_code
+        self._copies = copies
         self._entries: list[_Entry] = []
         self._own = {id(module) for module in modules}
         self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
@@ -157,7 +161,8 @@ class ObjectState:
             marks: What they held.
             now: What they hold, where that is known already.
         """
-        left, now = "", self.marks() if now is None else now
+        left = ""
+        now = self.marks() if now is None else now
         if now is marks:
             return left
         for entry, old, new in zip(self._entries, marks, now, strict=True):
@@ -308,7 +313,8 @@ class _SameAttributes:
 
     def note(self) -> None:
         """As they are now."""
-        self._kinds, self._dicts = list(map(type, self._modules)), list(map(vars, self._modules))
+        self._kinds = list(map(type, self._modules))
+        self._dicts = list(map(vars, self._modules))
         self._values = self._held()
 
     def _held(self) -> list[Any]:
@@ -332,7 +338,8 @@ def _name_of(entry: _Entry, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
     """The path of an object; of a module, that of the attribute that is another one."""
     if entry.read is not _attributes:
         return entry.path
-    before, after = _as_dict(old[1:]), _as_dict(new[1:])
+    before = _as_dict(old[1:])
+    after = _as_dict(new[1:])
     for key in (*before, *after):
         if key not in before or key not in after or not _is_alike(before[key], after[key]):
             return f"{entry.path}.{key}"

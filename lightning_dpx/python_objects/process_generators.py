@@ -18,7 +18,8 @@ class ProcessGenerators:
     """Both generators, as they are now."""
 
     def __init__(self) -> None:
-        self._python, numpy = random.getstate(), sys.modules.get("numpy")
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def __eq__(self, other: object) -> bool:
@@ -94,7 +95,8 @@ def _shows_draws() -> bool:
     if sys.implementation.name != "cpython":
         return False
     python = random.Random(1)
-    before, state = _bytes_of(python), python.getstate()
+    before = _bytes_of(python)
+    state = python.getstate()
     python.random()
     shows = _bytes_of(python) != before
     python.setstate(state)

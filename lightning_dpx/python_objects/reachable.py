@@ -60,7 +60,8 @@ class _Search:
     """
 
     def __init__(self, wanted: tuple[type, ...], packages: frozenset[str]) -> None:
-        self._wanted, self._packages = wanted, packages
+        self._wanted = wanted
+        self._packages = packages
         self._types: dict[type, _Type] = {}
         self._classes: set[type] = set()
         self._seen: set[int] = set()
@@ -125,7 +126,8 @@ class _Search:
         function = getattr(function, "__func__", function)
         if package_of(getattr(function, "__module__", None)) not in self._packages:
             return
-        names, namespace = _names_in(function.__code__), function.__globals__
+        names = _names_in(function.__code__)
+        namespace = function.__globals__
         for name in sorted(names & namespace.keys()):
             value = namespace[name]
             if isinstance(value, types.ModuleType):

@@ -118,8 +118,10 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
         What must be told before an operator writes to a tensor.
     """
     reach = reach or Reach(module)
-    parts, state = reach.parts, reach.state
-    marks, owners = state.marks(), [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+    parts = reach.parts
+    state = reach.state
+    marks = state.marks()
+    owners = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     own = [(part, dict(parameters_of(part)), dict(buffers_of(part))) for part in owners]
     held = [tensor for part in parts for tensor in parameters_of(part).values() if tensor is not None]
     buffers = [tensor for part in parts for tensor in buffers_of(part).values() if tensor is not None]

@@ -130,7 +130,8 @@ class SimStream:
 class SimModule:
     """``torch.sim``: what ``torch.cuda`` is for CUDA devices."""
 
-    Event, Stream = SimEvent, SimStream
+    Event = SimEvent
+    Stream = SimStream
     OutOfMemoryError = torch.OutOfMemoryError
     _initialized = True  # without it activation checkpointing does not restore the generators
 
@@ -223,7 +224,8 @@ class SimModule:
         """The largest :meth:`memory_allocated` since the last reset."""
         return int(torch.ops.dpx_sim.memory(self._index(device))[1])
 
-    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+    memory_reserved = memory_allocated
+    max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """The peak starts again from what lives now."""

@@ -24,7 +24,8 @@ _grad = torch.autograd.grad
 def backwards_intercepted() -> Iterator[None]:
     """The calling replica's view runs the backwards of this process's manual step, for a while."""
     before = torch.autograd.backward, torch.autograd.grad
-    torch.autograd.backward, torch.autograd.grad = _backward_of_replica, _grad_of_replica  # type: ignore[assignment]
+    torch.autograd.backward = _backward_of_replica
+    torch.autograd.grad = _grad_of_replica  # type: ignore[assignment]
     try:
         yield
     finally:

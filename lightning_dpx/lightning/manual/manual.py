@@ -129,7 +129,8 @@ class ManualOptimization:
 
     def undo_first_step(self) -> bool:
         """Puts everything back as it was before the first step, if that is the one which has just failed."""
-        snapshot, self._snapshot = self._snapshot, False
+        snapshot = self._snapshot
+        self._snapshot = False
         if not snapshot:
             return False
         snapshot.restore()
@@ -261,7 +262,8 @@ class ManualOptimization:
         return command
 
     def _abandon_rounds(self) -> None:
-        rounds, self._rounds = self._rounds, None
+        rounds = self._rounds
+        self._rounds = None
         if rounds is not None:
             rounds.abandon()
 

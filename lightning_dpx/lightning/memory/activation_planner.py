@@ -76,11 +76,14 @@ class ActivationPlanner(Callback):
             raise ConfigurationError("Give budget, to make a plan, or plan, to follow one; not both.")
         self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
         bytes_of_budget(self._budget, 1)  # checks it
-        self._planner, self._cache = make_planner(planner), PlanningCache(plan_cache, "plan_cache")
+        self._planner = make_planner(planner)
+        self._cache = PlanningCache(plan_cache, "plan_cache")
         self.plan = MemoryPlan.load(plan) if isinstance(plan, str) else plan
         self.profile: Profile | None = None
         self._given = self.plan is not None
-        self._shapes, self._profiles, self._other_steps = KnownShapes(), list[Profile](), OtherSteps()
+        self._shapes = KnownShapes()
+        self._profiles = list[Profile]()
+        self._other_steps = OtherSteps()
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -122,7 +125,9 @@ class ActivationPlanner(Callback):
         """Leaves the module as it was."""
         if applied_plan(pl_module) is not None:
             remove_plan(pl_module)
-        self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+        self._shapes = KnownShapes()
+        self._profiles = []
+        self._other_steps = OtherSteps()
         self._cache.start()
 
     def _is_open(self, module: LightningModule, batch: Any) -> bool:
@@ -131,7 +136,9 @@ class ActivationPlanner(Callback):
             self._other_steps.look_back(applied)
         if self._other_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
             self._cache.leave()
-            self._shapes, self._profiles, self._other_steps = KnownShapes(), [], OtherSteps()
+            self._shapes = KnownShapes()
+            self._profiles = []
+            self._other_steps = OtherSteps()
         return not self._shapes.hold(batch) or self._other_steps.expected
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -154,7 +161,8 @@ class ActivationPlanner(Callback):
                 apply_plan(module, self.plan, watches=True)
 
     def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
-        device, keys = trainer.strategy.root_device, [""]
+        device = trainer.strategy.root_device
+        keys = [""]
         if self._cache.is_on:
             keys = [key_of_run_step(trainer, module, batch, device, keeps_gradients(trainer))]
         ((profile,),) = self._cache.profiles(
@@ -193,11 +201,15 @@ class ActivationPlanner(Callback):
         largest = max(profiles, key=lambda profile: profile.peak)
         budget = bytes_of_budget(self._budget, largest.peak)
         if budget is None:  # as few as possible where most are needed
-            least, self.profile = self._cache.plan_profile(module, largest, self._planner), largest
+            least = self._cache.plan_profile(module, largest, self._planner)
+            self.profile = largest
             plan = complete_plan(module, least, profiles, self._planner)
         else:
-            steps, rooms = [[profile] for profile in profiles], [[budget] for _ in profiles]
+            steps = [[profile] for profile in profiles]
+            rooms = [[budget] for _ in profiles]
             shared = self._cache.plan_shapes(module, steps, rooms, self._planner, now)
-            plan, self.profile = shared.plans[0], profiles[shared.worst[0]]
-        self.plan, self._profiles = plan, profiles
+            plan = shared.plans[0]
+            self.profile = profiles[shared.worst[0]]
+        self.plan = plan
+        self._profiles = profiles
         return plan

@@ -107,7 +107,8 @@ class Budgets:
             ConfigurationError: more than the device has, a fraction of one without a limit, or no budget.
         """
         budget = self.given if self._each is None else self._budget_of(device)
-        named, target = self._each is not None, device not in homes
+        named = self._each is not None
+        target = device not in homes
         if isinstance(budget, int | float) and (named or not (target and is_host(device))):
             total = capacity_of(device).total
             if isinstance(budget, float) and not total:
@@ -127,7 +128,8 @@ class Budgets:
     def is_measured(self, device: torch.device, homes: Sequence[torch.device]) -> bool:
         """Whether :meth:`limit` is what happens to be free, and so another number in every run."""
         budget = self.given if self._each is None else self._budget_of(device)
-        named, target = self._each is not None, device not in homes
+        named = self._each is not None
+        target = device not in homes
         return not isinstance(budget, int | float) or (not named and target and is_host(device))
 
     def _budget_of(self, device: torch.device) -> Budget:

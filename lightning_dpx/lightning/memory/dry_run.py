@@ -222,7 +222,8 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     profiles: dict[int, Profile] = {}
     for size in sorted({size for size in sizes if size}, reverse=True):
         if len(profiles) > 1:  # weights that a library repacks do not grow with the rows
-            few, more = min(profiles), max(profiles)
+            few = min(profiles)
+            more = max(profiles)
             profiles[size] = extrapolate(profiles[few], profiles[more], (few, more), size)
             continue
         progress(f"profiling a step on {size} rows")
@@ -300,7 +301,8 @@ def _device(
     profile: Profile,
     settings: Settings,
 ) -> DeviceForecast:
-    budget, held = settings.budget, sum(static.values())
+    budget = settings.budget
+    held = sum(static.values())
     allowed = budget[device] if isinstance(budget, Mapping) else budget
     common = {"device": str(device), "rows": rows, **static, "unplanned": profile.peak, "budget": allowed or 0}
     try:

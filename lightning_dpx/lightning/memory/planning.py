@@ -86,7 +86,8 @@ class MemoryPlanning:
         plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
-        self.budgets, self.planner = Budgets(parse_budget(budget)), make_planner(planner)
+        self.budgets = Budgets(parse_budget(budget))
+        self.planner = make_planner(planner)
         self._cache = PlanningCache(plan_cache, "plan_cache")
         self.asked = budget is not None
         if budget is not None and plan is not None:
@@ -134,11 +135,13 @@ class MemoryPlanning:
         """
         gc.collect()  # what is there in circles only is no reason
         firsts = {replica.device: Share(replica, 0, None) for replica in reversed(replicas.replicas)}
-        held, places_of_all = static(list(firsts.values())), by_place(list(firsts.values()))
+        held = static(list(firsts.values()))
+        places_of_all = by_place(list(firsts.values()))
         limits = {place: self.budgets.limit(place, replicas.devices) for place in places_of_all}
         rooms = {place: self._room(place, held, limit) for place, limit in limits.items()}
         for home, share in firsts.items():
-            places, profiles = places_of(share.replica), example(share.replica)
+            places = places_of(share.replica)
+            profiles = example(share.replica)
             if not profiles:
                 return  # what one of them cannot try, none can
             try:
@@ -239,7 +242,8 @@ class MemoryPlanning:
     def _leave_cache(self) -> None:
         """What was found there is not what the steps of this run are."""
         self._cache.leave()
-        self._shapes, self._other_steps = KnownShapes(), OtherSteps()
+        self._shapes = KnownShapes()
+        self._other_steps = OtherSteps()
         self._decided.clear()
 
     def confirm(self, replicas: ReplicaSet, shares: Sequence[Share], static: StaticOf) -> None:
@@ -270,8 +274,11 @@ class MemoryPlanning:
         seen: Mapping[torch.device, SeenStep],
         source: str,
     ) -> None:
-        shares_of, decided, said = by_place(shares), dict(self._decided), dict[torch.device, str]()
-        limits, helds = dict(self._limits), dict[torch.device, int]()
+        shares_of = by_place(shares)
+        decided = dict(self._decided)
+        said = dict[torch.device, str]()
+        limits = dict(self._limits)
+        helds = dict[torch.device, int]()
         for home in shares_of:
             known = self._decided[home].seen if home in self._decided else ()
             steps = [*known, seen[home]] if home in seen else list(known)
@@ -298,10 +305,12 @@ class MemoryPlanning:
             decided[home] = _Decided(tuple(places), tuple(steps), shared.plans, shared.worst)
             for index, place in enumerate(places):
                 step = steps[shared.worst[index]]
-                limits[place], helds[place] = (allowed[index], step.sharing[index]), held[index]
+                limits[place] = (allowed[index], step.sharing[index])
+                helds[place] = held[index]
                 self._passing[place] = static.coming_gradients(place) + static.passing(place)
                 said[place] = _origin(step.profiles[index], source, len(steps))
-        self._decided, self._limits = decided, limits
+        self._decided = decided
+        self._limits = limits
         self._other_steps.plan_for(step for one in decided.values() for step in one.seen)
         self._list_plans()
         for place, remark in said.items():
@@ -309,7 +318,8 @@ class MemoryPlanning:
             rank_zero_info(_announcement(place, self.plans[place], helds[place], limit, sharing, remark))
 
     def _list_plans(self) -> None:
-        self.plans, self.profiles = {}, {}
+        self.plans = {}
+        self.profiles = {}
         for decided in self._decided.values():
             for index, (place, plan) in enumerate(zip(decided.places, decided.plans, strict=True)):
                 if place in self.plans and (self.plans[place].peak or 0) >= (plan.peak or 0):
@@ -419,7 +429,10 @@ class MemoryPlanning:
 
     def forget(self) -> None:
         """The run is over; the next one plans anew."""
-        self._shapes, self._before, self._steps, self._provisional = KnownShapes(), {}, 0, False
+        self._shapes = KnownShapes()
+        self._before = {}
+        self._steps = 0
+        self._provisional = False
         self._other_steps = OtherSteps()
         self._cache.start()
         self.plans.clear()
@@ -438,7 +451,8 @@ class MemoryPlanning:
         """Compares what the step took with what was predicted."""
         for device, before in self._before.items():
             present, peak = allocated_and_peak(device)
-            predicted, taken = self.forecast(device)[0], peak - before
+            predicted = self.forecast(device)[0]
+            taken = peak - before
             # What is planned for apart may have been there at the peak, where another device was ahead of this one.
             unnoticed = max(present - before, _UNNOTICED + self._passing.get(device, 0))
             if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:

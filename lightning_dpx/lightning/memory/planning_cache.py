@@ -37,7 +37,8 @@ class PlanningCache:
     """
 
     def __init__(self, where: bool | str | os.PathLike[str], argument: str) -> None:
-        self._cache, self._argument = PlanCache(where, rank_zero_info), argument
+        self._cache = PlanCache(where, rank_zero_info)
+        self._argument = argument
         self.is_used = False
         self._keys: list[str] = []  # of what the run has found, or kept
 
@@ -87,7 +88,8 @@ class PlanningCache:
         Raises:
             BudgetError: a budget cannot be met.
         """
-        key, free = "", [room for step in rooms for room in step]
+        key = ""
+        free = [room for step in rooms for room in step]
         if self._cache.is_on:
             every = [profile for profiles in steps for profile in profiles]
             before = () if now is None else (now.fingerprint, [(one.name, one.action) for one in now.decisions])
@@ -110,8 +112,10 @@ class PlanningCache:
         if found is None:
             return None
         plans, numbers = found
-        places, free = len(steps[0]), [room for step in rooms for room in step]
-        worst, before = numbers[:places], numbers[places:]
+        places = len(steps[0])
+        free = [room for step in rooms for room in step]
+        worst = numbers[:places]
+        before = numbers[places:]
         if len(plans) != places or len(before) != len(free):
             return None
         # With much more room than then a plan may be found that computes less again.
@@ -153,7 +157,8 @@ class PlanningCache:
 
     def start(self) -> None:
         """A run begins."""
-        self._keys, self.is_used = [], False
+        self._keys = []
+        self.is_used = False
 
     @property
     def is_on(self) -> bool:
@@ -190,7 +195,8 @@ def key_of_run_step(trainer: Trainer | None, module: nn.Module, batch: Any, plac
     """
     run: list[Any] = []
     if trainer is not None:
-        data, precision = getattr(trainer, "datamodule", None), trainer.precision_plugin
+        data = getattr(trainer, "datamodule", None)
+        precision = trainer.precision_plugin
         run = [
             type(data), type(precision).__qualname__, str(trainer.precision), trainer.accumulate_grad_batches,
             trainer.global_rank, trainer.world_size, trainer.global_step == 0,

@@ -130,7 +130,8 @@ def profile_absent_share(
     Raises:
         PlanError: the step cannot be planned for.
     """
-    twin, noted = _twin_of(replicas, share), trial_noted(share.replica.index, target, "training_step", _PURPOSE)
+    twin = _twin_of(replicas, share)
+    noted = trial_noted(share.replica.index, target, "training_step", _PURPOSE)
     with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
         return profile_absent(
             twin,

@@ -81,9 +81,11 @@ def profiled_steps(
 
 def _keys(trainer: Trainer | None, shares: Sequence[Share], accumulates: bool) -> list[str]:
     """Of each step; where more than two differ, some profiles lie on a line through others."""
-    rows, found = [share.num_rows for share in shares], list[str]()
+    rows = [share.num_rows for share in shares]
+    found = list[str]()
     for share in shares:
-        shift, module = applied_shift(share.replica.module), share.replica.module
+        shift = applied_shift(share.replica.module)
+        module = share.replica.module
         shifted = () if shift is None else tuple(shift.chosen)
         others = places_of(share.replica), share.num_rows, rows, shifted, accumulates
         found.append(key_of_run_step(trainer, module, share.batch, share.replica.device, *others))
@@ -95,12 +97,14 @@ def _profiles(share: Share, known: _Known, profile: Callable[..., Profile]) -> l
 
     Not in proportion to one: weights that a library repacks and gradients do not grow with the rows.
     """
-    shift, places = applied_shift(share.replica.module), places_of(share.replica)
+    shift = applied_shift(share.replica.module)
+    places = places_of(share.replica)
     alike = known.setdefault(() if shift is None else tuple(shift.chosen), {})
     if share.num_rows in alike:
         return alike[share.num_rows]
     if len(alike) > 1:
-        few, more = min(alike), max(alike)
+        few = min(alike)
+        more = max(alike)
         pairs = zip(alike[few], alike[more], strict=True)
         return [extrapolate(first, second, (few, more), share.num_rows) for first, second in pairs]
     for place in places:

@@ -94,8 +94,10 @@ class StepMemory(NoStepMemory):
         out_of_memory: OutOfMemory,
         hooks_mode: BetweenSteps | None,
     ) -> None:
-        self._session, self._planning = session, planning
-        self._out_of_memory, self._hooks_mode = out_of_memory, hooks_mode
+        self._session = session
+        self._planning = planning
+        self._out_of_memory = out_of_memory
+        self._hooks_mode = hooks_mode
         self.repeats_steps = out_of_memory.repeats_steps
         self._plans = planning.wanted or self.repeats_steps
         self._shifts_open = session.options.chooses_shifts  # the first batch decides
@@ -136,7 +138,8 @@ class StepMemory(NoStepMemory):
 
     def guard_backward(self, backward: Callable[[], None]) -> None:
         """Runs ``backward``; with the forward, once more where it runs out of memory."""
-        session, step = self._session, self._session.step
+        session = self._session
+        step = self._session.step
         known = self._step
         gradients = step.pending_gradients() if self.repeats_steps else []
 
@@ -159,7 +162,8 @@ class StepMemory(NoStepMemory):
         """After a step that ran out of memory; says what the plans are now."""
         if self._step is None:
             return self._planning.advice()
-        known, session = self._step, self._session
+        known = self._step
+        session = self._session
         with iterators_peeked(session.replicas.root.module) as peeked:
             run = self._tried_step(known, peeked)
             return self._planning.tighten(session.replicas, known.args[0], known.shares, run, self._static_memory)
@@ -199,8 +203,11 @@ class StepMemory(NoStepMemory):
         """
         if not self._planning.asked or self._shifts_open:
             return
-        session, example = self._session, self._session.options.example_batch
-        replicas, module, precision = session.replicas, session.module, session.strategy.precision_plugin
+        session = self._session
+        example = self._session.options.example_batch
+        replicas = session.replicas
+        module = session.module
+        precision = session.strategy.precision_plugin
 
         def profiles_of(replica: Replica) -> Any:
             return [] if example is not None else profile_example(replicas, replica, precision)
@@ -235,7 +242,8 @@ class StepMemory(NoStepMemory):
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs nobody reads: ``run(module, rows, num_rows)``."""
-        session, strategy = self._session, self._session.strategy
+        session = self._session
+        strategy = self._session.strategy
         guest = ManualGuest(strategy, session.module, session.step.owner_parameters, session.replicas.devices)
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
@@ -253,7 +261,8 @@ class StepMemory(NoStepMemory):
 
         def run_step(module: Any, share: Share) -> Any:
             transfer = Transfer(session.trainer, session.module, 0)
-            context, precision = session.context(module), strategy.precision_plugin.train_step_context()
+            context = session.context(module)
+            precision = strategy.precision_plugin.train_step_context()
             with StepLog(share).recording(module), precision, context:
                 return module.training_step(transfer.to_replica(share), *step.args[1:], **step.kwargs)
 

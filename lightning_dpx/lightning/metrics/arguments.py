@@ -15,7 +15,11 @@ from torch import Tensor
 from lightning_dpx.errors import GatherError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-MEAN, SUM, SAME, ITEMS, EXTEND = "mean", "sum", "same", "items", "extend"
+MEAN = "mean"
+SUM = "sum"
+SAME = "same"
+ITEMS = "items"
+EXTEND = "extend"
 
 
 @dataclass(slots=True)
@@ -232,7 +236,8 @@ def _is_close(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor | np.ndarray | np.generic | float | int | complex) and not isinstance(one, bool):
         if not isinstance(other, Tensor | np.ndarray | np.generic | float | int | complex):
             return False
-        mine, theirs = torch.as_tensor(one), torch.as_tensor(other)
+        mine = torch.as_tensor(one)
+        theirs = torch.as_tensor(other)
         if mine.shape != theirs.shape:
             return False
         theirs = theirs.to(mine.device)

@@ -47,7 +47,9 @@ class _Routed:
     __slots__ = ("method", "metric", "route")
 
     def __init__(self, metric: nn.Module, method: str, route: Callable[..., Any]) -> None:
-        self.metric, self.method, self.route = metric, method, route
+        self.metric = metric
+        self.method = method
+        self.route = route
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.route(_Call(self.metric, self.method, args, kwargs))
@@ -91,7 +93,9 @@ class ReplicaMetrics:
     """
 
     def __init__(self, module: nn.Module, number: str = "mean") -> None:
-        self._module, self._number, self.dim = module, number, 0
+        self._module = module
+        self._number = number
+        self.dim = 0
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._known: Sequence[nn.Module] = ()
         self._rules: dict[tuple[int, str], JoinRules] = {}
@@ -197,7 +201,8 @@ class ReplicaMetrics:
         self._held = []
 
     def _route(self, call: _Call) -> Any:
-        rank, step = current_rank(), self._step
+        rank = current_rank()
+        step = self._step
         if rank is None or step is None:
             return self._call_own(call.metric, call.method, (call.args, call.kwargs))
         key = id(call.metric), call.method
@@ -231,7 +236,8 @@ class ReplicaMetrics:
         keys = dict.fromkeys(key for calls in step.pending for key in calls)
         for key in keys:
             calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
-            metric, method = next(iter(calls.values())).metric, key[1]
+            metric = next(iter(calls.values())).metric
+            method = key[1]
             try:
                 arguments = self._joined(calls, key[2], step)
             except GatherError as error:
@@ -274,7 +280,9 @@ class ReplicaMetrics:
         rows = tuple(step.shares[rank].num_rows for rank in arguments)
         if len(rows) == 1:
             return next(iter(arguments.values()))
-        metric, method, parts = call.metric, call.method, list(arguments.values())
+        metric = call.metric
+        method = call.method
+        parts = list(arguments.values())
         rules = self._rules.setdefault((id(metric), method), JoinRules())
         settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
         if self.example is not None:
@@ -334,7 +342,9 @@ class CallLog:
 @contextmanager
 def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
     """Notes every call of the outermost metrics of ``module``, which go on as always."""
-    log, metrics, depth = CallLog(), reachable(module, KINDS), [0]
+    log = CallLog()
+    metrics = reachable(module, KINDS)
+    depth = [0]
     counts: dict[tuple[str, str], int] = {}
     held = []
 

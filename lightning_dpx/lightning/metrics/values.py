@@ -100,7 +100,9 @@ class _FromWhole(torch.autograd.Function):
         ctx: Any, rank: ReplicaRank, whole: SharedValue, box: list[Tensor], device: torch.device, *mine: Tensor
     ) -> Tensor:
         (value,) = box  # as an input of its own, autograd would visit its graph for every replica, and free it
-        ctx.rank, ctx.whole, ctx.value = rank, whole, value
+        ctx.rank = rank
+        ctx.whole = whole
+        ctx.value = value
         ctx.devices = [tensor.device for tensor in mine]
         return value.detach().to(device, copy=True)
 

@@ -31,7 +31,8 @@ class Pace:
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and (not whole or every_n_steps < 1):
             raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
-        self._every, self._steps = every_n_steps, 0
+        self._every = every_n_steps
+        self._steps = 0
 
     def restart(self) -> None:
         """A new fit begins."""

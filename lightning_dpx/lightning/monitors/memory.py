@@ -67,8 +67,11 @@ class DeviceMemoryMonitor(Callback):
             raise ConfigurationError(f"report={str(report)!r} is not allowed; name an .html file.")
         if isinstance(warn_at, bool) or not isinstance(warn_at, int | float) or not 0 < warn_at <= 1:
             raise ConfigurationError(f"warn_at={warn_at!r} is not allowed; give a share of the capacity in (0, 1].")
-        self._path, self._pace = check_file(save_to), Pace(every_n_steps)
-        self._prog_bar, self._table, self._warn_at = prog_bar, table, warn_at
+        self._path = check_file(save_to)
+        self._pace = Pace(every_n_steps)
+        self._prog_bar = prog_bar
+        self._table = table
+        self._warn_at = warn_at
         self.devices: list[torch.device] = []
         self.last: dict[torch.device, DeviceMemory] = {}
         self.highest: dict[torch.device, int] = {}
@@ -83,7 +86,10 @@ class DeviceMemoryMonitor(Callback):
         """Forgets the fit before; looks whether its files can be written."""
         check_writable("save_to", self._path)
         check_writable("report", self._page)
-        self.last, self._rows, self._warned, self._measuring = {}, [], set(), False
+        self.last = {}
+        self._rows = []
+        self._warned = set()
+        self._measuring = False
         self.highest.clear()
         self._pace.restart()
 
@@ -151,7 +157,8 @@ class DeviceMemoryMonitor(Callback):
             if isinstance(value, torch.Tensor)
         )
         for device, memory in self.last.items():
-            memory.parameters, memory.buffers = parameters.get(device, 0), buffers.get(device, 0)
+            memory.parameters = parameters.get(device, 0)
+            memory.buffers = buffers.get(device, 0)
             memory.optimizer = states.get(device, 0)
             memory.reserved, memory.total, memory.others = capacity_of(device)
             planned, memory.budget = planned_activations(trainer, device)

@@ -65,7 +65,9 @@ class DeviceThroughputMonitor(Callback):
     """
 
     def __init__(self, table: bool = True, save_to: str | Path | None = None, every_n_steps: int | None = None) -> None:
-        self._table, self._path, self._pace = table, check_file(save_to), Pace(every_n_steps)
+        self._table = table
+        self._path = check_file(save_to)
+        self._pace = Pace(every_n_steps)
         self.last: list[ReplicaWork] = []
         self.samples_per_second = 0.0
         self._rows: list[dict[str, Any]] = []
@@ -76,7 +78,10 @@ class DeviceThroughputMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before; looks whether its files can be written."""
         check_writable("save_to", self._path)
-        self.last, self._rows, self._times, self._watch = [], [], None, None
+        self.last = []
+        self._rows = []
+        self._times = None
+        self._watch = None
         self._pace.restart()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -121,10 +126,12 @@ class DeviceThroughputMonitor(Callback):
         if self._times is None:
             return
         self._end()
-        times, self._times = self._times, None
+        times = self._times
+        self._times = None
         if isinstance(trainer.strategy, DPXStrategy):
             trainer.strategy.stop_watching()
-        forward, backward = times.seconds("training_step"), times.seconds("backward")
+        forward = times.seconds("training_step")
+        backward = times.seconds("backward")
         # Simulated devices keep a time of their own each: the slowest of them tells how long the step is.
         busy = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
         step = max(self._seconds_of_step(times.devices[0]), *busy)

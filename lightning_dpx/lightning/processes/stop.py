@@ -54,12 +54,15 @@ class CoordinatedStop(SignalConnector):
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         super().__init__(trainer)
-        self._told_here, self._lockstep, self._batches = False, False, 0
+        self._told_here = False
+        self._lockstep = False
+        self._batches = 0
         self.reason = ""
 
     def register_signal_handlers(self) -> None:
         """As Lightning does, for every run."""
-        self._told_here, self.reason = False, ""
+        self._told_here = False
+        self.reason = ""
         super().register_signal_handlers()
 
     def _sigterm_notifier_fn(self, signum: int, _: FrameType | None) -> None:
@@ -117,7 +120,8 @@ class CoordinatedStop(SignalConnector):
         else:
             counts = trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches
         totals = gather_objects("counting the batches of the evaluation", sum(counts))
-        self._batches, self._lockstep = 0, len(set(totals)) == 1 and totals[0] != math.inf
+        self._batches = 0
+        self._lockstep = len(set(totals)) == 1 and totals[0] != math.inf
 
     def before_batch(self) -> None:
         """Ends an evaluation every few batches, otherwise at its end.

@@ -54,8 +54,10 @@ class ManualGuest:
     def __init__(
         self, strategy: Any, module: nn.Module, owners: Sequence[torch.Tensor], devices: Sequence[torch.device]
     ) -> None:
-        self._strategy, self._module = strategy, module
-        self._owners, self._devices = owners, devices
+        self._strategy = strategy
+        self._module = module
+        self._owners = owners
+        self._devices = devices
 
     @contextmanager
     def visit(self, twin: Any) -> Iterator[None]:

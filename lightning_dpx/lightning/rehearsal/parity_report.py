@@ -78,7 +78,9 @@ class JudgingRules(MergeRules):
         unstable: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(loss_reduction=loss_reduction)
-        self._whole, self._tolerance, self._decides = whole, tolerance, decides_loss
+        self._whole = whole
+        self._tolerance = tolerance
+        self._decides = decides_loss
         self._unstable = unstable
         self.findings: dict[str, Finding] = {}
         self.logged_findings: dict[str, Finding] = {}
@@ -139,7 +141,8 @@ class JudgingRules(MergeRules):
         whole = self._whole.state.get(name)
         if not isinstance(whole, torch.Tensor):
             return "first"
-        largest, smallest = value("max"), value("min")
+        largest = value("max")
+        smallest = value("min")
         if largest is not None and smallest is not None and torch.equal(largest, smallest):
             return "first"  # all slices have the same
         # Where they differ, the first one's is the whole batch's by chance: its rows may have the largest of all.
@@ -329,7 +332,8 @@ class Comparer:
     """
 
     def __init__(self, tolerance: Tolerance, unstable: frozenset[str] = frozenset()) -> None:
-        self._tolerance, self._unstable = tolerance, unstable
+        self._tolerance = tolerance
+        self._unstable = unstable
 
     def compare(
         self, before: Mapping[str, Any], whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison
@@ -393,7 +397,8 @@ class Comparer:
         for name in dict.fromkeys([*whole, *sliced]):
             if f"{kind}:{name}" in self._unstable:
                 continue
-            mine, theirs = whole.get(name), sliced.get(name)
+            mine = whole.get(name)
+            theirs = sliced.get(name)
             mine = torch.zeros_like(theirs) if mine is None and theirs is not None else mine
             theirs = torch.zeros_like(mine) if theirs is None and mine is not None else theirs
             assert mine is not None, "one of both has it"
@@ -534,7 +539,8 @@ def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Toleran
 
 def _pairs(one: Any, two: Any) -> list[tuple[Any, Any, Any]]:
     """The items of two containers with the same keys; none of other values."""
-    mine, theirs = dict(_items(one)), dict(_items(two))
+    mine = dict(_items(one))
+    theirs = dict(_items(two))
     return [(key, value, theirs[key]) for key, value in mine.items()] if mine.keys() == theirs.keys() else []
 
 
@@ -568,7 +574,8 @@ def _grew_alike(before: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> b
         )
     if not all(isinstance(value, list) for value in (before, whole, sliced)):
         return False
-    mine, theirs = whole[len(before) :], sliced[len(before) :]
+    mine = whole[len(before) :]
+    theirs = sliced[len(before) :]
     if not mine or len(theirs) % len(mine) or len(theirs) == len(mine):
         return False
     search = Search(

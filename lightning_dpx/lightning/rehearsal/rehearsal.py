@@ -81,7 +81,8 @@ class SlicesFail(Exception):  # noqa: N818  the stage goes on with whole batches
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
-        self.reason, self.advice = reason, advice
+        self.reason = reason
+        self.advice = advice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,9 @@ class Rehearsals:
     """
 
     def __init__(self, strategy: Any, verify: Verify, loss_reduction: str) -> None:
-        self._strategy, self._verify, self._loss_reduction = strategy, verify, loss_reduction
+        self._strategy = strategy
+        self._verify = verify
+        self._loss_reduction = loss_reduction
         self._done: set[tuple[str, int]] = set()
         self._rules: dict[tuple[str, int], MergeRules] = {}
         self._found: dict[tuple[str, int], tuple[dict[str, Finding], dict[str, Finding]]] = {}
@@ -204,7 +207,8 @@ class Rehearsals:
             rules.loss_reduction = "sum"
 
     def _rehearse(self, call: Call) -> None:
-        strategy, key = self._strategy, (call.name, call.dataloader_idx)
+        strategy = self._strategy
+        key = (call.name, call.dataloader_idx)
         before = self.rules(*key)
         before.is_outdated = False
         news = self._take_news(call.name, before)
@@ -259,12 +263,14 @@ class Rehearsals:
 
     def _joined(self, key: tuple[str, int], outcome: Outcome, news: frozenset[str]) -> MergeRules:
         """The rules that a rehearsal found, together with those of an earlier one that saw only zeros, or not all."""
-        findings, logged = outcome.findings, outcome.logged
+        findings = outcome.findings
+        logged = outcome.logged
         earlier = self._found.get(key)
         if earlier is not None and news:
             earlier = tuple({path: one for path, one in own.items() if path not in news} for own in earlier)  # type: ignore[assignment]
         if earlier is not None:
-            findings, logged = refined(earlier[0], findings), refined(earlier[1], logged)
+            findings = refined(earlier[0], findings)
+            logged = refined(earlier[1], logged)
             found = {path: one.rules[0].kind for path, one in {**findings, **logged}.items() if one.rules}
             sums = [path.removeprefix("result.") for path in self._rules[key].undecided if found.get(path) == "sum"]
             if sums:
@@ -273,7 +279,8 @@ class Rehearsals:
                     "by their type there; they add up, as is seen now."
                 )
         self._found[key] = findings, logged
-        outputs, values = chosen(findings), chosen(logged)
+        outputs = chosen(findings)
+        values = chosen(logged)
         known = MergeRules(outputs, values, outcome.judge.loss_reduction)
         known.undecided = undecided(findings) | undecided(logged)
         known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
@@ -309,7 +316,9 @@ class _Rehearsal:
     """
 
     def __init__(self, strategy: Any, call: Call, loss_reduction: str, asked: list[str]) -> None:
-        self._strategy, self._call, self._loss_reduction = strategy, call, loss_reduction
+        self._strategy = strategy
+        self._call = call
+        self._loss_reduction = loss_reduction
         self._module: pl.LightningModule = strategy.lightning_module
         self._session: Session = strategy.session
         self._replicas = self._session.replicas
@@ -363,7 +372,8 @@ class _Rehearsal:
 
     def _refine(self, first: Outcome, second: Outcome) -> Outcome:
         """Both together: rules fit on all rows that were tried, or are none."""
-        findings, logged = refined(first.findings, second.findings), refined(first.logged, second.logged)
+        findings = refined(first.findings, second.findings)
+        logged = refined(first.logged, second.logged)
         of_values = ("logged value", "output")
         seen_later = [one for one in second.comparison.differences if one[0] not in of_values]
         seen_at_once = [one for one in first.comparison.differences if one[0] not in of_values]
@@ -458,7 +468,8 @@ class _Rehearsal:
             del judge.buffers[name]
             text = f"self.{name} comes together from slices in a first step, and not in a second"
             out.differences.append(("kept", text))
-        whole.state, sliced.state = {}, {}
+        whole.state = {}
+        sliced.state = {}
         second = self._compare({}, whole, sliced, again, sizes, frozenset())
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in known]
@@ -492,7 +503,8 @@ class _Rehearsal:
 
     def _first_rows(self, *sizes: int) -> list[Any]:
         """The first rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
-        batch, rest = self._call.args[0], self._call.num_rows - sum(sizes)
+        batch = self._call.args[0]
+        rest = self._call.num_rows - sum(sizes)
         if not rest and len(sizes) == 1:
             return [batch]
         every = [*sizes, rest] if rest else list(sizes)
@@ -517,7 +529,9 @@ class _Rehearsal:
 
     def _whole(self, rows: Any, num_rows: int, *, other_draws: bool = False, num_steps: int = 1) -> Observation:
         """What the last of ``num_steps`` steps on the same rows does."""
-        strategy, call, shadow = self._strategy, self._call, self._shadow()
+        strategy = self._strategy
+        call = self._call
+        shadow = self._shadow()
         replicas = self._replicas_of(shadow, [strategy.root_device], workload="even")
         seen = Observation()
         with ExitStack() as stack:
@@ -538,7 +552,8 @@ class _Rehearsal:
                 self._finish(seen, final, shadow, list(shadow.parameters()))
         self._forget_gradients(shadow)
         self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
-        seen.drew, seen.left_alone = self._guest.drew, self._guest.left_alone
+        seen.drew = self._guest.drew
+        seen.left_alone = self._guest.left_alone
         return seen
 
     def _step_of_one(self, log: StepLog, share: Share) -> Any:
@@ -701,7 +716,8 @@ class _Rehearsal:
             judge: Finds out how results are merged.
             seen: Gets the gradients that optimizers are given.
         """
-        strategy, call = self._strategy, self._call
+        strategy = self._strategy
+        call = self._call
         attributes = pointing_at_shadow(strategy, shadow)
         if session is not None:
             attributes |= {"session": session, "_all_replicas": len(session.replicas.replicas)}

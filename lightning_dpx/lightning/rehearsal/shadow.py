@@ -73,7 +73,8 @@ class Guest:
         trainer: Any = self._trainer
         precision = getattr(trainer.precision_plugin, "wrapped", None)  # a user's own may count what it does
         attributes = [Attributes(owner) for owner in (trainer, precision) if owner is not None]
-        holder, flags = _holder_of_results(trainer), _Flags()
+        holder = _holder_of_results(trainer)
+        flags = _Flags()
         results = None if holder is None else holder._results
         try:
             trainer.loggers = [DummyLogger() for _ in trainer.loggers]
@@ -256,7 +257,8 @@ def with_copied_optimizers(
     shadow: Any = shadows[0]
     mine = mine or list(shadow.parameters())
     pairs = [*zip(owners, mine, strict=True), (module, shadow), (shadow.trainer, shadow.trainer)]
-    configured, configs = list(optimizers_of(strategy)), list(strategy.lr_scheduler_configs)
+    configured = list(optimizers_of(strategy))
+    configs = list(strategy.lr_scheduler_configs)
     found = [value for each in shadows for child in each.modules() for _, value in attributes_stepped_in(child)]
     held = [one for value in found for one in _stepped_among(value)]
     real = list({id(_unwrapped(one)): _unwrapped(one) for one in (*configured, *held)}.values())

@@ -30,7 +30,8 @@ class Attributes:
     """
 
     def __init__(self, owner: Any) -> None:
-        self._owner, self._values = owner, dict(vars(owner))
+        self._owner = owner
+        self._values = dict(vars(owner))
         self._contents = [_Content(value) for value in self._values.values() if is_small_container(value)]
 
     def restore(self) -> None:
@@ -49,7 +50,8 @@ class _Content:
     """What a container held."""
 
     def __init__(self, container: Any) -> None:
-        self._container, self._held = container, copy.copy(container)
+        self._container = container
+        self._held = copy.copy(container)
 
     def restore(self) -> None:
         container = self._container
@@ -61,7 +63,8 @@ class _Named:
     """What a class or the globals of a file have under one name."""
 
     def __init__(self, space: Any, key: str) -> None:
-        self._space, self._key = space, key
+        self._space = space
+        self._key = key
         self._value = self.value
         self._content = _Content(self._value) if is_small_container(self._value) else None
 

@@ -126,7 +126,8 @@ class Argument:
     __slots__ = ("_counter", "_reference", "_version", "requires_grad", "source")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference, self._version = TensorWeakRef(tensor), version_counter(tensor)
+        self._reference = TensorWeakRef(tensor)
+        self._version = version_counter(tensor)
         self._counter: torch.Tensor | None = None
         self.requires_grad = tensor.requires_grad
         self.source = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
@@ -181,18 +182,23 @@ class Call:
     def __init__(
         self, module: nn.Module, name: str, args: Any, kwargs: Any, saved: int, states: "States | None" = None
     ) -> None:
-        self.module, self.name, self.saved = module, name, saved
+        self.module = module
+        self.name = name
+        self.saved = saved
         self.outcome: Callable[[], Any] | None = None
         leaves, self._spec = _flattened(args, kwargs)
         self._states = States() if states is None else states
-        self._obstacle, self._held = _obstacle(leaves), list[Any]()
+        self._obstacle = _obstacle(leaves)
+        self._held = list[Any]()
         if self._obstacle:  # what attributes hold would be held for nothing, and walked
-            self._anatomy, leaves = Anatomy(module, looks=False), []
+            self._anatomy = Anatomy(module, looks=False)
+            leaves = []
         else:
             self._anatomy, self._held = self._states.of(module)
             self._obstacle = self._anatomy.obstacle
         if self._obstacle:
-            leaves, self._held = [], []
+            leaves = []
+            self._held = []
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
         own = {key: Argument(tensor) for key, tensor in given.items()}
         self._given = [own.get(id(leaf), leaf) for leaf in leaves]
@@ -201,10 +207,12 @@ class Call:
         self._home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
         self._autocast = _autocast_state(self._home)
         self._before: RandomStates | None = self.random_states()
-        self._started, self._after = self.generators(), 0
+        self._started = self.generators()
+        self._after = 0
         self._draws = False
         self._others_before: ProcessGenerators | None = self._states.generators.now()
-        self._others_draw, self._is_over = False, False
+        self._others_draw = False
+        self._is_over = False
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
         self._buffers: list[_Buffer] = []
         if not self._obstacle and any(buffers_of(part) for part in self._anatomy.parts):
@@ -230,14 +238,17 @@ class Call:
         self._draws = self._after != self._started
         if not self._draws:
             self._before = None  # 5 KiB that would stay until backward
-        self._others_draw, self._is_over = self._states.generators.now() != self._others_before, True
+        self._others_draw = self._states.generators.now() != self._others_before
+        self._is_over = True
         if not self._others_draw:
             self._others_before = None
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
             self._states.forget(self.module)
-            self._buffers, self._held, self._anatomy = [], [], Anatomy(self.module, looks=False)
+            self._buffers = []
+            self._held = []
+            self._anatomy = Anatomy(self.module, looks=False)
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
@@ -408,7 +419,9 @@ class Replay:
         Raises:
             RuntimeError: the call does something else this time, or nobody could make it again from the start.
         """
-        call, outcome, number = self.call, ReplayOutputs(), 0
+        call = self.call
+        outcome = ReplayOutputs()
+        number = 0
         if call.obstacle:
             raise RuntimeError(f"{call.name!r} cannot be called again: {call.obstacle}.")
 

@@ -16,7 +16,9 @@ class _Collector:
     """The collector of this process; replicas in several threads may ask it to rest at the same time."""
 
     def __init__(self) -> None:
-        self._lock, self._resting, self._was_enabled = threading.Lock(), 0, False
+        self._lock = threading.Lock()
+        self._resting = 0
+        self._was_enabled = False
 
     @contextmanager
     def resting(self) -> Iterator[None]:

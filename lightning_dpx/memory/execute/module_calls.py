@@ -61,7 +61,9 @@ class CallNames:
 
     def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
         self.listener: Listener | None = None
-        self._local, self.again, self._states = threading.local(), again, States()
+        self._local = threading.local()
+        self.again = again
+        self._states = States()
         self._running: list[_Running] = []
         self._handles: list[Any] = []
         self.compiled = compiled = compiled_parts(module)
@@ -83,7 +85,8 @@ class CallNames:
     def begin(self) -> None:
         """A new step of this thread."""
         self._local.running = running = _Running()
-        self._local.stack, self._local.calls = running.stack, {}
+        self._local.stack = running.stack
+        self._local.calls = {}
         self._running.append(running)
 
     def watch(self, watch: Callable[[str, int], None]) -> None:
@@ -191,7 +194,8 @@ class _Enter(Passive):
     """The hooks of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
     def __init__(self, names: CallNames | None, path: str) -> None:
-        self._names, self._path = names, path
+        self._names = names
+        self._path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Enter, (None, self._path)

@@ -25,7 +25,9 @@ class _Offloaded(OffloadedTensor):
     """A value's tensor on the host; notices if somebody writes into it while it is on its way there."""
 
     def __init__(self, tensor: torch.Tensor, version: int, name: str) -> None:
-        self._version, self._name, self._changed = version, name, ""
+        self._version = version
+        self._name = name
+        self._changed = ""
         super().__init__(tensor, _HOST)
 
     def leave(self) -> None:

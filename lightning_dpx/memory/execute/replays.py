@@ -60,8 +60,10 @@ class Replay:
     )  # fmt: skip
 
     def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1) -> None:
-        self.call, self._expected = call, expected
-        self._stops, self._lock = False, threading.RLock()  # backward has a thread per device
+        self.call = call
+        self._expected = expected
+        self._stops = False
+        self._lock = threading.RLock()  # backward has a thread per device
         self._random: int | None = None  # when the last tensor was saved
         self.saved: list[torch.Tensor] | None = []
         self._versions: list[int] = []
@@ -118,7 +120,8 @@ class Replay:
     def noted(cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None) -> "Replay":
         """A call that has been watched by others, with the elements of what it saved."""
         replay = cls(call, given)
-        replay.saved, replay._sizes = None, list(sizes)
+        replay.saved = None
+        replay._sizes = list(sizes)
         replay._end_at(random)
         return replay
 
@@ -138,7 +141,8 @@ class Replay:
             if self._changed and number in self._changed:
                 self._refuse(number)
             self._again = again = self.replay()
-            tensor, again[number] = again[number], None
+            tensor = again[number]
+            again[number] = None
         assert tensor is not None, "it has just been made"
         return tensor
 
@@ -161,7 +165,9 @@ class Replay:
         Raises:
             RuntimeError: somebody has written to what the call was given or has saved, or it does something else now.
         """
-        call, count, found = self.call, len(self._sizes), list[torch.Tensor | None]()
+        call = self.call
+        count = len(self._sizes)
+        found = list[torch.Tensor | None]()
         for tensor, version in self._given:
             if version_counter(tensor) != version:
                 refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
@@ -254,7 +260,9 @@ class Replays:
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         self.refused: dict[str, str] = {}
-        self._names, self._states, self._local = frozenset(names), States(), threading.local()
+        self._names = frozenset(names)
+        self._states = States()
+        self._local = threading.local()
         self._handles: list[Any] = []
         self._drawn: dict[str, int] = {}  # tensors that calls have saved which draw random numbers
         parts = dict(module.named_modules())
@@ -275,7 +283,8 @@ class Replays:
             with STEP_ASIDE.standing_in():
                 yield
         finally:
-            step, self._local.step = self._local.step, None
+            step = self._local.step
+            self._local.step = None
             if step is not None and step.replay is not None:  # a call has ended without telling
                 self._leave(step, None)
 
@@ -313,7 +322,8 @@ class Replays:
             self._leave(step, output)
 
     def _leave(self, step: _Step, output: Any) -> None:
-        replay, step.replay = step.replay, None
+        replay = step.replay
+        step.replay = None
         assert replay is not None, "it is under way"
         _pop()
         STEP_ASIDE.are(step.outer)
@@ -334,7 +344,8 @@ class _Hooks(Passive):
     """Those of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
     def __init__(self, replays: Replays | None, path: str) -> None:
-        self._replays, self._path = replays, path
+        self._replays = replays
+        self._path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hooks, (None, self._path)

@@ -129,12 +129,17 @@ def make_routine(
         asked: The operators whose operands somebody has asked for.
     """
     stretches: dict[Entered, tuple[Saved | None, ...]] = {}
-    start, entries = _ROOT, list[Saved | None]()
-    last_entry, quiet, crossed = None, list[Saved | None](), False
-    passing, passed = list[Entered](), set[Entered]()
+    start = _ROOT
+    entries = list[Saved | None]()
+    last_entry = None
+    quiet = list[Saved | None]()
+    crossed = False
+    passing = list[Entered]()
+    passed = set[Entered]()
     for event in events:
         if isinstance(event, Entered):
-            last_entry, quiet_before = event, len(quiet)
+            last_entry = event
+            quiet_before = len(quiet)
             crossed = crossed or event.path in containers
             passing.append(event)
             continue
@@ -146,11 +151,15 @@ def make_routine(
         if last_entry is not None and (not entries or crossed or quiet_before >= _WORTH_A_BREAK):
             if entries:
                 stretches[start] = tuple(entries)
-            start, entries, quiet = last_entry, [], quiet[quiet_before:]
+            start = last_entry
+            entries = []
+            quiet = quiet[quiet_before:]
         else:
             passed.update(passing)
         entries += [*quiet, event]
-        last_entry, quiet, crossed = None, [], False
+        last_entry = None
+        quiet = []
+        crossed = False
         passing.clear()
     if entries:
         stretches[start] = tuple(entries)
@@ -166,12 +175,14 @@ def make_routine(
 
 def _where_to_note(events: Sequence[Event], asked: Collection[int]) -> dict[Entered, bool]:
     found: dict[Entered, bool] = {}
-    last, is_on = _ROOT, False
+    last = _ROOT
+    is_on = False
     for event in events:
         if isinstance(event, Entered):
             if is_on:
                 found[event] = False
-            last, is_on = event, False
+            last = event
+            is_on = False
         elif isinstance(event, Noted) and event.number in asked:
             found[last] = is_on = True
     return found
@@ -181,7 +192,9 @@ class _Forward:
     """A forward of this thread."""
 
     def __init__(self, pack: Pack, wrap: Callable[[Pack], Pack], unpack: Callable[[Any], Any]) -> None:
-        self._pack, self._wrap, self._unpack = pack, wrap, unpack
+        self._pack = pack
+        self._wrap = wrap
+        self._unpack = unpack
         self._outer = _top(True)
         self._is_on = False
         self._hook: Pack | None = None
@@ -263,12 +276,14 @@ class _Routinely(_Forward):
         routine: Routine,
     ) -> None:
         super().__init__(pack, _as_it_is, unpack)
-        self._names, self._routine = names, routine
+        self._names = names
+        self._routine = routine
         self._calls: dict[str, int] = {}
         self._entries: tuple[Saved | None, ...] = ()
         self._at = 0
         self._operands = UntrackedInputs()
-        self._modes, self._is_noting = len_torch_function_stack(), False
+        self._modes = len_torch_function_stack()
+        self._is_noting = False
 
     def start(self) -> None:
         self._begin(_ROOT)
@@ -313,12 +328,14 @@ class _Routinely(_Forward):
     def _begin(self, call: Entered) -> None:
         entries = self._routine.stretches.get(call)
         if entries is not None:
-            self._entries, self._at = entries, 0
+            self._entries = entries
+            self._at = 0
             if not self.on(self._save):
                 self._lose()
 
     def _save(self, tensor: torch.Tensor) -> Any:
-        entries, at = self._entries, self._at
+        entries = self._entries
+        at = self._at
         if at >= len(entries):
             self.changed = True
             return keep(tensor)
@@ -377,9 +394,13 @@ class Practised(Rematerialisation):
         self._trusted = trusted
         self._current = threading.local()
         self._routine: Routine | None = None
-        self._watched, self._patience, self._losses = watched, watched, 0
+        self._watched = watched
+        self._patience = watched
+        self._losses = 0
         self._runs_backwards = False  # within a forward: what is saved there depends on what is asked for
-        self._guard, self._running, self._is_routine = threading.Lock(), 0, False
+        self._guard = threading.Lock()
+        self._running = 0
+        self._is_routine = False
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
 
@@ -504,7 +525,8 @@ class _Enter(Passive):
     """The hook of one module; copies of the module, by deepcopy or pickle, get one that does nothing."""
 
     def __init__(self, values: Practised | None, path: str) -> None:
-        self._values, self._path = values, path
+        self._values = values
+        self._path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Enter, (None, self._path)

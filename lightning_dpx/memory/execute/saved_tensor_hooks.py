@@ -87,14 +87,19 @@ class Rematerialisation:
         prefetch_depth: int = 0,
         known: Collection[str] = (),
     ) -> None:
-        self._known, self.unknown = known, dict[str, int]()
-        self._names, self._dropped = names, dropped
+        self._known = known
+        self.unknown = dict[str, int]()
+        self._names = names
+        self._dropped = dropped
         self._uncached = {name: place for place, name in enumerate(uncached)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be uncached, once it is known who saves what
-        self._compressed, self._offloaded, self._offloading = compressed, offloaded, Offloader(prefetch_depth)
+        self._compressed = compressed
+        self._offloaded = offloaded
+        self._offloading = Offloader(prefetch_depth)
         self._values: dict[Identity, weakref.ref[Value]] = {}  # of the last forward
         self._again: dict[Identity, tuple[Any, Any]] = {}  # of what was made again, with its storage; both weakly
-        self._operands, self._want_operands = UntrackedInputs(), True  # as long as some recipe asks for them
+        self._operands = UntrackedInputs()
+        self._want_operands = True  # as long as some recipe asks for them
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
         self.reached: list[weakref.ref[Value]] | None = None  # that others are made from, found along the graph
@@ -157,7 +162,9 @@ class Rematerialisation:
 
     def value_of_tensor(self, base: torch.Tensor) -> Value:
         """The value behind ``base``; the second time the same one."""
-        node, version, storage = base.grad_fn, version_counter(base), key_of(base.untyped_storage())
+        node = base.grad_fn
+        version = version_counter(base)
+        storage = key_of(base.untyped_storage())
         earlier = None if node is None else known_value(node, base.output_nr)
         if earlier is not None and (before := earlier.identity) is not None:
             if before.storage == storage and before.version == version and before in self._values:
@@ -170,7 +177,9 @@ class Rematerialisation:
             value = self._again.get(identity, _NOT_AGAIN)[0]()
         if value is None:
             value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
-            value.name, value.identity, value.dropped = self._names.next_name(), identity, False
+            value.name = self._names.next_name()
+            value.identity = identity
+            value.dropped = False
             self._values[identity] = weakref.ref(value)
             self._decide(value, base)
         elif node is not None and not value.operator:
@@ -188,7 +197,8 @@ class Rematerialisation:
 
     def _decide(self, value: Value, tensor: torch.Tensor) -> None:
         """Keeps or drops ``value``, which is ``tensor`` and has its name, and maybe its producer, just now."""
-        node, name = tensor.grad_fn, value.name
+        node = tensor.grad_fn
+        name = value.name
         if node is not None and not value.operator:
             value.operator = node.name()
             _register(node, tensor.output_nr, value)
@@ -403,7 +413,8 @@ _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 
 def identity_of(base: torch.Tensor) -> Identity:
     """By which ``base`` is known again."""
-    storage, offset = key_of(base.untyped_storage()), int(base.storage_offset())
+    storage = key_of(base.untyped_storage())
+    offset = int(base.storage_offset())
     return Identity(storage, version_counter(base), base.dtype, base.size(), base.stride(), offset)
 
 
@@ -456,7 +467,9 @@ class Node:
     def __init__(
         self, owner: Rematerialisation, node: Any, output: int, depth: int, identity: Identity | None = None
     ) -> None:
-        self._owner, self._node, self._depth = owner, node, depth
+        self._owner = owner
+        self._node = node
+        self._depth = depth
         self.output = output
         self.saved_strides = None if identity is None else identity.stride  # of the output, where it is saved
 

@@ -35,7 +35,9 @@ class _StepAside:
     """The stand-in, for as long as somebody needs it, in the threads that do."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._local = threading.Lock(), 0, threading.local()
+        self._lock = threading.Lock()
+        self._users = 0
+        self._local = threading.local()
 
     @contextmanager
     def hooks(self, pack: _Hook, unpack: _Hook) -> Iterator[None]:
@@ -51,11 +53,13 @@ class _StepAside:
             self._users += 1
             graph.__class__ = _PerThread  # see [Note: one thread only]
         outer = getattr(self._local, "hooks", None)
-        was_in_use, self._local.in_use = self.in_use, True
+        was_in_use = self.in_use
+        self._local.in_use = True
         try:
             yield
         finally:
-            self._local.hooks, self._local.in_use = outer, was_in_use
+            self._local.hooks = outer
+            self._local.in_use = was_in_use
             with self._lock:
                 self._users -= 1
                 if not self._users:

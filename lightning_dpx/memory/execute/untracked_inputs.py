@@ -24,8 +24,11 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward1")
 
 # Where the operands in question stand among the arguments, and their names as keywords.
-_SUM, _FIRST, _BIAS = ((0, "input"), (1, "other")), ((0, "input"),), ((2, "bias"),)
-_EPS, _TRAIN = ((4, "eps"),), ((2, "training"),)
+_SUM = ((0, "input"), (1, "other"))
+_FIRST = ((0, "input"),)
+_BIAS = ((2, "bias"),)
+_EPS = ((4, "eps"),)
+_TRAIN = ((2, "training"),)
 _OPTIONAL = {"bias", "eps", "value", "nan", "posinf", "neginf", "training"}
 _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, torch.sub, Tensor.sub, Tensor.sub_), _SUM),
@@ -94,7 +97,8 @@ def _note(
     if outside:
         notes[_TAG] = [_noted(operand) for operand in outside]
     if func is F.batch_norm and not _given(args, kwargs, 5, "training"):
-        mean, variance = _given(args, kwargs, 1, "running_mean"), _given(args, kwargs, 2, "running_var")
+        mean = _given(args, kwargs, 1, "running_mean")
+        variance = _given(args, kwargs, 2, "running_var")
         if isinstance(mean, Tensor) and isinstance(variance, Tensor):
             notes[_COPIES] = {"running_mean": mean.detach().clone(), "running_var": variance.detach().clone()}
     return node
@@ -143,11 +147,13 @@ class WeakTensor:
     __slots__ = ("_ref", "_version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
-        base, self.view = view_base(tensor), None
+        base = view_base(tensor)
+        self.view = None
         if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
             self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
             tensor = base
-        self._ref, self._version = TensorWeakRef(tensor), version_counter(tensor)
+        self._ref = TensorWeakRef(tensor)
+        self._version = version_counter(tensor)
 
     def base(self, most: int) -> Tensor:
         """The tensor, or what it is a view of, if it is still the same.

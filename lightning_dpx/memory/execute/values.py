@@ -58,7 +58,8 @@ class Unnamed:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor, self.version = tensor, version
+        self.tensor = tensor
+        self.version = version
 
     def read(self) -> torch.Tensor:
         """The tensor, if nobody has written to it.
@@ -111,7 +112,8 @@ class Value:
     )  # fmt: skip
 
     def __init__(self, name: str, operator: str) -> None:
-        self.name, self.operator = name, operator
+        self.name = name
+        self.operator = operator
         self.identity: Identity | None = None
         self.tensor: torch.Tensor | None = None
         self.counter: torch.Tensor | None = None
@@ -129,7 +131,8 @@ class Value:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Holds ``tensor``, and notices if somebody writes into it."""
-        self.tensor, self.version = tensor.detach(), version_counter(tensor)
+        self.tensor = tensor.detach()
+        self.version = version_counter(tensor)
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """Forgets ``tensor``, which it is; while the value lives no other storage gets the same identity."""
@@ -139,7 +142,8 @@ class Value:
 
     def drop(self, tensor: torch.Tensor) -> None:
         """From now on ``tensor``, which it is, is computed when it is needed; who writes into it is noticed still."""
-        self.dropped, self.version = True, version_counter(tensor)
+        self.dropped = True
+        self.version = version_counter(tensor)
         if type(tensor) in _COUNTED:
             self.counter = tensor.detach()
             self.counter.data = _nothing(tensor.dtype, tensor.device)
@@ -147,7 +151,8 @@ class Value:
 
     def learn(self, make: Make | None, inputs: Sequence[Any]) -> None:
         """How it is made; ``None`` where that is unknown."""
-        self.make, self.inputs = make, inputs
+        self.make = make
+        self.inputs = inputs
         for entry in inputs:
             if type(entry) is not Value:
                 break
@@ -174,7 +179,8 @@ class View:
     __slots__ = ("__weakref__", "look", "value")
 
     def __init__(self, value: Value, look: Look) -> None:
-        self.value, self.look = value, look
+        self.value = value
+        self.look = look
 
     def read(self) -> torch.Tensor:
         """The tensor; its value must be there."""
@@ -189,10 +195,12 @@ class Strides:
     __slots__ = ("original", "view")
 
     def __init__(self, tensor: torch.Tensor, original: Identity) -> None:
-        self.view, self.original = (tensor.size(), tensor.stride(), tensor.storage_offset()), original
+        self.view = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.original = original
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:
-        original, (size, stride, offset) = self.original, self.view
+        original = self.original
+        (size, stride, offset) = self.view
         if base.stride() != original.stride:  # it was made anew, with strides of its own
             again = torch.empty_strided(original.size, original.stride, dtype=base.dtype, device=base.device)
             base = again.copy_(base)
@@ -205,7 +213,8 @@ class Both:
     __slots__ = ("first", "then")
 
     def __init__(self, first: Look, then: Look) -> None:
-        self.first, self.then = first, then
+        self.first = first
+        self.then = then
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:
         return self.then(self.first(base))
@@ -272,8 +281,10 @@ class _Computation:
     __slots__ = ("_made", "_uses", "_wanted", "later", "stack")
 
     def __init__(self, wanted: Value) -> None:
-        self.stack, self.later = [wanted], list[Value]()
-        self._wanted, self._made = wanted, set[Value]()
+        self.stack = [wanted]
+        self.later = list[Value]()
+        self._wanted = wanted
+        self._made = set[Value]()
         self._uses: dict[Value, int] | None = None  # of nested values, that are still to come
 
     def run_operators(self) -> None:
@@ -327,7 +338,9 @@ class _Computation:
 
     def _uses_to_come(self) -> dict[Value, int]:
         """How often each nested value is an input of what is not there yet."""
-        uses, stack, seen = dict[Value, int](), [self._wanted], {self._wanted}
+        uses = dict[Value, int]()
+        stack = [self._wanted]
+        seen = {self._wanted}
         while stack:
             value = stack.pop()
             if value.tensor is not None:
@@ -403,7 +416,8 @@ def compress(value: Value) -> bool:
     if not mask.dtype.is_floating_point or not is_host(mask.device) or not mask.numel():
         return False  # devices have operators that save masks as bytes, and finding out would wait for them
     with torch.no_grad(), DisableAutocast():
-        other, small = mask.amax(), mask.ne(0)
+        other = mask.amax()
+        small = mask.ne(0)
         if not torch.equal(small.to(mask.dtype).mul_(other), mask):
             return False
     value.learn(_expand_mask, (small, other, mask.dtype))
@@ -444,7 +458,9 @@ def make_uncached(value: Value) -> None:
     One that is made from other uncached values is nested: within one computation it stays until all is made from it
     that is made there. If it were made for each of its uses, as others are, the work would double at every level.
     """
-    on_the_way, stack, nested = [value], list(value.sources), False
+    on_the_way = [value]
+    stack = list(value.sources)
+    nested = False
     while stack:
         source = stack.pop()
         if source.uncached:
@@ -453,7 +469,8 @@ def make_uncached(value: Value) -> None:
             on_the_way.append(source)
             stack += source.sources
     for source in on_the_way:
-        source.uncached, source.nested = True, nested
+        source.uncached = True
+        source.nested = nested
 
 
 def refuse_changed(value: Value) -> NoReturn:

@@ -48,10 +48,12 @@ def _crest(found: Mixed) -> str:
     event = int(curve.argmax()) if len(curve) else 0
     if event < profile.forward_events:
         begun = [value for value in profile.values if value.name and value.saved <= event]
-        value, when = max(begun, key=lambda value: value.saved, default=None), "forward"
+        value = max(begun, key=lambda value: value.saved, default=None)
+        when = "forward"
     else:
         asked = [request for request in profile.requests if request.event <= event]
-        value, when = profile.values[asked[-1].value] if asked else None, "backward"
+        value = profile.values[asked[-1].value] if asked else None
+        when = "backward"
     if value is None:
         return ""
     module = value.name.rpartition(":")[0] or "the step itself"

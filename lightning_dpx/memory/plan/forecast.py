@@ -127,7 +127,9 @@ class _Offloaded:
     """A offloaded value: what the look-ahead does to it, in bytes."""
 
     def __init__(self, num_bytes: int, coming: _Coming) -> None:
-        self._num_bytes, self._coming, self._started = num_bytes, coming, False
+        self._num_bytes = num_bytes
+        self._coming = coming
+        self._started = False
 
     def start(self) -> None:
         if not self._started:
@@ -143,14 +145,18 @@ class _Offloaded:
 class _Replay:
     def __init__(self, outline: Outline, dropped: frozenset[int], uncached: frozenset[int]) -> None:
         profile = outline.profile
-        self._outline, self._profile, self._dropped = outline, profile, dropped
+        self._outline = outline
+        self._profile = profile
+        self._dropped = dropped
         values = profile.values
-        self._virtual, self._inputs = outline.virtual, outline.inputs
+        self._virtual = outline.virtual
+        self._inputs = outline.inputs
         self._sizes = outline.sizes.copy()
         self._lazy = [virtual and bool(own) for virtual, own in zip(outline.virtual, outline.inputs, strict=True)]
         for index in dropped:
             self._lazy[index] = True
-        self._uncached, self._nested = [False] * len(values), [False] * len(values)
+        self._uncached = [False] * len(values)
+        self._nested = [False] * len(values)
         for index in sorted(uncached):
             self._make_uncached(index)
         self._pending = [0] * len(values)
@@ -175,20 +181,20 @@ class _Replay:
                 most = most_with(stretches, wanted) + values[index].state
                 self._beside[index] = max(0, most - self._sizes[index])
         self._there = [not lazy for lazy in self._lazy]
-        self._held, self._seconds = 0, 0.0
+        self._held = 0
+        self._seconds = 0.0
         offloaded = [index for index in dropped if values[index].offloaded and values[index].storage >= 0]
         self._offloaded = sorted(offloaded, key=lambda index: (values[index].saved, index))
-        self._coming, self._ahead, self._fetches = (
-            _Coming(),
-            Prefetcher[_Offloaded](profile.prefetch_depth),
-            list[float](),
-        )
+        self._coming = _Coming()
+        self._ahead = Prefetcher[_Offloaded](profile.prefetch_depth)
+        self._fetches = list[float]()
         self._slots = {
             index: self._ahead.slot_for(_Offloaded(values[index].num_bytes, self._coming)) for index in self._offloaded
         }
         self._views = [0] * len(values)  # that are there, of each value: they hold its memory
         self._outlived = [False] * len(values)  # forgotten, but for a view
-        self._now, self._in_use = 0, [0] * len(values)  # until when autograd uses what it has asked for
+        self._now = 0
+        self._in_use = [0] * len(values)  # until when autograd uses what it has asked for
         self._ends: list[tuple[int, int]] = []  # (event, bytes) of tensors that are forgotten and still in use
         self._uses: dict[int, int] | None = None  # of nested values, to come in the computation that is under way
         self._needed = set[int]()  # of them, those that are needed once more
@@ -200,7 +206,8 @@ class _Replay:
         self._held_there: list[int] = []
 
     def _make_uncached(self, index: int) -> None:
-        on_the_way, stack = [index], list(self._profile.values[index].inputs)
+        on_the_way = [index]
+        stack = list(self._profile.values[index].inputs)
         nested = False
         while stack:
             source = stack.pop()
@@ -210,11 +217,13 @@ class _Replay:
                 on_the_way.append(source)
                 stack += self._profile.values[source].inputs
         for source in on_the_way:
-            self._uncached[source], self._nested[source] = True, nested
+            self._uncached[source] = True
+            self._nested[source] = nested
 
     def _live_users(self) -> list[int]:
         """The values that will be computed again at some time: the dropped ones and what leads to them."""
-        stack, seen = list(self._dropped), set(self._dropped)
+        stack = list(self._dropped)
+        seen = set(self._dropped)
         while stack:
             for source in self._profile.values[stack.pop()].inputs:
                 if self._virtual[source] and self._lazy[source] and source not in seen:
@@ -224,7 +233,8 @@ class _Replay:
 
     def _wants_in_order(self) -> list[tuple[int, int]]:
         """When each value is waited for once more: where autograd saves it, and where what is made from it is saved."""
-        values, first = self._profile.values, dict[int, int]()
+        values = self._profile.values
+        first = dict[int, int]()
         for event, value in self._profile.saves:
             first.setdefault(value, event)
         wants = list(self._profile.saves)
@@ -249,7 +259,9 @@ class _Replay:
         for value in compressed:  # beside the mask itself, as long as forward has a use for that
             change[value.saved] += value.compact
             change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
-        (until, needed), left, kept = self._needed_until(), self._left(), 0
+        (until, needed) = self._needed_until()
+        left = self._left()
+        kept = 0
         for call, begun in self._drawing.items():
             change[begun] += profile.values[call].state
             change[max(begun, until[call])] -= profile.values[call].state
@@ -286,7 +298,8 @@ class _Replay:
 
     def _left(self) -> dict[int, int]:
         """The event at which the last value of every offloaded storage has left for the host."""
-        values, left = self._profile.values, dict[int, int]()
+        values = self._profile.values
+        left = dict[int, int]()
         for place, index in enumerate(self._offloaded):
             later = place + self._profile.prefetch_depth
             event = (
@@ -297,7 +310,8 @@ class _Replay:
 
     def _exposed(self) -> float:
         """Seconds of the copies that no computation hides."""
-        out, back = [self._profile.values[index].copying for index in self._offloaded], self._fetches
+        out = [self._profile.values[index].copying for index in self._offloaded]
+        back = self._fetches
         if not self._profile.prefetch_depth:
             return sum(out) + sum(back)
         forward = self._profile.forward_seconds
@@ -308,7 +322,8 @@ class _Replay:
     def _needed_until(self) -> tuple[list[int], list[int]]:
         """The event at which every value and every kept storage goes, if all that holds it is computed from it."""
         profile = self._profile
-        until, storages = [0] * len(profile.values), [0] * len(profile.storages)
+        until = [0] * len(profile.values)
+        storages = [0] * len(profile.storages)
         for request in profile.requests:
             until[request.value] = max(until[request.value], request.released)
         for index in range(len(until) - 1, -1, -1):  # inputs come first
@@ -326,7 +341,8 @@ class _Replay:
 
     def _advance(self, start: int, stop: int) -> None:
         """Notes what is held between two requests."""
-        event, ends = start, self._ends
+        event = start
+        ends = self._ends
         while event < stop:
             while ends and ends[0][0] <= event:
                 self._held -= heapq.heappop(ends)[1]
@@ -354,8 +370,12 @@ class _Replay:
         self._asked(wanted)
 
     def _compute(self, wanted: int, event: int) -> None:
-        values, inputs, there = self._profile.values, self._inputs, self._there
-        stack, made, later = [wanted], set[int](), list[int]()
+        values = self._profile.values
+        inputs = self._inputs
+        there = self._there
+        stack = [wanted]
+        made = set[int]()
+        later = list[int]()
         self._uses = None
         while stack:
             index = stack[-1]
@@ -415,7 +435,9 @@ class _Replay:
 
     def _uses_to_come(self, wanted: int) -> dict[int, int]:
         """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
-        uses, stack, seen = dict[int, int](), [wanted], {wanted}
+        uses = dict[int, int]()
+        stack = [wanted]
+        seen = {wanted}
         while stack:
             index = stack.pop()
             if self._there[index]:

@@ -35,7 +35,8 @@ def plan_places(
     """
     if len(profiles) > 1:  # a call may have parts on both
         profiles = [replace(profile, calls=(), holds=()) for profile in profiles]
-    rooms, peaks = list(budgets), [profile.peak for profile in profiles]
+    rooms = list(budgets)
+    peaks = [profile.peak for profile in profiles]
     for _ in range(_ATTEMPTS):
         plans = []
         for place, (profile, room) in enumerate(zip(profiles, rooms, strict=True)):

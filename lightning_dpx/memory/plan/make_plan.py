@@ -124,8 +124,10 @@ def _decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]
 
 
 def _decisions_about_values(profile: Profile, found: Mixed) -> Iterator[Decision]:
-    problem, choice = found.problem, found.choice
-    dropped, uncached = problem.values_of(choice.dropped), problem.values_of(choice.uncached)
+    problem = found.problem
+    choice = found.choice
+    dropped = problem.values_of(choice.dropped)
+    uncached = problem.values_of(choice.uncached)
     shares = _shares_of_calls(profile)
     for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True)):
         if not value.name or value.storage < 0:
@@ -155,7 +157,8 @@ def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:
 
 def _shares_of_calls(profile: Profile) -> dict[int, float]:
     """Of the seconds of a module call that is made again, what falls to each value that is picked from it, by bytes."""
-    values, sizes = profile.values, Counter[int]()
+    values = profile.values
+    sizes = Counter[int]()
     for value in values:
         if value.picked:
             sizes[value.inputs[0]] += value.num_bytes
@@ -173,8 +176,10 @@ def _calls(profile: Profile, index: int) -> tuple[str, ...]:
     """
     if profile.values[index].refused:
         return ()
-    saved, stack = profile.values[index].saved, list(profile.values[index].inputs)
-    seen, calls = set[int](), set[str]()
+    saved = profile.values[index].saved
+    stack = list(profile.values[index].inputs)
+    seen = set[int]()
+    calls = set[str]()
     while stack:
         source = stack.pop()
         value = profile.values[source]
@@ -188,7 +193,8 @@ def _calls(profile: Profile, index: int) -> tuple[str, ...]:
 
 def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
     """With as many copies beside the computation as there is room for."""
-    problem, choice = found.problem, found.choice
+    problem = found.problem
+    choice = found.choice
     dropped = problem.values_of(choice.dropped)
     if not any(problem.profile.values[index].offloaded for index in dropped):
         return found

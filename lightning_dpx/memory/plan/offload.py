@@ -81,11 +81,13 @@ def _costliest(profile: Profile, costs: dict[int, float], seconds: float) -> set
 
     What cannot be computed again goes before all others, and takes nothing of the room that they have on the host.
     """
-    again, forced = dict.fromkeys(costs, 0.0), {value.storage for value in profile.values if value.offloaded}
+    again = dict.fromkeys(costs, 0.0)
+    forced = {value.storage for value in profile.values if value.offloaded}
     for value in profile.values:
         if value.storage in again:
             again[value.storage] += float("inf") if value.offloaded else value.seconds
-    room, chosen = profile.offloading_room, set[int]()
+    room = profile.offloading_room
+    chosen = set[int]()
     for storage in sorted(costs, key=lambda storage: again[storage] / costs[storage], reverse=True):
         size = 0 if storage in forced else profile.storages[storage].num_bytes
         if costs[storage] <= seconds and size <= room:
@@ -104,12 +106,16 @@ def least_seconds_with_offloading(problem: Problem, budget: int) -> float:
     """
     profile = problem.profile
     moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
-    lacking, seconds, rates, copies = float(profile.peak - budget), 0.0, [], [float("inf")]
+    lacking = float(profile.peak - budget)
+    seconds = 0.0
+    rates = []
+    copies = [float("inf")]
     for unit in problem.units:
         storage = profile.storages[profile.values[unit.values[0]].storage]
         if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
             values = [profile.values[index] for index in unit.values]
-            own, copying = sum(value.seconds for value in values), [value.copying for value in values]
+            own = sum(value.seconds for value in values)
+            copying = [value.copying for value in values]
             if all(copying):
                 own = min(own, sum(copying))
                 copies.append(sum(copying) / unit.num_bytes)

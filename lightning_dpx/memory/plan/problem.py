@@ -77,8 +77,11 @@ class Problem:
         self.units = [self._unit(number, storage, values) for number, (storage, values) in enumerate(members.items())]
 
     def _unit(self, number: int, storage: int, values: list[int]) -> Unit:
-        everything, seconds, inputs = self.profile.values, 0.0, set()
-        stack, seen = list(values), set(values)
+        everything = self.profile.values
+        seconds = 0.0
+        inputs = set()
+        stack = list(values)
+        seen = set(values)
         while stack:  # through what nobody saves, up to other units
             index = stack.pop()
             seconds += everything[index].seconds
@@ -157,7 +160,9 @@ class Problem:
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """Units after which few bytes lead on: where a stretch that is computed again may well begin."""
-        crossing, width, leaving = 0, [], [0] * (len(self.units) + 1)
+        crossing = 0
+        width = []
+        leaving = [0] * (len(self.units) + 1)
         for index, unit in enumerate(self.units):
             if unit.droppable and self.last_use[index] > index:
                 crossing += unit.num_bytes

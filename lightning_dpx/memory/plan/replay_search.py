@@ -75,7 +75,8 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     near = sorted((mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.rank(budget))
     for mixed in near[:_MOST_KINDS]:
         for names in _parts(profile, mixed.names):
-            part, leader = _mixed(profile, names), min(found, key=lambda mixed: mixed.rank(budget))
+            part = _mixed(profile, names)
+            leader = min(found, key=lambda mixed: mixed.rank(budget))
             bound = part.problem.profile.replaying + least_seconds(Relaxation(part.problem), budget)
             if leader.peak > budget or bound < _GAIN * leader.seconds:
                 found.append(part._replace(choice=choose(part.problem, budget)))
@@ -88,7 +89,8 @@ def _mixed(profile: Profile, names: frozenset[str]) -> Mixed:
 
 def _groups(profile: Profile) -> list[frozenset[str]]:
     """The calls of each kind that hold enough together."""
-    names, sizes = dict[str, set[str]](), dict[str, int]()
+    names = dict[str, set[str]]()
+    sizes = dict[str, int]()
     for call in profile.calls:
         names.setdefault(call.kind, set()).add(call.name)
         sizes[call.kind] = sizes.get(call.kind, 0) + call.small + sum(size for size, _ in call.again)
@@ -105,16 +107,20 @@ def _with_fewer(profile: Profile, mixed: Mixed, budget: int) -> Mixed:
 
     In handfuls, halved when one is too much: a step with fewer calls takes time in the size of the whole step.
     """
-    names, waiting = mixed.names, _in_order(profile, mixed.names)[::-1]
-    size, misses = max(1, len(waiting) // 4), 0
+    names = mixed.names
+    waiting = _in_order(profile, mixed.names)[::-1]
+    size = max(1, len(waiting) // 4)
+    misses = 0
     while waiting and misses < _MOST_MISSES:
         fewer = names - set(waiting[:size])
         if replayed(profile, fewer).peak <= budget:
-            names, waiting = fewer, waiting[size:]
+            names = fewer
+            waiting = waiting[size:]
         elif size > 1:
             size //= 2
         else:
-            waiting, misses = waiting[1:], misses + 1
+            waiting = waiting[1:]
+            misses = misses + 1
     return _mixed(profile, names)
 
 

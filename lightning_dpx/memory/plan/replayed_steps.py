@@ -30,7 +30,8 @@ def replayed(profile: Profile, names: Collection[str]) -> Profile:
 
 class _Replayed:
     def __init__(self, profile: Profile, chosen: Collection[int]) -> None:
-        self._profile, self._chosen = profile, chosen
+        self._profile = profile
+        self._chosen = chosen
         region = list(range(len(profile.calls)))  # of each call the chosen one that it is in, or -1
         for at, call in enumerate(profile.calls):
             region[at] = at if at in chosen else region[call.parent] if call.parent >= 0 else -1
@@ -73,7 +74,8 @@ class _Replayed:
     def _curve(self) -> list[int]:
         profile = self._profile
         end = len(profile.curve)
-        change, spikes = [0] * (end + 2), dict[int, int]()
+        change = [0] * (end + 2)
+        spikes = dict[int, int]()
         for number, storage in enumerate(profile.storages):
             until = self._until(number)
             if until is not None and until != storage.freed:  # it goes earlier, or what is given to a call later
@@ -81,7 +83,8 @@ class _Replayed:
                 change[storage.freed] += storage.num_bytes
         beside = dict[tuple[int, int], int]()  # what calls are given and nobody saves; several may be given the same
         for at in self._chosen:
-            call, asked = profile.calls[at], self._asked[at]
+            call = profile.calls[at]
+            asked = self._asked[at]
             held = sum(size for size, _ in call.again)
             for size, released in call.again:
                 change[min(asked, end)] += size
@@ -105,7 +108,8 @@ class _Replayed:
 
     def _until(self, number: int) -> int | None:
         """The event at which a storage goes; ``None`` if no region has to do with it."""
-        profile, storage = self._profile, self._profile.storages[number]
+        profile = self._profile
+        storage = self._profile.storages[number]
         given = [self._given_until[number]] if number in self._given_until else []
         holds = [at for value in self._in_storage[number] for at in self._of_name[value.name]]
         within = [self._region[at] for at in holds if self._region[at] >= 0]
@@ -133,9 +137,11 @@ class _Replayed:
     # ---- the values ----
 
     def _values(self) -> list[SavedValue]:
-        profile, names = self._profile, self._names()
+        profile = self._profile
+        names = self._names()
         given = {storage: profile.calls[at].name for at in self._chosen for storage in profile.calls[at].given}
-        found, lost = list[SavedValue](), dict[int, str]()  # the call without which each cannot be had
+        found = list[SavedValue]()
+        lost = dict[int, str]()  # the call without which each cannot be had
         for index, value in enumerate(profile.values):
             holds = self._of_name.get(value.name, ()) if value.name else ()
             inside = [self._region[at] for at in holds]
@@ -171,7 +177,8 @@ class _Replayed:
 
     def _names(self) -> dict[str, str]:
         """The names that values get where those within regions get none."""
-        counts, found = dict[str, int](), dict[str, str]()
+        counts = dict[str, int]()
+        found = dict[str, str]()
         for hold, region in zip(self._profile.holds, self._region, strict=True):
             if region < 0 and hold.name not in found:
                 counts[hold.module_call] = number = counts.get(hold.module_call, 0) + 1

@@ -104,7 +104,8 @@ def _on_few_rows(
         rule += ", what operators take inside by rule"
     if rows <= 4:
         return replace(on(rows), basis=f"from a real step {rule}")
-    few, more = max(rows // 8, 2), max(rows // 4, 4)
+    few = max(rows // 8, 2)
+    more = max(rows // 4, 4)
     found = extrapolate(on(few), on(more), (few, more), rows)
     return replace(found, basis=f"from real steps on {few} and {more} of {rows} rows, scaled, {rule}")
 

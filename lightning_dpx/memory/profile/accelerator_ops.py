@@ -18,7 +18,8 @@ class AsOnAccelerators(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout):
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-            p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+            p = given.get("p", 0.5)
+            training = given.get("training", given.get("train", True))
             if training and 0 < p < 1 and not given.get("inplace"):
                 return torch.native_dropout(given["input"], p, True)[0]
         if func in _DROPOUT_OF and not (func is F.multi_head_attention_forward and kwargs.get("need_weights", True)):

@@ -24,8 +24,13 @@ from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.values import Value
 
-_ROWS, _WIDTH, _BLOCKS, _ROUNDS, _WARM = 32, 64, 8, 9, 3
-_RECIPES, _TENSORS = 5, 10  # of a block: values that are made again, and tensors that autograd saves
+_ROWS = 32
+_WIDTH = 64
+_BLOCKS = 8
+_ROUNDS = 9
+_WARM = 3
+_RECIPES = 5
+_TENSORS = 10  # of a block: values that are made again, and tensors that autograd saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,9 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, _WIDTH)
+        self.down = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))

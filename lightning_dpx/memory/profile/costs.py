@@ -52,7 +52,8 @@ class CostModel:
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._account = device, account_of(device)
+        self.device = device
+        self._account = account_of(device)
         self.offloads = not is_host(device)
         self.times_steps = is_host(device)
         self._writes: CopyOnWrite | None = None

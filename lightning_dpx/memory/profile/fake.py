@@ -72,7 +72,9 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         probe: Probe | None = None,
     ) -> None:
         super().__init__(device, writes)
-        self._rates, self._target, self._probe = rates_of(target), target, probe
+        self._rates = rates_of(target)
+        self._target = target
+        self._probe = probe
         self._probed: Probed | None = None  # the operator that is being looked at
         self._by_rule = fake or device.type != target.type
         if self._by_rule:
@@ -83,7 +85,8 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         out, _, taken = super().observed(func, args, kwargs)
         self._probed = None if self._probe is None else self._probe.of(func, args, kwargs, out)
         if self._probed is not None:
-            out, taken = as_probed(out, self._probed), self._probed.taken
+            out = as_probed(out, self._probed)
+            taken = self._probed.taken
         return out, self._rates.seconds(func, args, kwargs, out), taken
 
     def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
@@ -102,8 +105,10 @@ class RooflineCosts(CostModel):
 
     def __init__(self, here: torch.device, target: torch.device) -> None:
         super().__init__(here)
-        self.rates, self._target = rates_of(target), target
-        self.offloads, self.elsewhere = not is_host(target), here.type != target.type
+        self.rates = rates_of(target)
+        self._target = target
+        self.offloads = not is_host(target)
+        self.elsewhere = here.type != target.type
         self.times_steps = False  # nothing runs as fast here as it would there
         self._costs = OperatorSeconds(self.rates)
 
@@ -231,7 +236,8 @@ class FakeCosts(RooflineCosts):
 
     def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
         super().__init__(here, target)
-        self._mode, self._traces = mode, list[_FakeTrace]()
+        self._mode = mode
+        self._traces = list[_FakeTrace]()
         # Of an accelerator nothing is taken while it is planned for: others may be at work there.
         self._probe = Probe(here, self.rates) if is_host(target) else None
         inside = "by rule" if self._probe is None else "tried one by one"

@@ -36,7 +36,9 @@ class ReplayTrial:
     """
 
     def __init__(self, found: list[torch.Tensor | None], seconds: float, trace: MemoryTrace | None) -> None:
-        self.found, self.seconds, self.trace = found, seconds, trace
+        self.found = found
+        self.seconds = seconds
+        self.trace = trace
 
 
 class TriesReplays(Protocol):
@@ -91,7 +93,9 @@ class NotedCalls:
     def __init__(
         self, names: CallNames, trace: MemoryTrace, find: Callable[[torch.Tensor], Value | View | None]
     ) -> None:
-        self._names, self._trace, self._find = names, trace, find
+        self._names = names
+        self._trace = trace
+        self._find = find
         self._noted: list[_Noted] = []
         self._open: list[int] = []
         self._buckets: list[tuple[Any, int]] = []  # what autograd holds, weakly; and its elements
@@ -128,7 +132,8 @@ class NotedCalls:
             self._noted.clear()
             return
         noted.call = call.apart()
-        noted.end, noted.count = self._trace.now, len(self._buckets) - noted.first
+        noted.end = self._trace.now
+        noted.count = len(self._buckets) - noted.first
         if call.obstacle or noted.count < _FEWEST_TENSORS:
             noted.given = []
             return
@@ -157,7 +162,8 @@ class NotedCalls:
 
         All of a kind are tried or none: a plan is to treat equal layers alike.
         """
-        left, most = _MOST_TRIES * len(self._buckets), _LARGEST_PART * len(self._buckets)
+        left = _MOST_TRIES * len(self._buckets)
+        most = _LARGEST_PART * len(self._buckets)
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for number, noted in enumerate(self._noted):
             if noted.end >= 0 and noted.given and noted.count <= most and self._saves_values(noted):
@@ -269,10 +275,12 @@ class NotedCalls:
         place = {number: at for at, number in enumerate(self._tried)}
         found = []
         for number in self._tried:
-            noted, parent = self._noted[number], self._noted[number].parent
+            noted = self._noted[number]
+            parent = self._noted[number].parent
             while parent >= 0 and parent not in place:
                 parent = self._noted[parent].parent
-            again, small = [], 0
+            again = []
+            small = 0
             for size, numbers in noted.again.values():
                 holds = [self._hold_of[noted.first + at] for at in numbers if noted.first + at in self._hold_of]
                 if holds:

@@ -19,7 +19,8 @@ from lightning_dpx.units import GIB
 
 aten = torch.ops.aten
 _WORTH = 4096  # bytes of operands: what less may take inside does not matter
-_MOST_BYTES, _MOST_SECONDS = GIB, 0.2  # of one operator
+_MOST_BYTES = GIB
+_MOST_SECONDS = 0.2  # of one operator
 _UNTRIED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
 _MAKES_NOTHING = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -49,7 +50,9 @@ class Probe:
     """
 
     def __init__(self, device: torch.device, rates: Rates) -> None:
-        self._device, self._rates, self._account = device, rates, account_of(device)
+        self._device = device
+        self._rates = rates
+        self._account = account_of(device)
         self._known: dict[Any, Probed | None] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any, out: Any) -> Probed | None:

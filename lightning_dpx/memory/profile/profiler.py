@@ -61,8 +61,11 @@ class _Dead:
 
     def __init__(self, value: Value, span: Allocation, saved: int, refused: str) -> None:
         assert value.tensor is not None, "the profile keeps everything"
-        self.name, self.operator, self.num_bytes = value.name, value.operator, value.tensor.nbytes
-        self.span, self.saved = span, saved
+        self.name = value.name
+        self.operator = value.operator
+        self.num_bytes = value.tensor.nbytes
+        self.span = span
+        self.saved = saved
         self.sources = [weakref.ref(source) for source in value.sources]
         self.refused = "" if value.make is not None else refused or "it does not come from the graph"
 
@@ -73,7 +76,9 @@ class _Traced:
     __slots__ = ("entry", "index", "notes")
 
     def __init__(self, entry: Value | View, index: int, notes: "_Profiler") -> None:
-        self.entry, self.index, self.notes = entry, index, notes
+        self.entry = entry
+        self.index = index
+        self.notes = notes
 
     def __del__(self) -> None:
         self.notes.released(self.index, self.entry)
@@ -102,7 +107,10 @@ class _Profiler(Rematerialisation):
     ) -> None:
         super().__init__(names)
         self.kinds = meter.kinds
-        self._trace, self._meter, self._keep, self._copies = trace, meter, keep, copies
+        self._trace = trace
+        self._meter = meter
+        self._keep = keep
+        self._copies = copies
         self.asks_itself = False
         self.spans: dict[str, Allocation | None] = {}
         self.saved: dict[str, int] = {}  # the events, by name
@@ -354,7 +362,8 @@ def _profiled(
         meter.bookkeeping()  # before hooks of ours are on
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
-    forward, timer = _Forward(module, run, context), meter.timer(module)
+    forward = _Forward(module, run, context)
+    timer = meter.timer(module)
     times = None
     if meter.times_steps:
         at("timing steps")
@@ -429,7 +438,8 @@ class _Gradients:
     """
 
     def __init__(self, module: nn.Module, trace: MemoryTrace) -> None:
-        self._parameters, self._trace = list(module.parameters()), trace
+        self._parameters = list(module.parameters())
+        self._trace = trace
         self._handles: list[Any] = []
         self.allocations: set[int] = set()
 
@@ -491,8 +501,11 @@ def _full_step(
         with context(), profiler.active():
             result = run()
         synchronize(meter.device)
-        forward_events, forward_operators, forward_seconds = trace.now, len(trace.operators), trace.seconds
-        asks_itself, profiler.is_over = bool(profiler.asks), True
+        forward_events = trace.now
+        forward_operators = len(trace.operators)
+        forward_seconds = trace.seconds
+        asks_itself = bool(profiler.asks)
+        profiler.is_over = True
         same = forward_operators == operators
         if result is None:  # by hand; without a backward that needs what was saved, all of it is a forward
             forward_events = profiler.asks[0][0] if profiler.asks else forward_events

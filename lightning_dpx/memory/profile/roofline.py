@@ -37,7 +37,8 @@ class Rates:
         """Of the operator ``func`` with these arguments and results; views are free."""
         if func in _ONLY_ALLOCATES:
             return 0.0
-        given, results = _tensors([*args, *kwargs.values()]), _tensors([out])
+        given = _tensors([*args, *kwargs.values()])
+        results = _tensors([out])
         if not schema_of(func).is_mutable:
             there = {_storage(tensor) for tensor in given}
             if all(_storage(tensor) in there for tensor in results):

@@ -72,7 +72,8 @@ class Taken(NamedTuple):
         for size in self.blocks:
             if size < 0:
                 given_back[-size] = given_back.get(-size, 0) + 1
-        found, most = list[tuple[int, int]](), 0
+        found = list[tuple[int, int]]()
+        most = 0
         for size, live in zip(self.blocks, accumulate(self.blocks), strict=True):
             if size > 0 and not given_back.get(size):
                 found.append((size, most))

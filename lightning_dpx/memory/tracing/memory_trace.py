@@ -44,7 +44,9 @@ class Allocation:
     __slots__ = ("born", "born_operator", "died", "died_operator", "num_bytes")
 
     def __init__(self, num_bytes: int, born: int, born_operator: int) -> None:
-        self.num_bytes, self.born, self.born_operator = num_bytes, born, born_operator
+        self.num_bytes = num_bytes
+        self.born = born
+        self.born_operator = born_operator
         self.died: int | None = None
         self.died_operator: int | None = None
 
@@ -58,7 +60,9 @@ class _Course:
     __slots__ = ("_before", "_made", "_taken")
 
     def __init__(self, before: int, taken: Taken, made: list[Allocation]) -> None:
-        self._before, self._taken, self._made = before, taken, made
+        self._before = before
+        self._taken = taken
+        self._made = made
 
     def most_of_passing(self) -> int:
         """Bytes at the most while it ran, without those of its results that are still there."""
@@ -90,14 +94,18 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._writes, self._account = device, writes, account_of(device)
+        self._device = device
+        self._writes = writes
+        self._account = account_of(device)
         self._on_host = is_host(device)
         self._clock = time.thread_time if self._on_host else time.perf_counter
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._constant: Allocation | None = None  # the last one that was made
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
         self.allocations: list[Allocation] = []
-        self.live, self.seconds, self.communicates = 0, 0.0, False
+        self.live = 0
+        self.seconds = 0.0
+        self.communicates = False
         self.curve: list[int] = []
         self._courses: dict[int, _Course] = {}
         self.operators: list[int] = []
@@ -154,7 +162,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, func: Any, out: Any, args: Any, kwargs: Any, taken: Taken) -> None:
         self._settle()
-        before, earlier = self.live, len(self.allocations)
+        before = self.live
+        earlier = len(self.allocations)
         self.communicates |= func.namespace in _COLLECTIVES
         self.called.append(func)
         given: set[int] | None = None
@@ -203,7 +212,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _settle(self) -> None:
         """The last term of the last sum is still there: others hold it, so it was no sum in place."""
         if self._sum is not None:
-            storage, self._sum = self._sum[0], None
+            storage = self._sum[0]
+            self._sum = None
             self._add(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -223,11 +233,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if entry is not None and entry[1] is allocation:
                     del self._present[address]
                 if self._sum is not None and allocation is self._sum[1]:
-                    storage, self._sum = self._sum[0], None
+                    storage = self._sum[0]
+                    self._sum = None
                     self._follow(storage, allocation)
                     return
                 self.live -= allocation.num_bytes
-                allocation.died, allocation.died_operator = self._event(), len(self.operators)
+                allocation.died = self._event()
+                allocation.died_operator = len(self.operators)
 
         return forget
 
@@ -246,9 +258,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 lasting[allocation.born] += allocation.num_bytes
                 if allocation.died is not None:
                     lasting[allocation.died] -= allocation.num_bytes
-        result, sum_so_far = [], 0
+        result = []
+        sum_so_far = 0
         for event, live in enumerate(self.curve):
-            before, sum_so_far = sum_so_far, sum_so_far + lasting[event]
+            before = sum_so_far
+            sum_so_far = sum_so_far + lasting[event]
             result.append(live - sum_so_far)
             if lasting[event] and event in self._courses:
                 result[-1] = max(result[-1], self._courses[event].most_of_passing() - before)

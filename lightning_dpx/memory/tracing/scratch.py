@@ -28,7 +28,9 @@ def inside_bytes(func: Any, args: Sequence[Any], out: Any, kind: str) -> int:
 
 
 def _convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
-    given, weight, out = args[0], args[1], results[0]
+    given = args[0]
+    weight = args[1]
+    out = results[0]
     if _channels_last(given) or _channels_last(weight):
         return int(weight.nbytes)
     if args[6]:  # transposed: the result is there three times, in two layouts of the library's and in ours
@@ -37,7 +39,9 @@ def _convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
-    gradient, given, weight = args[0], args[1], args[2]
+    gradient = args[0]
+    given = args[1]
+    weight = args[2]
     if _channels_last(given) or _channels_last(weight):
         return 2 * int(weight.nbytes)
     return max(_in_blocks(gradient) + int(given.nbytes), int(weight.nbytes))

@@ -26,7 +26,10 @@ def _inputs(node: Any) -> list[Any]:
 
 @recipe("ScaledDotProductFlashAttentionForCpuBackward0")
 def _on_the_host(node: Any) -> Any:
-    inputs, is_causal, scale, mask = _inputs(node), node.is_causal, node.scale, node.optional("attn_mask")
+    inputs = _inputs(node)
+    is_causal = node.is_causal
+    scale = node.scale
+    mask = node.optional("attn_mask")
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,7 +41,9 @@ def _on_the_host(node: Any) -> Any:
 
 @recipe("ScaledDotProductFlashAttentionBackward0")
 def _flash(node: Any) -> Any:
-    inputs, is_causal, scale = _inputs(node), node.is_causal, node.scale
+    inputs = _inputs(node)
+    is_causal = node.is_causal
+    scale = node.scale
     operator = aten._scaled_dot_product_flash_attention.default
     return (lambda q, k, v: operator(q, k, v, 0.0, is_causal, False, scale=scale)[0]), inputs
 
@@ -54,7 +59,10 @@ def _cudnn(node: Any) -> Any:
 
 
 def _biased(node: Any, operator: Any) -> Any:
-    inputs, is_causal, scale, bias = _inputs(node), node.is_causal, node.scale, node.optional("attn_bias")
+    inputs = _inputs(node)
+    is_causal = node.is_causal
+    scale = node.scale
+    bias = node.optional("attn_bias")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         attended: torch.Tensor = operator(q, k, v, bias, True, 0.0, is_causal, scale=scale)[0]

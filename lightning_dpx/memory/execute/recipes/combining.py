@@ -75,7 +75,8 @@ def _where(node: Any) -> Any:
 
 def _joined(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        dim, missing = signed(node.dim), count()
+        dim = signed(node.dim)
+        missing = count()
         parts = [
             node.edge(index) if node.has_edge(index) else node.constant(next(missing))
             for index in range(node.num_edges)

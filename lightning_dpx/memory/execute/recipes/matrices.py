@@ -12,7 +12,8 @@ from lightning_dpx.memory.execute.recipes.registry import NotRecomputable, aten,
 
 @recipe("AddmmBackward0")
 def _addmm(node: Any) -> Any:
-    left, right = node.saved("mat1", edge=1), node.saved("mat2", edge=2)
+    left = node.saved("mat1", edge=1)
+    right = node.saved("mat2", edge=2)
     plain = node.alpha == node.beta == 1
     operator = torch.addmm if plain else partial(torch.addmm, alpha=node.alpha, beta=node.beta)
     if node.has_edge(0):
@@ -34,7 +35,9 @@ def _bmm(node: Any) -> Any:
 @recipe("BaddbmmBackward0")
 def _baddbmm(node: Any) -> Any:
     inputs = [node.operand(0), node.saved("batch1", edge=1), node.saved("batch2", edge=2)]
-    alpha, beta, dtype = node.alpha, node.beta, node.dtype
+    alpha = node.alpha
+    beta = node.beta
+    dtype = node.dtype
 
     def multiply(start: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # autocast converts an operand outside of the graph, which the graph does not know
@@ -45,7 +48,8 @@ def _baddbmm(node: Any) -> Any:
 
 @recipe("LinearBackward0")
 def _linear(node: Any) -> Any:
-    inputs, dtype = [node.saved("input", edge=0), node.saved("weight", edge=1)], node.dtype
+    inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
+    dtype = node.dtype
     if node.num_edges > 2 and (bias := node.operand(2)) is not None:
         inputs.append(bias)
 
@@ -57,7 +61,8 @@ def _linear(node: Any) -> Any:
 
 @recipe("ConvolutionBackward0")
 def _convolution(node: Any) -> Any:
-    inputs, dtype = [node.saved("input", edge=0), node.saved("weight", edge=1)], node.dtype
+    inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
+    dtype = node.dtype
     rest = node.stride, node.padding, node.dilation, node.transposed, node.output_padding, node.groups
     if any(node.bias_sym_sizes_opt or ()):
         inputs.append(node.operand(2))

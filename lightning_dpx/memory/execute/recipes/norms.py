@@ -62,7 +62,9 @@ def _layer_norm(node: Any) -> Any:
     """The node does not note eps; the call does, see operands.py."""
     if node.output:
         raise NotRecomputable("only the first output of layer norm is computed again")
-    shape, weight, bias = list(node.normalized_shape), node.optional("weight"), node.optional("bias")
+    shape = list(node.normalized_shape)
+    weight = node.optional("weight")
+    bias = node.optional("bias")
 
     def normalise(
         x: torch.Tensor, eps: float | None, weight: torch.Tensor | None, bias: torch.Tensor | None
@@ -76,7 +78,8 @@ def _layer_norm(node: Any) -> Any:
 def _rms_norm(node: Any) -> Any:
     if node.output:
         raise NotRecomputable("only the first output of RMS norm is computed again")
-    shape, weight = list(node.normalized_shape), node.optional("weight")
+    shape = list(node.normalized_shape)
+    weight = node.optional("weight")
     inputs = [node.saved("input", edge=0), node.constant(), *([] if weight is None else [weight])]
 
     def normalise(x: torch.Tensor, eps: float | None, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,7 +91,8 @@ def _rms_norm(node: Any) -> Any:
 
 @recipe("WeightNormInterfaceBackward0")
 def _weight_norm(node: Any) -> Any:
-    dim, output = signed(node.dim), node.output
+    dim = signed(node.dim)
+    output = node.output
     inputs = [node.saved("v", edge=0), node.saved("g", edge=1)]
     return (lambda v, g: aten._weight_norm_interface.default(v, g, dim)[output]), inputs
 

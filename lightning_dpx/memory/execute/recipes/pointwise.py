@@ -52,7 +52,8 @@ recipe("PowBackward0")(with_arguments(aten.pow.Tensor_Scalar, "exponent"))
 
 def _along_dim(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        dim, dtype = signed(node.dim), node.dtype
+        dim = signed(node.dim)
+        dtype = node.dtype
         return (lambda x: operator(x.to(dtype), dim)), [node.edge(0)]  # another dtype converts before it sums
 
     return make
@@ -65,7 +66,8 @@ recipe("CumprodBackward0")(_along_dim(aten.cumprod.default))
 
 def _softmax(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        dim, dtype = signed(node.dim), node.dtype
+        dim = signed(node.dim)
+        dtype = node.dtype
         # a wider result was asked for as an argument, which converts before it sums
         return (lambda x: operator(x if x.dtype == dtype else x.to(dtype), dim, False)), [node.edge(0)]
 
@@ -78,7 +80,8 @@ recipe("LogSoftmaxBackward0")(_softmax(aten._log_softmax.default))
 
 @recipe("SafeSoftmaxBackward0")
 def _safe_softmax(node: Any) -> Any:
-    dim, dtype = signed(node.dim), node.dtype
+    dim = signed(node.dim)
+    dtype = node.dtype
     return (lambda x: aten._safe_softmax.default(x, dim, dtype)), [node.edge(0)]
 
 
@@ -106,7 +109,8 @@ def _reduced(operator: Callable[..., torch.Tensor], *arguments: str) -> Recipe:
     """Of a tensor, in the dtype of the result: one that was asked for is not noted, and converts before it reduces."""
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        given, dtype = [argument(node, name) for name in arguments], node.dtype
+        given = [argument(node, name) for name in arguments]
+        dtype = node.dtype
 
         def reduce(x: torch.Tensor) -> torch.Tensor:
             return operator(x, *given, dtype=None if x.is_complex() else dtype)
@@ -146,7 +150,8 @@ recipe("StdMeanBackward0")(_spread(torch.std_mean))
 @recipe("MaxBackward0", "MinBackward0", "MedianBackward1", "KthvalueBackward0", "ModeBackward0")
 def _selected(node: Any) -> Any:
     """The values stand where the saved indices say: nothing is searched again."""
-    dim, ndim = argument(node, "dim"), len(node.shape)
+    dim = argument(node, "dim")
+    ndim = len(node.shape)
 
     def select_output(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if x.ndim == ndim:

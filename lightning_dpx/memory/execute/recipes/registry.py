@@ -62,7 +62,8 @@ def with_arguments(operator: Callable[..., Any], *arguments: str) -> Recipe:
     """Of one tensor and what the node noted of the other arguments, in the operator's order."""
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        given, output = [argument(node, name) for name in arguments], node.output
+        given = [argument(node, name) for name in arguments]
+        output = node.output
 
         def again(x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor | Sequence[torch.Tensor] = operator(x, *given)

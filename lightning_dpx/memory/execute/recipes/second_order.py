@@ -57,7 +57,8 @@ def _elu(node: Any) -> Any:
 
 def _softmax(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
-        dim, dtype = signed(node.dim), node.dtype
+        dim = signed(node.dim)
+        dtype = node.dtype
         inputs = [node.saved("grad_output", edge=0), node.saved("output", edge=1)]
         return (lambda gradient, result: operator(gradient, result, dim, dtype)), inputs
 

@@ -30,7 +30,8 @@ def _t(node: Any) -> Any:
 
 @view("TransposeBackward0", "TransposeBackward1")
 def _transpose(node: Any) -> Any:
-    first, second = signed(node.dim0), signed(node.dim1)
+    first = signed(node.dim0)
+    second = signed(node.dim1)
     return (lambda x: x.transpose(first, second)), [node.edge(0)]
 
 
@@ -42,26 +43,34 @@ def _permute(node: Any) -> Any:
 
 @view("SelectBackward0")
 def _select(node: Any) -> Any:
-    dim, index = signed(node.dim), signed(node.index)
+    dim = signed(node.dim)
+    index = signed(node.index)
     return (lambda x: x.select(dim, index)), [node.edge(0)]
 
 
 @view("SliceBackward0")
 def _slice(node: Any) -> Any:
-    dim, start, end, step = signed(node.dim), node.start, node.end, node.step
+    dim = signed(node.dim)
+    start = node.start
+    end = node.end
+    step = node.step
     first, last = (None if bound is None else signed(bound) for bound in (start, end))
     return (lambda x: aten.slice(x, dim, first, last, step)), [node.edge(0)]
 
 
 @view("SplitBackward0", "UnsafeSplitBackward0")
 def _split(node: Any) -> Any:
-    dim, size, part = signed(node.dim), node.split_size, node.output
+    dim = signed(node.dim)
+    size = node.split_size
+    part = node.output
     return _part(dim, size * part, node.shape[dim]), [node.edge(0)]  # the last part may be shorter than the others
 
 
 @view("SplitWithSizesBackward0", "UnsafeSplitWithSizesBackward0")
 def _split_with_sizes(node: Any) -> Any:
-    dim, sizes, part = signed(node.dim), list(node.split_sizes), node.output
+    dim = signed(node.dim)
+    sizes = list(node.split_sizes)
+    part = node.output
     return _part(dim, sum(sizes[:part]), sizes[part]), [node.edge(0)]
 
 
@@ -73,7 +82,8 @@ def _part(dim: int, start: int, length: int) -> Callable[[torch.Tensor], torch.T
 
 @view("UnbindBackward0")
 def _unbind(node: Any) -> Any:
-    dim, part = signed(node.dim), node.output
+    dim = signed(node.dim)
+    part = node.output
     return (lambda x: x.select(dim, part)), [node.edge(0)]
 
 
@@ -85,7 +95,10 @@ def _hooked(node: Any) -> Any:
 @recipe("ToCopyBackward0", "CloneBackward0")
 def _copy(node: Any) -> Any:
     """The node does not tell how the copy lies in memory; the copy itself does, where it is saved."""
-    shape, dtype, device, stride = node.shape, node.dtype, node.device, node.saved_strides
+    shape = node.shape
+    dtype = node.dtype
+    device = node.device
+    stride = node.saved_strides
     if stride is None:
         return (lambda x: x.to(device, dtype, copy=True)), [node.edge(0)]
     return (lambda x: torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)), [node.edge(0)]
@@ -112,7 +125,8 @@ recipe("FftR2CBackward0")(with_arguments(aten._fft_r2c.default, "dim", "normaliz
 
 @recipe("FftC2RBackward0")
 def _complex_to_real(node: Any) -> Any:
-    dim, normalization = argument(node, "dim"), node.normalization
+    dim = argument(node, "dim")
+    normalization = node.normalization
     size = node.shape[dim[-1]]
     return (lambda x: aten._fft_c2r.default(x, dim, normalization, size)), [node.edge(0)]
 

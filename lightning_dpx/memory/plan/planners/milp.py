@@ -38,12 +38,16 @@ from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds, local_maxima
 from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
 
-_MOST_EVENTS, _MOST_VALUES = 24, 60  # that are added at once, and at each event
-_ROUNDS, _MOST_LEARNED = 12, 8000  # of the solver; terms, with more it takes far longer
-_LEAST_WORK, _MOST_WORK = 6e5, 2e6  # of the solver, about one second and about three
+_MOST_EVENTS = 24
+_MOST_VALUES = 60  # that are added at once, and at each event
+_ROUNDS = 12
+_MOST_LEARNED = 8000  # of the solver; terms, with more it takes far longer
+_LEAST_WORK = 6e5
+_MOST_WORK = 2e6  # of the solver, about one second and about three
 _LARGE = 2**24  # bytes: a step with such a peak takes long enough to be planned for three seconds
 _TOLERANCE = 1e-6  # of the solver
-_FEW, _ROUNDS_OF_FEW = 12, 300  # units that are solved to the end
+_FEW = 12
+_ROUNDS_OF_FEW = 300  # units that are solved to the end
 
 
 class MilpModel:
@@ -61,9 +65,13 @@ class MilpModel:
     """
 
     def __init__(self, problem: Problem, budget: int) -> None:
-        self._solver, self._problem, self._values = Solver(), problem, problem.profile.values
-        self._model, self._size = Relaxation(problem), max(1, problem.profile.peak)
-        self._budget, self._proves = budget, True
+        self._solver = Solver()
+        self._problem = problem
+        self._values = problem.profile.values
+        self._model = Relaxation(problem)
+        self._size = max(1, problem.profile.peak)
+        self._budget = budget
+        self._proves = True
         self._work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._size / _LARGE))
         if len(self._model.units) <= _FEW:
             self._work = _MOST_WORK  # which few units never take
@@ -149,7 +157,8 @@ class MilpModel:
         return answer
 
     def _choice(self, values: np.ndarray) -> Choice:
-        units, uncached = self._model.units, {value for value, column in self._uncached.items() if values[column] > 0.5}
+        units = self._model.units
+        uncached = {value for value, column in self._uncached.items() if values[column] > 0.5}
         return Choice(
             frozenset(unit for unit, column in zip(units, self._dropped, strict=True) if values[column] > 0.5),
             frozenset(units[self._model.column[value]] for value in uncached),
@@ -160,7 +169,8 @@ class MilpModel:
         dropped = self._problem.values_of(choice.dropped)
         uncached = self._problem.values_of(choice.uncached)
         curve = np.array(timeline(self._problem.profile, dropped, uncached), dtype=np.float64)
-        crossed, news = local_maxima(curve, self._budget, _MOST_EVENTS), False
+        crossed = local_maxima(curve, self._budget, _MOST_EVENTS)
+        news = False
         for event in crossed:
             known = self._back.get(event)
             back = self._back_by(event, dropped) | (known or frozenset())
@@ -181,9 +191,12 @@ class MilpModel:
 
     def _forbid(self, event: int, there: float, choice: Choice, dropped: frozenset[int]) -> None:
         """Forbids the part of ``choice`` that explains what is ``there``; see the note."""
-        units, freed = self._model.units, self._model.freed(event) / self._size
+        units = self._model.units
+        freed = self._model.freed(event) / self._size
         part = self._part_of(event, dropped)
-        terms, room, most = dict[int, float](), (self._budget - there) / self._size, (there - self._budget) / self._size
+        terms = dict[int, float]()
+        room = (self._budget - there) / self._size
+        most = (there - self._budget) / self._size
         for at, unit in enumerate(units):
             if at not in part:
                 is_dropped = unit in choice.dropped
@@ -202,7 +215,8 @@ class MilpModel:
     def _part_of(self, event: int, dropped: frozenset[int]) -> set[int]:
         """The columns of what is computed by ``event``, of what is dropped beside it, and of what is kept around."""
         stack = list(self._model.computed_by(event, dropped))
-        seen, part = set(stack), set[int]()
+        seen = set(stack)
+        part = set[int]()
         while stack:
             value = stack.pop()
             at = self._model.column.get(value)
@@ -227,7 +241,8 @@ class MilpModel:
         if back is not None:
             self._back[event] = back
             for value in self._between_requests(event):
-                drop, share = self._drop(value), self._share(value)
+                drop = self._drop(value)
+                share = self._share(value)
                 terms[drop] = terms.get(drop, 0.0) + share
                 terms[self._uncached[value]] = -share
             terms |= {column: self._share(value) for value, column in self._there(event, back).items()}
@@ -254,7 +269,8 @@ class MilpModel:
 
     def _there(self, event: int, back: frozenset[int]) -> dict[int, int]:
         """For each value of ``back`` the column that says whether it is there at ``event``; see the note."""
-        computed, there = dict[int, int](), dict[int, int]()
+        computed = dict[int, int]()
+        there = dict[int, int]()
         for value in sorted(back | self._unsaved_after(back), reverse=True):  # what is computed from it comes first
             users = [user for user in self._users.get(value, ()) if user in computed or self._asked_by(user, event)]
             columns = dict.fromkeys(computed.get(user, self._drop(user)) for user in users)
@@ -279,7 +295,8 @@ class MilpModel:
 
     def _unsaved_after(self, back: frozenset[int]) -> set[int]:
         """What nobody saves and is computed from ``back`` before anything that is saved."""
-        stack, found = list(back), set[int]()
+        stack = list(back)
+        found = set[int]()
         while stack:
             new = {user for user in self._users.get(stack.pop(), ()) if user in self._unsaved} - found
             found |= new

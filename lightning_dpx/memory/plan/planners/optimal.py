@@ -39,7 +39,13 @@ from lightning_dpx.memory.plan.solvers.repair import LOWERING, REACHING, Descent
 from lightning_dpx.memory.profile.data import Profile
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
-_MOST_CUTS, _MOST_POINTS, _PRICES, _AIMS, _BISECTIONS, _STARTS, _BINS = 100, 24, 6, 9, 9, 3, 1024
+_MOST_CUTS = 100
+_MOST_POINTS = 24
+_PRICES = 6
+_AIMS = 9
+_BISECTIONS = 9
+_STARTS = 3
+_BINS = 1024
 _STRETCHES = (8, 24, 72)  # units
 _CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
 
@@ -55,7 +61,8 @@ class OptimalPlanner(Planner):
         relaxation = Relaxation(problem)
         least, dropped = knapsack(relaxation, budget)
         if least < float("inf"):
-            found, descent = [], Descent(relaxation, REACHING)
+            found = []
+            descent = Descent(relaxation, REACHING)
             for rival in _rivals(relaxation, Choice(dropped), budget):
                 found.append(fill(problem, descent.reach(rival, budget), budget))
                 choice = best(problem, found, budget)
@@ -80,7 +87,8 @@ def _lowered(problem: Problem) -> list[Choice]:
 def _lowered_of(nominal: Profile) -> tuple[Choice, ...]:
     """The same for the profile, which is asked about again for every budget, and whenever the step is profiled anew."""
     problem = Problem(nominal)
-    every, descent = frozenset(problem.droppable), Descent(Relaxation(problem), LOWERING)
+    every = frozenset(problem.droppable)
+    descent = Descent(Relaxation(problem), LOWERING)
     starts = [*_lowest(problem), Choice(every, problem.unnested), Choice(), *_nested(problem)]
     return tuple(dict.fromkeys(descent.lower(start) for start in starts))
 
@@ -120,7 +128,9 @@ def _lowest(problem: Problem) -> list[Choice]:
     """The lowest of the solutions for ever smaller targets."""
     found: dict[Choice, int] = {}
     for variant in _variants(problem):
-        table, low, high = _Table(variant), 0, problem.profile.peak
+        table = _Table(variant)
+        low = 0
+        high = problem.profile.peak
         for _ in range(_BISECTIONS):
             middle = (low + high) // 2
             choice = table.solve(middle)
@@ -166,7 +176,8 @@ def _variants(problem: Problem) -> list[_Variant]:
     rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units], float)
     cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
     cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is offloaded or compressed is not computed
-    nothing, uncached = np.zeros(len(units), bool), np.zeros(len(units), bool)
+    nothing = np.zeros(len(units), bool)
+    uncached = np.zeros(len(units), bool)
     for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
         uncached[index] = not any(uncached[source] for source in units[index].inputs)
     far = np.array([len(unit.inputs) > 4 for unit in units], bool)
@@ -178,8 +189,12 @@ def _variants(problem: Problem) -> list[_Variant]:
 
 def _aim(variant: _Variant, budget: int) -> list[Choice]:
     """Solutions for targets around the budget, which close in on it: the programme only estimates peaks."""
-    problem, choices, table = variant.problem, [], _Table(variant)
-    low, high, target = 0.5, 2.5, 1.0
+    problem = variant.problem
+    choices = []
+    table = _Table(variant)
+    low = 0.5
+    high = 2.5
+    target = 1.0
     for _ in range(_AIMS):
         choice = table.solve(budget * target)
         peak = problem.forecast(choice).peak if choice is not None else 0
@@ -228,7 +243,9 @@ class _Table:
         )
 
     def _at_price(self, problem: Problem, drop: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        last, shallow, inner = np.arange(self._count), np.zeros(self._count, bool), np.zeros(self._count, bool)
+        last = np.arange(self._count)
+        shallow = np.zeros(self._count, bool)
+        inner = np.zeros(self._count, bool)
         for index in np.nonzero(drop)[0].tolist():
             sources = problem.units[index].inputs
             for source in sources:
@@ -243,7 +260,8 @@ class _Table:
             for mask, column in ((~drop, self._sizes), (drop, back), (drop, cost))
         )
         deep = drop & ~shallow
-        members, row = [], []
+        members = []
+        row = []
         for number, cut in enumerate(self._cuts.tolist()):
             starts = self._starts[: number + 1]
             crossing = np.nonzero(deep[: cut + 1] & (last[: cut + 1] > cut))[0]
@@ -262,7 +280,8 @@ class _Table:
 
     def solve(self, budget: float) -> Choice | None:
         """The least extra time, as far as sums can tell; ``None`` if nothing fits."""
-        kept, spent = np.zeros(1), np.zeros(1)  # of all points so far
+        kept = np.zeros(1)
+        spent = np.zeros(1)  # of all points so far
         owner = np.zeros(1, dtype=int)  # which start they stand at
         origin: list[tuple[int, int, int]] = [(-1, 0, 0)]  # point before, price, cut
         for number in range(len(self._cuts)):
@@ -276,7 +295,8 @@ class _Table:
                     return None
                 winner = front[np.argmin(then_spent[front])]
                 return self._choice((int(point[winner]), int(price[winner]), number), origin)
-            kept, spent = np.concatenate([kept, then_kept[front]]), np.concatenate([spent, then_spent[front]])
+            kept = np.concatenate([kept, then_kept[front]])
+            spent = np.concatenate([spent, then_spent[front]])
             owner = np.concatenate([owner, np.full(len(front), number + 1)])
             origin += [(int(point[index]), int(price[index]), number) for index in front]
         raise AssertionError("the last cut ends the loop")
@@ -330,9 +350,12 @@ def _prices(times: np.ndarray, sizes: np.ndarray, droppable: np.ndarray) -> list
 
 def _overheads(problem: Problem) -> np.ndarray:
     """Bytes beside the units, at the most, while backward is at each unit: gradients in flight and the like."""
-    profile, units = problem.profile, problem.units
-    events, start = len(profile.curve), profile.forward_events
-    change, position = np.zeros(events + 1), np.full(events, -1)
+    profile = problem.profile
+    units = problem.units
+    events = len(profile.curve)
+    start = profile.forward_events
+    change = np.zeros(events + 1)
+    position = np.full(events, -1)
     for index, unit in enumerate(units):
         span = profile.storages[profile.values[unit.values[0]].storage]
         if span.unused < span.freed:

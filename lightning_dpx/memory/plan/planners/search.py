@@ -24,7 +24,9 @@ class SearchPlanner(Planner):
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """Without a budget, the lowest peak that was found."""
-        choices, threshold, shortest = [Choice()], 0, None  # a module that is called again may take more than it frees
+        choices = [Choice()]
+        threshold = 0
+        shortest = None  # a module that is called again may take more than it frees
         for _ in range(_GUESSES):
             plan = make_mirror_plan(problem, threshold)
             choices.append(plan.choice)

@@ -29,7 +29,8 @@ class MirrorPlan:
 
 def make_mirror_plan(problem: Problem, threshold: int) -> MirrorPlan:
     """The rule for one threshold, in bytes."""
-    marks, kept = set(problem.cuts), set[int]()
+    marks = set(problem.cuts)
+    kept = set[int]()
     leading_on = dict[int, int]()  # units that later ones are computed from, and the last of these
     local_size = save_size = max_size = 0
     for index, unit in enumerate(problem.units):
@@ -42,7 +43,8 @@ def make_mirror_plan(problem: Problem, threshold: int) -> MirrorPlan:
             leading_on.clear()  # each is kept once
             kept.update(stage)
             save_size += sum(problem.units[member].num_bytes for member in stage)
-            max_size, local_size = max(max_size, local_size), 0
+            max_size = max(max_size, local_size)
+            local_size = 0
     max_size = max(max_size, local_size)
     return MirrorPlan(Choice(frozenset(problem.droppable) - kept), save_size, max_size)
 

@@ -44,7 +44,8 @@ class Relaxation:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, values = problem, problem.profile.values
+        self.problem = problem
+        values = problem.profile.values
         self.units = tuple(unit for unit in problem.droppable if problem.units[unit].num_bytes > 0)
         self.column = {value: at for at, unit in enumerate(self.units) for value in problem.units[unit].values}
         unsaved = [index for index, v in enumerate(values) if v.storage < 0 and not v.name and v.inputs]
@@ -63,7 +64,8 @@ class Relaxation:
         self._spans = self._find_spans()
 
     def _on_the_way(self, value: int) -> tuple[int, ...]:
-        stack, seen = list(self.problem.profile.values[value].inputs), set[int]()
+        stack = list(self.problem.profile.values[value].inputs)
+        seen = set[int]()
         while stack:
             source = stack.pop()
             if source in self.unsaved and source not in seen:
@@ -73,7 +75,8 @@ class Relaxation:
 
     def _find_spans(self) -> np.ndarray:
         """Rows of (first event, event after the last, column, bytes that a drop adds)."""
-        profile, spans = self.problem.profile, []
+        profile = self.problem.profile
+        spans = []
         for at, unit in enumerate(self.units):
             values = self.problem.units[unit].values
             storage = profile.storages[profile.values[values[0]].storage]
@@ -98,12 +101,14 @@ class Relaxation:
 
     def _following(self, request: Request) -> Sequence[Request]:
         """The requests while autograd still uses what it got by ``request``."""
-        first, stop = bisect_right(self._asked, request.event), bisect_left(self._asked, request.released)
+        first = bisect_right(self._asked, request.event)
+        stop = bisect_left(self._asked, request.released)
         return self.problem.profile.requests[first:stop]
 
     def _needs(self, value: int, source: int) -> bool:
         """Whether ``value`` may be computed from ``source``; inputs come first."""
-        stack, seen = [value], set[int]()
+        stack = [value]
+        seen = set[int]()
         while stack:
             for index in self.problem.profile.values[stack.pop()].inputs:
                 if index == source:
@@ -126,7 +131,8 @@ class Relaxation:
 
     def curve_of(self, dropped: np.ndarray) -> np.ndarray:
         """Bytes that are surely there at every event (E), for shares of the units that are dropped (C)."""
-        change, (start, stop, column, size) = np.zeros(len(self.curve) + 1), self._spans.T
+        change = np.zeros(len(self.curve) + 1)
+        (start, stop, column, size) = self._spans.T
         np.add.at(change, np.minimum(start, len(self.curve)), size * dropped[column])
         np.add.at(change, np.minimum(stop, len(self.curve)), -size * dropped[column])
         return self.curve + np.cumsum(change)[:-1]
@@ -134,7 +140,8 @@ class Relaxation:
     def change_of(self, column: int) -> tuple[int, int, np.ndarray]:
         """What dropping a unit changes: from an event, until another, the bytes at each of them."""
         spans = self._spans[self._spans[:, 2] == column]
-        begin, end = int(spans[:, 0].min()), min(int(spans[:, 1].max()), len(self.curve))
+        begin = int(spans[:, 0].min())
+        end = min(int(spans[:, 1].max()), len(self.curve))
         change = np.zeros(max(0, end - begin))
         for start, stop, _, size in spans:
             change[start - begin : max(start, stop) - begin] += size
@@ -143,7 +150,8 @@ class Relaxation:
     @cached_property
     def shared_seconds(self) -> np.ndarray:
         """The time of each column, with its share of what nobody saves on the way (C)."""
-        seconds, ways = self.seconds.copy(), defaultdict[int, set[int]](set)
+        seconds = self.seconds.copy()
+        ways = defaultdict[int, set[int]](set)
         for value, at in self.column.items():
             if value in self.requests:
                 for passed in self.on_the_way[value]:
@@ -205,7 +213,8 @@ def least_bytes(relaxation: Relaxation) -> int:
 
 def _leave_out_calls(relaxation: Relaxation, least: np.ndarray) -> None:
     """Takes off ``least`` what goes if calls are replayed, and not if values are dropped one by one."""
-    problem, profile = relaxation.problem, relaxation.problem.profile
+    problem = relaxation.problem
+    profile = relaxation.problem.profile
     for call in profile.calls:
         if call.parent < 0:
             least[call.end :] -= call.small
@@ -232,15 +241,19 @@ def knapsack(relaxation: Relaxation, budget: int) -> tuple[float, frozenset[int]
     Returns:
         Its seconds, infinite where all that could be dropped is not enough; and its units, the last of them whole.
     """
-    most, chosen = 0.0, frozenset[int]()
+    most = 0.0
+    chosen = frozenset[int]()
     for event in local_maxima(relaxation.curve, budget, _MOST_EVENTS):
-        lacking, freed = relaxation.curve[event] - budget, relaxation.freed(event)
+        lacking = relaxation.curve[event] - budget
+        freed = relaxation.freed(event)
         order = relaxation.cheapest(freed)
-        sizes, seconds = freed[order], relaxation.shared_seconds[order]
+        sizes = freed[order]
+        seconds = relaxation.shared_seconds[order]
         before = np.cumsum(sizes) - sizes
         if sizes.sum() < lacking:
             return float("inf"), frozenset(relaxation.units)
         spent = float(seconds @ np.clip((lacking - before) / sizes, 0.0, 1.0))
         if spent >= most:
-            most, chosen = spent, frozenset(relaxation.units[at] for at in order[before < lacking].tolist())
+            most = spent
+            chosen = frozenset(relaxation.units[at] for at in order[before < lacking].tolist())
     return most, chosen

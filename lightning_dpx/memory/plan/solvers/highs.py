@@ -12,7 +12,8 @@ import numpy as np
 
 from lightning_dpx.errors import UnsupportedError
 
-_GAP, _NODES = 2e-3, 200
+_GAP = 2e-3
+_NODES = 200
 _OVERHEAD = 5  # of a run in integers: as many checks as take as long
 
 
@@ -53,7 +54,8 @@ class _Checks:
     """Stops a run after a number of checks."""
 
     def __init__(self) -> None:
-        self.count, self.most = 0, float("inf")
+        self.count = 0
+        self.most = float("inf")
 
     def __call__(self, event: Any) -> None:
         self.count += 1
@@ -80,7 +82,8 @@ class Solver:
         require_solver()
         import highspy
 
-        self._api, self._highs = highspy, highspy.Highs()  # type: ignore[no-untyped-call]
+        self._api = highspy
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("parallel", "off")
         self._highs.setOptionValue("mip_rel_gap", _GAP)
@@ -114,11 +117,13 @@ class Solver:
     def run(self, *, integer: bool, work: float = float("inf")) -> Answer:
         """The cheapest solution, or nearly so; in integers, the best that is found with this much work."""
         self._hand_over(integer)
-        self._checks.count, self._checks.most = 0, work / max(1, self.terms) - _OVERHEAD
+        self._checks.count = 0
+        self._checks.most = work / max(1, self.terms) - _OVERHEAD
         self._highs.run()
         if integer:
             self.work += (self._checks.count + _OVERHEAD) * self.terms
-        info, status = self._highs.getInfo(), self._highs.getModelStatus()
+        info = self._highs.getInfo()
+        status = self._highs.getModelStatus()
         if status in (self._api.HighsModelStatus.kInfeasible, self._api.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(float("inf"), np.zeros(0), np.zeros(0))
         if info.primal_solution_status != self._api.SolutionStatus.kSolutionStatusFeasible:
@@ -130,8 +135,10 @@ class Solver:
 
     def _hand_over(self, integer: bool) -> None:
         columns, rows = self._known
-        costs, nothing = np.array(self._costs[columns:]), np.zeros(0, dtype=np.int32)
-        zeros, ones = np.zeros(len(costs)), np.ones(len(costs))
+        costs = np.array(self._costs[columns:])
+        nothing = np.zeros(0, dtype=np.int32)
+        zeros = np.zeros(len(costs))
+        ones = np.ones(len(costs))
         self._highs.addCols(len(costs), costs, zeros, ones, 0, nothing, nothing, np.zeros(0))
         terms = [pair[0] for pair in self._rows[rows:]]
         most = np.array([pair[1] for pair in self._rows[rows:]])

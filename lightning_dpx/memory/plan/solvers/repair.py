@@ -7,10 +7,13 @@ import numpy as np
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation
 
-_FEW, _FEWEST_FORECASTS, _MOST_MISSES = 4, 20, 12
+_FEW = 4
+_FEWEST_FORECASTS = 20
+_MOST_MISSES = 12
 _WITHIN_REACH = 1.5  # times the budget
 _Change = Callable[[Choice, frozenset[int]], Choice]
-LOWERING, REACHING = 5e5, 2e5  # events and values of all forecasts together: about 0.6 s and 0.2 s
+LOWERING = 5e5
+REACHING = 2e5  # events and values of all forecasts together: about 0.6 s and 0.2 s
 _SHARES = (0.1, 0.05, 0.02, 0.01, 0.005)  # of the peak
 
 
@@ -30,7 +33,8 @@ class Descent:
     """
 
     def __init__(self, relaxation: Relaxation, work: float) -> None:
-        self._relaxation, self._problem = relaxation, relaxation.problem
+        self._relaxation = relaxation
+        self._problem = relaxation.problem
         profile = self._problem.profile
         self._left = max(_FEWEST_FORECASTS, int(work / max(1, len(profile.curve) + len(profile.values))))
 
@@ -56,7 +60,8 @@ class Descent:
                 after = self.reach(choice, int((1 - share) * peak))
                 if self._problem.forecast(after).peak >= peak:
                     break
-                choice, peak = after, self._problem.forecast(after).peak
+                choice = after
+                peak = self._problem.forecast(after).peak
         return choice
 
     def _curve(self, choice: Choice) -> np.ndarray:
@@ -68,7 +73,8 @@ class Descent:
         return above, 0.0 if above else self._problem.forecast(attempt[0]).seconds
 
     def _steps(self, choice: Choice, curve: np.ndarray, budget: int) -> list[Choice]:
-        units, event = self._relaxation.units, int(np.argmax(curve))
+        units = self._relaxation.units
+        event = int(np.argmax(curve))
         freed = self._relaxation.freed(event)
         kept = self._relaxation.cheapest(np.where([unit in choice.dropped for unit in units], 0, freed))
         enough = int(np.searchsorted(np.cumsum(freed[kept]), curve[event] - budget)) + 1
@@ -113,21 +119,26 @@ def _cached(choice: Choice, units: frozenset[int]) -> Choice:
 
 def _filled(problem: Problem, choice: Choice, budget: int, change: _Change) -> Choice:
     """Changes what still fits and takes no more time, in handfuls, halved when one does not fit."""
-    result, units = problem.forecast(choice), problem.units
+    result = problem.forecast(choice)
+    units = problem.units
     waiting = sorted(
         choice.dropped if change is _kept else choice.uncached,
         key=lambda i: units[i].seconds / max(1, units[i].num_bytes),
         reverse=True,
     )
-    size, misses = max(1, len(waiting) // 4), 0
+    size = max(1, len(waiting) // 4)
+    misses = 0
     while waiting and misses < _MOST_MISSES:
         handful = frozenset(waiting[:size])
         attempt = change(choice, handful)
         after = problem.forecast(attempt)
         if after.peak <= budget and after.seconds <= result.seconds:
-            choice, result, waiting = attempt, after, waiting[len(handful) :]
+            choice = attempt
+            result = after
+            waiting = waiting[len(handful) :]
         elif size > 1:
             size = max(1, size // 2)
         else:
-            waiting, misses = waiting[1:], misses + 1
+            waiting = waiting[1:]
+            misses = misses + 1
     return choice
