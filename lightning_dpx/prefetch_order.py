@@ -1,6 +1,6 @@
-"""Which resting tensors come back before backward asks for them, and the order that this goes by.
+"""The order in which offloaded tensors are prefetched: which come back before backward unpacks them.
 
-Backward asks nearly in the reverse order of forward, so what was saved just before is fetched next. The rule itself
+Backward unpacks nearly in the reverse order of forward, so what was saved just before is fetched next. The rule itself
 knows no device: offloaded submodules and plans follow it with tensors, the forecast of a plan with bytes.
 """
 
@@ -9,39 +9,39 @@ import weakref
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-_REACH = 8  # so far away from the last one that was asked for is the next one sought
+_REACH = 8  # slots: so far away from the one that was unpacked last is the next one sought
 
 
-class Fetched(Protocol):
-    """What can be fetched, and forgotten again."""
+class Fetchable(Protocol):
+    """What can be fetched, and released again."""
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         """Begins to fetch; nothing more where that was done."""
 
-    def drop(self) -> None:
-        """Forgets what was fetched."""
+    def release(self) -> None:
+        """Gives the memory of what was fetched free."""
 
 
-F = TypeVar("F", bound=Fetched)
+F = TypeVar("F", bound=Fetchable)
 
 
-class Slot(Generic[F]):
-    """What the graph holds in place of a tensor that an operator saved. Nothing else holds it, nor what rests.
+class PrefetchSlot(Generic[F]):
+    """What the graph holds in place of a tensor that an operator saved; nothing else holds the offloaded values.
 
     Attributes:
         number: Its place in the order of forward.
-        resting: What it stands for; several slots may share it.
-        used_by: The last backward that asked.
+        offloaded: What it stands for; several slots may share it.
+        used_by: The last backward that unpacked it.
     """
 
-    def __init__(self, number: int, resting: F) -> None:
+    def __init__(self, number: int, offloaded: F) -> None:
         self.number = number
-        self.resting = resting
+        self.offloaded = offloaded
         self.used_by = -1
 
 
 class Prefetcher(Generic[F]):
-    """What rests, in the order of forward, and what of it is on its way back.
+    """Offloaded values in the order of forward, and those of them that are on their way back.
 
     Args:
         count: How many are on their way at the most.
@@ -50,54 +50,54 @@ class Prefetcher(Generic[F]):
     def __init__(self, count: int) -> None:
         self._count = count
         self._numbers = itertools.count()
-        self._slots: weakref.WeakValueDictionary[int, Slot[F]] = weakref.WeakValueDictionary()
+        self._slots: weakref.WeakValueDictionary[int, PrefetchSlot[F]] = weakref.WeakValueDictionary()
         self._ahead: list[tuple[int, weakref.ref[F]]] = []  # on its way back, for which slot
 
-    def slot_for(self, resting: F) -> Slot[F]:
+    def slot_for(self, offloaded: F) -> PrefetchSlot[F]:
         """The next slot in the order of forward."""
-        slot = Slot(next(self._numbers), resting)
+        slot = PrefetchSlot(next(self._numbers), offloaded)
         self._slots[slot.number] = slot
         return slot
 
-    def asked(self, slot: Slot[F], backward: int) -> None:
-        """``backward`` has what ``slot`` stands for: the next ones that it will ask for are on their way then.
+    def on_unpack(self, slot: PrefetchSlot[F], backward: int) -> None:
+        """``backward`` has unpacked ``slot``: the next ones that it will unpack are on their way from then on.
 
         Args:
-            slot: What was asked for; it is forgotten unless another slot will ask for the same.
+            slot: What was unpacked; it is released unless another slot that is on its way stands for the same.
             backward: Its number; negative outside of any, where nothing is fetched ahead.
         """
         slot.used_by = backward
         ahead = []
         for number, reference in self._ahead:
-            resting = reference()
-            if resting is None or resting is slot.resting:
+            offloaded = reference()
+            if offloaded is None or offloaded is slot.offloaded:
                 continue
             if number > slot.number + _REACH:  # backward went by
-                resting.drop()
+                offloaded.release()
             else:
-                ahead.append((number, resting))
+                ahead.append((number, offloaded))
         if backward >= 0:
             for other in self._next(slot.number, backward):
                 if len(ahead) >= self._count:
                     break
-                if all(other.resting is not resting for _, resting in ahead):
-                    other.resting.start()
-                    ahead.append((other.number, other.resting))
-        if all(slot.resting is not resting for _, resting in ahead):
-            slot.resting.drop()
-        self._ahead = [(number, weakref.ref(resting)) for number, resting in ahead]
+                if all(other.offloaded is not offloaded for _, offloaded in ahead):
+                    other.offloaded.start_fetch()
+                    ahead.append((other.number, other.offloaded))
+        if all(slot.offloaded is not offloaded for _, offloaded in ahead):
+            slot.offloaded.release()
+        self._ahead = [(number, weakref.ref(offloaded)) for number, offloaded in ahead]
 
-    def _next(self, number: int, backward: int) -> Iterator[Slot[F]]:
-        """Slots that ``backward`` has yet to ask for, the likeliest first."""
+    def _next(self, number: int, backward: int) -> Iterator[PrefetchSlot[F]]:
+        """Slots that ``backward`` has yet to unpack, the likeliest first."""
         rest = range(number + 1, number + 1 + _REACH)  # of an operator that keeps several, in the order of forward
         for other in (*rest, *range(number - 1, number - 1 - _REACH, -1)):
             slot = self._slots.get(other)
             if slot is not None and slot.used_by != backward:
                 yield slot
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Nothing is on its way any more."""
         for _, reference in self._ahead:
-            if (resting := reference()) is not None:
-                resting.drop()
+            if (offloaded := reference()) is not None:
+                offloaded.release()
         self._ahead.clear()

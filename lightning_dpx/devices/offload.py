@@ -1,4 +1,4 @@
-"""A tensor that is offloaded: its values rest on another device until they are fetched."""
+"""A tensor that is offloaded: its values are on another device until they are fetched."""
 
 from functools import cache
 from typing import NamedTuple
@@ -17,7 +17,7 @@ def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _send_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where a CUDA device sends away what rests, beside what it computes and fetches."""
+    """Where a CUDA device sends away what is offloaded, beside what it computes and fetches."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -30,57 +30,57 @@ class _Arriving(NamedTuple):
 class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
-    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`leave`.
+    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`.
 
     Args:
-        tensor: Where it is now is where it comes back to. Nobody may write into it before :meth:`leave`.
-        place: Where it rests.
+        tensor: Where it is now is where it comes back to. It must not be written to before :meth:`free_original`.
+        device: Where the values are until they are fetched.
     """
 
-    def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self._device = tensor.device
         self._arriving: _Arriving | torch.Tensor | None = None
-        self._leaving: torch.Tensor | None = tensor
-        self._rested: torch.cuda.Event | None = None
+        self._original: torch.Tensor | None = tensor
+        self._copied: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            self._values = moved(tensor, place)
+            self._values = moved(tensor, device)
             return
         self._sender = torch.cuda.current_stream(tensor.device)
         side = _send_stream(tensor.device)
         side.wait_stream(self._sender)
         with torch.cuda.stream(side):
-            if is_host(place):
-                pinned = torch.empty_like(tensor, device=place, pin_memory=True)
+            if is_host(device):
+                pinned = torch.empty_like(tensor, device=device, pin_memory=True)
                 self._values = pinned.copy_(tensor, non_blocking=True)
             else:
-                self._values = moved(tensor, place)
-            self._rested = side.record_event()
+                self._values = moved(tensor, device)
+            self._copied = side.record_event()
 
-    def leave(self) -> None:
+    def free_original(self) -> None:
         """Gives the tensor's memory free: what the device computes from now on waits until the values are gone."""
-        if self._leaving is not None and self._rested is not None:
-            self._sender.wait_event(self._rested)
-        self._leaving = None
+        if self._original is not None and self._copied is not None:
+            self._sender.wait_event(self._copied)
+        self._original = None
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         """Begins to fetch; on CUDA the device goes on computing meanwhile."""
         if self._arriving is not None:
             return
-        if self._rested is None:
+        if self._copied is None:
             self._arriving = moved(self._values, self._device)
             return
         owner = torch.cuda.current_stream(self._device)
         side = _fetch_stream(self._device)
         tensor = torch.empty_like(self._values, device=self._device)
         side.wait_stream(owner)  # kernels that are queued there may still read what this memory held before
-        side.wait_event(self._rested)
+        side.wait_event(self._copied)
         with torch.cuda.stream(side):
             tensor.copy_(self._values, non_blocking=True)
             self._arriving = _Arriving(tensor, side.record_event(), owner)
 
-    def take(self) -> torch.Tensor:
-        """The tensor where it was, for the stream that is current there; fetched once until :meth:`drop`."""
-        self.start()
+    def fetch(self) -> torch.Tensor:
+        """The tensor where it was, for the stream that is current there; fetched once until :meth:`release`."""
+        self.start_fetch()
         if not isinstance(self._arriving, _Arriving):
             assert self._arriving is not None, "started"
             return self._arriving
@@ -91,12 +91,12 @@ class OffloadedTensor:
             tensor.record_stream(stream)
         return tensor
 
-    def drop(self) -> None:
-        """Forgets what was fetched; the values still rest."""
+    def release(self) -> None:
+        """Gives the memory of what was fetched free; the values stay offloaded."""
         if isinstance(self._arriving, _Arriving):
             self._arriving.owner.wait_event(self._arriving.there)  # or the next owner of the memory writes too early
         self._arriving = None
 
     def __del__(self) -> None:
-        self.leave()
-        self.drop()
+        self.free_original()
+        self.release()

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_dpx.devices import OffloadedTensor, canonical_device
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.prefetch import TensorPrefetcher
-from lightning_dpx.prefetch_order import Slot
+from lightning_dpx.prefetch_order import PrefetchSlot
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.shifting.shift import choose_modules
 from lightning_dpx.torch_compat import has_storage, key_of, version_counter
@@ -30,7 +30,7 @@ def offload_activations(
     Args:
         module: The model.
         activations: Submodules, as for :func:`shift_activations`.
-        device: Where the tensors rest; the host's memory unless given.
+        device: Where the tensors are kept; the host's memory unless given.
         prefetch_depth: How many tensors are fetched before backward asks for them, while it computes; they take their
             place on the module's device. With 0 backward waits for each, with 2 for one in eight of a transformer's,
             with 3 for the first alone.
@@ -66,11 +66,11 @@ def unoffload_activations(module: nn.Module) -> None:
 
 
 class _Offloaded(OffloadedTensor):
-    """A tensor that rests, for one or more slots."""
+    """An offloaded tensor, for one or more slots."""
 
     def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
         super().__init__(tensor, place)
-        self.leave()
+        self.free_original()
         # as long as this is held, no other storage gets the address
         self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
@@ -130,7 +130,7 @@ class _Offloading:
             "the copy is offloaded, too."
         )
 
-    def _pack(self, tensor: torch.Tensor) -> Slot[_Offloaded]:
+    def _pack(self, tensor: torch.Tensor) -> PrefetchSlot[_Offloaded]:
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
         key = key_of(tensor.untyped_storage()), version_counter(tensor), tensor.dtype, geometry
         with self._lock:
@@ -140,4 +140,4 @@ class _Offloading:
         return self._fetches.slot_for(offloaded)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        return saved if isinstance(saved, torch.Tensor) else self._fetches.take(saved)
+        return saved if isinstance(saved, torch.Tensor) else self._fetches.fetch(saved)

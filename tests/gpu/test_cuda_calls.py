@@ -82,20 +82,20 @@ def streams(monkeypatch: Any) -> Iterator[Streams]:
 
 
 def test_a_tensor_leaves_and_comes_back_beside_the_computation_and_nobody_reads_too_early(streams: Streams) -> None:
-    resting = OffloadedTensor(torch.empty(4, device=HERE), HOST)
+    offloaded = OffloadedTensor(torch.empty(4, device=HERE), HOST)
     assert streams.asked == ["out waits for main", "empty on cpu, pinned", "out copies to cpu", "out records"]
     streams.asked.clear()
-    resting.leave()
+    offloaded.free_original()
     assert streams.asked == ["main waits for out event 0"], "its memory is given away after the copy has read it"
     streams.asked.clear()
-    resting.start()
+    offloaded.start_fetch()
     waits = ["back waits for main", "back waits for out event 0"]
     assert streams.asked == ["empty on cuda", *waits, "back copies to cuda", "back records"]
     streams.asked.clear()
-    assert resting.take().device.type == "cuda"
+    assert offloaded.fetch().device.type == "cuda"
     assert streams.asked == ["main waits for back event 0"]
     streams.asked.clear()
-    resting.drop()
+    offloaded.release()
     assert streams.asked == ["main waits for back event 0"], "the next owner of the memory writes after the copy"
 
 
@@ -103,14 +103,14 @@ def test_a_tensor_leaves_and_comes_back_beside_the_computation_and_nobody_reads_
 def test_a_tensor_comes_back_as_it_left(device: str) -> None:
     tensor = torch.randn(1000, 1000, device=device)
     expected = tensor.cpu()
-    resting = OffloadedTensor(tensor, HOST)
-    resting.leave()
+    offloaded = OffloadedTensor(tensor, HOST)
+    offloaded.free_original()
     del tensor
     torch.full((1000, 1000), 7.0, device=device)  # may take the memory that was given away
-    resting.start()
+    offloaded.start_fetch()
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
-        taken = resting.take().clone()
+        taken = offloaded.fetch().clone()
     other.synchronize()
     assert torch.equal(taken.cpu(), expected)
 

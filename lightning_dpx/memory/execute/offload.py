@@ -1,4 +1,4 @@
-"""Values that rest in the host's memory from forward to backward: sent away, and fetched, beside the computation.
+"""Values that are offloaded to the host's memory from forward to backward: copied both ways beside the computation.
 
 A plan says how many may be on their way at once. On the way out a value keeps its memory until so many others were
 offloaded after it; on the way back it takes its memory so many values early. The forecast counts both by the same rule.
@@ -14,15 +14,15 @@ import torch
 
 from lightning_dpx.devices import OffloadedTensor, synchronize
 from lightning_dpx.prefetch import TensorPrefetcher
-from lightning_dpx.prefetch_order import Slot
+from lightning_dpx.prefetch_order import PrefetchSlot
 from lightning_dpx.torch_compat import version_counter
 
 _HOST = torch.device("cpu")
-Take = Callable[[Slot["_Offloaded"]], torch.Tensor]
+Fetch = Callable[[PrefetchSlot["_Offloaded"]], torch.Tensor]
 
 
 class _Offloaded(OffloadedTensor):
-    """A value's tensor on the host; notices if somebody writes into it while it is on its way there."""
+    """A value's tensor on the host; notices writes into it while it is on its way there."""
 
     def __init__(self, tensor: torch.Tensor, version: int, name: str) -> None:
         self._version = version
@@ -30,25 +30,25 @@ class _Offloaded(OffloadedTensor):
         self._changed = ""
         super().__init__(tensor, _HOST)
 
-    def leave(self) -> None:
-        """Gives the tensor's memory free: from here on anybody may write into it."""
-        if self._leaving is not None and version_counter(self._leaving) != self._version:
-            self._changed = f"has version {version_counter(self._leaving)} instead of {self._version}"
-        super().leave()
+    def free_original(self) -> None:
+        """Gives the tensor's memory free: from here on it may be written to."""
+        if self._original is not None and version_counter(self._original) != self._version:
+            self._changed = f"has version {version_counter(self._original)} instead of {self._version}"
+        super().free_original()
 
-    def take(self) -> torch.Tensor:
+    def fetch(self) -> torch.Tensor:
         """The tensor where it was.
 
         Raises:
-            RuntimeError: it was changed in place before it had left, which autograd refuses as well.
+            RuntimeError: it was changed in place before its copy was made, which autograd refuses as well.
         """
-        self.leave()  # a backward inside of the forward's context
+        self.free_original()  # a backward inside of the forward's context
         if self._changed:
             raise RuntimeError(
                 f"A tensor that backward needs was changed in place: {self._name}, "
                 f"offloaded to the host, {self._changed}."
             )
-        return super().take()
+        return super().fetch()
 
 
 class _Device:
@@ -58,11 +58,11 @@ class _Device:
         self.leaving: deque[weakref.ref[_Offloaded]] = deque()
         self.fetches: TensorPrefetcher[_Offloaded] = TensorPrefetcher(prefetch_depth)
 
-    def let_go(self, prefetch_depth: int) -> None:
-        """All but so many have left from here on."""
+    def free_all_but(self, prefetch_depth: int) -> None:
+        """From here on all but the last ``prefetch_depth`` have given their memory free."""
         while len(self.leaving) > prefetch_depth:
             if (offloaded := self.leaving.popleft()()) is not None:
-                offloaded.leave()
+                offloaded.free_original()
 
 
 class Offloader:
@@ -78,7 +78,7 @@ class Offloader:
         self._devices: dict[torch.device, _Device] = {}
         self._lock = threading.Lock()
 
-    def offload(self, tensor: torch.Tensor, version: int, name: str) -> tuple[Take, Slot[_Offloaded]]:
+    def offload(self, tensor: torch.Tensor, version: int, name: str) -> tuple[Fetch, PrefetchSlot[_Offloaded]]:
         """Sends ``tensor`` to the host's memory.
 
         Args:
@@ -93,24 +93,24 @@ class Offloader:
         with self._lock:
             device = self._devices.setdefault(tensor.device, _Device(self._prefetch_depth))
             device.leaving.append(weakref.ref(offloaded))
-            device.let_go(self._prefetch_depth)
-        return device.fetches.take, device.fetches.slot_for(offloaded)
+            device.free_all_but(self._prefetch_depth)
+        return device.fetches.fetch, device.fetches.slot_for(offloaded)
 
     def settle(self) -> None:
         """Forward is over: what is on its way gives its memory free."""
         with self._lock:
             for device in self._devices.values():
-                device.let_go(0)
+                device.free_all_but(0)
 
 
 def copy_seconds(tensor: torch.Tensor) -> float:
     """Of a copy of ``tensor`` to the host's memory or back: the slower of the two, each the better of two."""
     slower = 0.0
     offloaded = OffloadedTensor(tensor, _HOST)
-    for way in (lambda: OffloadedTensor(tensor, _HOST).leave(), offloaded.take):
+    for way in (lambda: OffloadedTensor(tensor, _HOST).free_original(), offloaded.fetch):
         best = float("inf")
         for _ in range(2):
-            offloaded.drop()
+            offloaded.release()
             synchronize(tensor.device)
             start = time.perf_counter()
             way()

@@ -124,19 +124,19 @@ class _Coming:
 
 
 class _Offloaded:
-    """A offloaded value: what the look-ahead does to it, in bytes."""
+    """An offloaded value: what prefetching does to it, in bytes."""
 
     def __init__(self, num_bytes: int, coming: _Coming) -> None:
         self._num_bytes = num_bytes
         self._coming = coming
         self._started = False
 
-    def start(self) -> None:
+    def start_fetch(self) -> None:
         if not self._started:
             self._started = True
             self._coming.num_bytes += self._num_bytes
 
-    def drop(self) -> None:
+    def release(self) -> None:
         if self._started:
             self._started = False
             self._coming.num_bytes -= self._num_bytes
@@ -186,10 +186,11 @@ class _Replay:
         offloaded = [index for index in dropped if values[index].offloaded and values[index].storage >= 0]
         self._offloaded = sorted(offloaded, key=lambda index: (values[index].saved, index))
         self._coming = _Coming()
-        self._ahead = Prefetcher[_Offloaded](profile.prefetch_depth)
+        self._prefetcher = Prefetcher[_Offloaded](profile.prefetch_depth)
         self._fetches = list[float]()
         self._slots = {
-            index: self._ahead.slot_for(_Offloaded(values[index].num_bytes, self._coming)) for index in self._offloaded
+            index: self._prefetcher.slot_for(_Offloaded(values[index].num_bytes, self._coming))
+            for index in self._offloaded
         }
         self._views = [0] * len(values)  # that are there, of each value: they hold its memory
         self._outlived = [False] * len(values)  # forgotten, but for a view
@@ -395,7 +396,7 @@ class _Replay:
                 raise _TooOftenError
             if (slot := self._slots.get(index)) is not None:
                 self._fetches.append(values[index].copying)
-                self._ahead.asked(slot, 0)
+                self._prefetcher.on_unpack(slot, 0)
             else:
                 self._seconds += values[index].seconds
             if size := self._sizes[index]:
