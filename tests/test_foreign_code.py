@@ -267,7 +267,7 @@ def everything(kind: Any, make_batches: Any, **options: Any) -> dict[str, Any]:
 
 def _again(options: dict[str, Any]) -> dict[str, Any]:
     given = options.get("strategy")
-    return {"strategy": dpx.DPXStrategy(execution=given._execution)} if given is not None else {}
+    return {"strategy": dpx.DPXStrategy(execution=given.options.execution)} if given is not None else {}
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
