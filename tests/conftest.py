@@ -52,6 +52,7 @@ def sim_device(index: int) -> torch.device:
 
 
 _UNNOTICED = 2**15  # bytes that a test may leave behind: the traceback of an expected error, say
+_ENDS_WITHIN = 30.0  # seconds: a worker that was told to end, however busy the machine is
 _MANY_MODULES = 200
 _num_modules = 0  # when objects were last left out of collections
 _hardware = "cpu"  # what the replicas of the running test live on
@@ -145,6 +146,10 @@ def _own_cache(_cache_folder: Path, request: pytest.FixtureRequest, monkeypatch:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(_COMPILED))  # programs need not compile the simulated devices anew
 
 
+def _new_workers(known: set[threading.Thread]) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread not in known and thread.name.startswith("dpx")]
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     threads, intra_op, held = set(threading.enumerate()), torch.get_num_threads(), simulated_bytes()
@@ -152,8 +157,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic)  # Trainer(deterministic=True) leaves them on
     assert torch.get_default_dtype() == torch.float32
-    left = [t.name for t in threading.enumerate() if t not in threads and t.name.startswith("dpx")]
-    assert not left, f"worker threads left running: {left}"
+    left = _new_workers(threads)
+    if left:
+        gc.collect()  # a group that was not closed ends its workers when it goes, and it may be in a reference cycle
+        for thread in left:
+            thread.join(_ENDS_WITHIN)
+    assert not _new_workers(threads), f"worker threads left running: {[thread.name for thread in left]}"
     assert torch.get_num_threads() == intra_op
     if simulated_bytes() - held > _UNNOTICED:
         gc.collect()  # a trainer is in reference cycles; this takes too long to do it every time

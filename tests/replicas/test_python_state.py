@@ -111,13 +111,13 @@ def state_of(module: Program) -> dict[str, Any]:
 def check(acts: list[tuple[str, str, str]], devices: list[str], execution: Any) -> None:
     batches = [torch.randint(8, (rows, 1), generator=torch.Generator().manual_seed(rows)).float() for rows in (6, 4, 7)]
     one, ours = Program(acts), Program(acts)
-    group = ReplicaGroup(ours, devices, execution=execution)
-    for batch in batches:
-        one(batch)
-        group.forward(batch)
-        assert state_of(ours) == state_of(one)
-        one.between_steps()
-        ours.between_steps()
+    with ReplicaGroup(ours, devices, execution=execution) as group:
+        for batch in batches:
+            one(batch)
+            group.forward(batch)
+            assert state_of(ours) == state_of(one)
+            one.between_steps()
+            ours.between_steps()
     homes = {item.device for item in getattr(ours, "tensors", [])}
     assert homes <= {ours.linear.weight.device, torch.device("cpu")}, "moved to the first device"
 
