@@ -114,7 +114,7 @@ class TrainingStep:
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         self._replicas.state.set_owners(self._owners)
         several = len(self._reducer.places) > 1 and self._gradient_buckets > 0 and bool(parameters[0])
-        self._eager = (
+        self._overlapped = (
             OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
             if several
             else None
@@ -293,8 +293,10 @@ class TrainingStep:
         self._unreduced = True
         shares = [waiting.share for waiting in pending]
         active = sorted(share.replica.index for share in shares)
-        eager = self._eager.during_backward(active) if last and self._eager is not None else nullcontext()
-        with eager:
+        overlapped = (
+            self._overlapped.during_backward(active) if last and self._overlapped is not None else nullcontext()
+        )
+        with overlapped:
             weighted: dict[tuple[int, float], torch.Tensor] = {}
             self._replicas.backward(shares, [waiting.roots(weighted) for waiting in pending])
         self._collect_buffers()
@@ -314,11 +316,11 @@ class TrainingStep:
             self._reduce_processes(self._processes)
 
     def _reduce_here(self) -> None:
-        done = self._eager.done if self._eager is not None else frozenset()
-        for pack in self._buckets:
-            self._reduce_only([index for index in pack if index not in done])
-        if self._eager is not None:
-            self._eager.forget()
+        done = self._overlapped.done if self._overlapped is not None else frozenset()
+        for bucket in self._buckets:
+            self._reduce_only([index for index in bucket if index not in done])
+        if self._overlapped is not None:
+            self._overlapped.forget()
 
     def total_gradients(
         self, columns: Sequence[Sequence[torch.Tensor | None]], rows: float
@@ -330,8 +332,8 @@ class TrainingStep:
             rows: How many rows of this process's batch they come from.
         """
         totals: list[torch.Tensor | None] = [None] * len(self._owners)
-        for pack in self._buckets:
-            indices = [index for index in pack if any(column[index] is not None for column in columns)]
+        for bucket in self._buckets:
+            indices = [index for index in bucket if any(column[index] is not None for column in columns)]
             sums = self._sums(indices, [[column[index] for index in indices] for column in columns]) if indices else []
             for index, total in zip(indices, sums, strict=True):
                 totals[index] = total
@@ -350,9 +352,9 @@ class TrainingStep:
 
     @property
     def _buckets(self) -> list[list[int]]:
-        """What is reduced at a time: a pack that travels; on one device a few, whose gradients fit into a cache."""
-        if self._eager is not None:
-            return self._eager.packs
+        """What is reduced at a time: a bucket that travels; on one device a few, whose gradients fit into a cache."""
+        if self._overlapped is not None:
+            return self._overlapped.buckets
         indices = list(range(len(self._owners)))
         if len(self._reducer.places) > 1:
             return [indices]
@@ -361,7 +363,7 @@ class TrainingStep:
     def _reduce_early(self, indices: Sequence[int]) -> None:
         """While backward runs. One that was abandoned meanwhile leaves the gradients alone, they may be of another."""
         totals = self._totals(indices)
-        if self._eager is not None and self._eager.is_during_backward:
+        if self._overlapped is not None and self._overlapped.is_during_backward:
             self._place_totals(indices, totals)
 
     def _reduce_only(self, indices: Sequence[int]) -> None:
@@ -394,11 +396,11 @@ class TrainingStep:
             names=[self._names[index] for index in indices],
         )
         homes = [replicas[owner].parameters[index].device for index, owner in zip(indices, owners, strict=True)]
-        # As plain data: a view would hold its whole pack on the device, wherever the module is moved later.
+        # As plain data: a view would hold its whole bucket on the device, wherever the module is moved later.
         return [None if total is None else _on(total, home).data for total, home in zip(totals, homes, strict=True)]
 
     def reduction_bytes(self, active: Collection[int]) -> dict[torch.device, int]:
-        """What a reduction takes on every device beside the gradients, at its peak: tried on zeros, pack by pack.
+        """What a reduction takes on every device beside the gradients, at its peak: tried on zeros, bucket by bucket.
 
         Args:
             active: The replicas that have gradients.
@@ -408,8 +410,8 @@ class TrainingStep:
         most = dict.fromkeys((*self._reducer.places, *places), 0)
         if len(columns) == 1:  # nothing travels
             return most
-        for pack in self._buckets:
-            trained = [index for index in pack if columns[0][index].requires_grad]
+        for bucket in self._buckets:
+            trained = [index for index in bucket if columns[0][index].requires_grad]
             zeros = [
                 [torch.zeros_like(column[index]) if replica in active else None for index in trained]
                 for replica, column in enumerate(columns)
@@ -425,7 +427,7 @@ class TrainingStep:
     @property
     def reduces_in_backward(self) -> bool:
         """Whether gradients travel while backward still runs."""
-        return self._eager is not None
+        return self._overlapped is not None
 
     def pending_gradients(self) -> list[list[torch.Tensor | None]]:
         """What the first backward left for every replica's own."""
@@ -456,8 +458,8 @@ class TrainingStep:
         """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
         self._unreduced = False
         self._rows = 0.0
-        if self._eager is not None:
-            self._eager.forget()
+        if self._overlapped is not None:
+            self._overlapped.forget()
         for replica in self._replicas.replicas:
             for parameter in replica.parameters:
                 parameter.grad = None
@@ -465,8 +467,8 @@ class TrainingStep:
 
     def close(self) -> None:
         """Takes its hooks off the parameters; the next backward puts them on again."""
-        if self._eager is not None:
-            self._eager.close()
+        if self._overlapped is not None:
+            self._overlapped.close()
 
 
 def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:

@@ -1,7 +1,7 @@
-"""Gradients fused into a few flat packs (tensorpack's GradientPacker, PyTorch DDP's buckets).
+"""Gradients fused into a few flat buckets (tensorpack's GradientPacker, PyTorch DDP).
 
-The packs are cut at parameter boundaries and ordered as backward finishes the parameters, last ones first, so that a
-pack can travel as soon as its last gradient is there.
+The buckets are cut at parameter boundaries and ordered as backward finishes the parameters, last ones first, so that a
+bucket can travel as soon as its last gradient is there.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ SMALLEST_SPLIT = 1024  # elements; below, fusing costs more than it saves
 
 
 class GradientPacker:
-    """Fuses lists of gradients into ``num_splits`` packs and takes them apart again.
+    """Fuses lists of gradients into ``num_splits`` buckets and takes them apart again.
 
     Args:
-        num_splits: Packs per list; fewer where there are fewer gradients.
+        num_splits: Buckets per list; fewer where there are fewer gradients.
 
     Attributes:
         refusal: Why the gradients of the last :meth:`plan` are not packed, or ``None``.
@@ -37,7 +37,7 @@ class GradientPacker:
 
     @property
     def splits(self) -> list[list[int]]:
-        """The gradients of every pack, as indices into the list, in the order in which they lie in it."""
+        """The gradients of every bucket, as indices into the list, in the order in which they lie in it."""
         return [list(split) for split in self._splits]
 
     def plan(self, grads: Sequence[torch.Tensor]) -> bool:
@@ -62,7 +62,7 @@ class GradientPacker:
         return None
 
     def pack(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """N gradients to one flat pack per split; no copy where they are neighbouring views of one pack already.
+        """N gradients to one flat bucket per split; no copy where they are neighbouring views of one bucket already.
 
         Raises:
             ConfigurationError: no plan, or a gradient of another shape than planned.
@@ -75,26 +75,26 @@ class GradientPacker:
                 )
         return [flatten([grads[index] for index in split]) for split in self._splits]
 
-    def unpack(self, packs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """N gradients, as views of the packs.
+    def unpack(self, buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """N gradients, as views of the buckets.
 
         Raises:
             ConfigurationError: no plan.
         """
         self._require_plan()
         grads: dict[int, torch.Tensor] = {}
-        for split, pack in zip(self._splits, packs, strict=True):
+        for split, bucket in zip(self._splits, buckets, strict=True):
             shapes = [self._shapes[index] for index in split]
-            grads.update(zip(split, unflatten(pack, shapes), strict=True))
+            grads.update(zip(split, unflatten(bucket, shapes), strict=True))
         return [grads[index] for index in range(len(self._shapes))]
 
     def pack_all(self, all_grads: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """K x N gradients to K lists of packs."""
+        """K x N gradients to K lists of buckets."""
         return [self.pack(grads) for grads in all_grads]
 
-    def unpack_all(self, all_packs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """K lists of packs to K x N gradients."""
-        return [self.unpack(packs) for packs in all_packs]
+    def unpack_all(self, all_buckets: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """K lists of buckets to K x N gradients."""
+        return [self.unpack(buckets) for buckets in all_buckets]
 
     def _require_plan(self) -> None:
         if not self._splits:
@@ -127,32 +127,32 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
-def unflatten(pack: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Views of ``pack`` with these shapes, in order."""
-    parts = pack.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
+def unflatten(bucket: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Views of ``bucket`` with these shapes, in order."""
+    parts = bucket.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def alike(tensors: Sequence[torch.Tensor], targets: Sequence[int]) -> list[list[int]]:
-    """Indices that can share a pack: of one dtype, for one target."""
+    """Indices that can share a bucket: of one dtype, for one target."""
     groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
         groups.setdefault((tensor.dtype, target), []).append(index)
     return list(groups.values())
 
 
-def hand_out(
-    pack: torch.Tensor, like: Sequence[torch.Tensor], indices: Sequence[int], result: list[torch.Tensor]
+def unflatten_into(
+    bucket: torch.Tensor, like: Sequence[torch.Tensor], indices: Sequence[int], result: list[torch.Tensor]
 ) -> None:
-    """Puts the tensors of ``pack`` at ``indices`` of ``result``; they look like those at ``indices`` of ``like``."""
-    for index, tensor in zip(indices, unpack_like(pack, [like[index] for index in indices]), strict=True):
+    """Puts the tensors of ``bucket`` at ``indices`` of ``result``; they look like those at ``indices`` of ``like``."""
+    for index, tensor in zip(indices, unflatten_like(bucket, [like[index] for index in indices]), strict=True):
         result[index] = tensor
 
 
-def unpack_like(pack: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``pack`` with the shapes of ``like``; copies where those are not contiguous (channels last)."""
-    parts = unflatten_dense(pack, like)
+def unflatten_like(bucket: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``bucket`` with the shapes of ``like``; copies where those are not contiguous (channels last)."""
+    parts = unflatten_dense(bucket, like)
     return [
-        part if part.stride() == own.stride() else torch.empty_like(own, device=pack.device).copy_(part)
+        part if part.stride() == own.stride() else torch.empty_like(own, device=bucket.device).copy_(part)
         for part, own in zip(parts, like, strict=True)
     ]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.buckets import alike, flatten, hand_out
+from lightning_dpx.reducers.buckets import alike, flatten, unflatten_into
 
 
 @register_reducer("collective")
@@ -21,7 +21,7 @@ class CollectiveReducer(GradientReducer):
         for indices in alike(lists[0], targets):
             shares = self._shares([[row[index] for index in indices] for row in lists])
             place = self.places[targets[indices[0]]]
-            hand_out(self._gathered(shares, place), lists[0], indices, result)
+            unflatten_into(self._gathered(shares, place), lists[0], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
@@ -29,13 +29,13 @@ class CollectiveReducer(GradientReducer):
         for indices in alike(lists[0], [0] * len(lists[0])):
             shares = self._shares([[row[index] for index in indices] for row in lists])
             for place, result in zip(self.places, spread, strict=True):
-                hand_out(self._gathered(shares, place), lists[0], indices, result)
+                unflatten_into(self._gathered(shares, place), lists[0], indices, result)
         return spread
 
     def _shares(self, lists: Sequence[Dense]) -> Dense:
-        """The sum of all places' packs, in D pieces, piece d on place d."""
-        packs = [flatten(row) for row in lists]
-        pieces = [pack.tensor_split(len(packs)) for pack in packs]
+        """The sum of all places' buckets, in D pieces, piece d on place d."""
+        buckets = [flatten(row) for row in lists]
+        pieces = [bucket.tensor_split(len(buckets)) for bucket in buckets]
         shares = []
         for number, place in enumerate(self.places):
             total = self._move(pieces[0][number], place)

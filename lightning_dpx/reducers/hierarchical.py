@@ -7,7 +7,7 @@ import torch
 from lightning_dpx.devices import linked_groups
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.buckets import alike, flatten, hand_out, split_at_boundaries
+from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_into
 
 
 @register_reducer("hierarchical")
@@ -44,41 +44,41 @@ class HierarchicalReducer(GradientReducer):
         result: Dense = list(lists[0])
         for turn, indices in enumerate(self._buckets(lists[0], targets)):
             target = targets[indices[0]]
-            packs = [flatten([row[index] for index in indices]) for row in lists]
+            buckets = [flatten([row[index] for index in indices]) for row in lists]
             groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
-            leaders = [self._sum_group(packs, group, turn) for group in groups]
-            pack = self._move(self._sum_leaders(leaders), self.places[target])
-            hand_out(pack, lists[target], indices, result)
+            leaders = [self._sum_group(buckets, group, turn) for group in groups]
+            bucket = self._move(self._sum_leaders(leaders), self.places[target])
+            unflatten_into(bucket, lists[target], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
-            packs = [flatten([row[index] for index in indices]) for row in lists]
-            leaders = [self._sum_group(packs, group, turn) for group in self.groups]
+            buckets = [flatten([row[index] for index in indices]) for row in lists]
+            leaders = [self._sum_group(buckets, group, turn) for group in self.groups]
             places = [leader.device for leader in leaders]
             total = self._sum_leaders(leaders)
             for group, place in zip(self.groups, places, strict=True):
                 arrived = self._move(total, place)
                 for member in group:
-                    hand_out(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
+                    unflatten_into(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
         return spread
 
     def _buckets(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
-        """Indices of what is reduced as one: enough packs that every place of a group leads some."""
+        """Indices of what is reduced as one: enough buckets that every place of a group leads some."""
         num_splits = 2 * max(len(group) for group in self.groups)
-        packs = []
+        buckets = []
         for indices in alike(like, targets):
             splits = split_at_boundaries([like[index].numel() for index in indices], num_splits)
-            packs += [[indices[position] for position in split] for split in splits]
-        return packs
+            buckets += [[indices[position] for position in split] for split in splits]
+        return buckets
 
-    def _sum_group(self, packs: Dense, group: Sequence[int], turn: int) -> torch.Tensor:
+    def _sum_group(self, buckets: Dense, group: Sequence[int], turn: int) -> torch.Tensor:
         """At the group's leader of this turn, in the order of its places."""
         leader = self.places[group[turn % len(group)]]
-        total = self._move(packs[group[0]], leader)
+        total = self._move(buckets[group[0]], leader)
         for place in group[1:]:
-            total = total.add_(self._move(packs[place], leader))
+            total = total.add_(self._move(buckets[place], leader))
         return total
 
     def _sum_leaders(self, leaders: Dense) -> torch.Tensor:

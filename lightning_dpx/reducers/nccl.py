@@ -8,12 +8,12 @@ from torch.cuda import nccl
 from lightning_dpx.devices import has_nccl
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.buckets import alike, flatten, hand_out
+from lightning_dpx.reducers.buckets import alike, flatten, unflatten_into
 
 
 @register_reducer("nccl")
 class NCCLReducer(GradientReducer):
-    """One pack per dtype and owner, reduced by NCCL's own rings and trees.
+    """One bucket per dtype and owner, reduced by NCCL's own rings and trees.
 
     The order of additions is NCCL's: two runs are equal as far as NCCL's are.
 
@@ -33,22 +33,22 @@ class NCCLReducer(GradientReducer):
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
             target = targets[indices[0]]
-            packs = self._buckets(lists, indices)
-            nccl.reduce(packs, output=packs[target], root=target)  # type: ignore[no-untyped-call]
-            hand_out(packs[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
+            buckets = self._buckets(lists, indices)
+            nccl.reduce(buckets, output=buckets[target], root=target)  # type: ignore[no-untyped-call]
+            unflatten_into(buckets[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(row) for row in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
-            packs = self._buckets(lists, indices)
-            nccl.all_reduce(packs)  # type: ignore[no-untyped-call]
-            for pack, row, result in zip(packs, lists, spread, strict=True):
-                hand_out(pack.to(row[indices[0]].dtype), row, indices, result)
+            buckets = self._buckets(lists, indices)
+            nccl.all_reduce(buckets)  # type: ignore[no-untyped-call]
+            for bucket, row, result in zip(buckets, lists, spread, strict=True):
+                unflatten_into(bucket.to(row[indices[0]].dtype), row, indices, result)
         return spread
 
     def _buckets(self, lists: Sequence[Dense], indices: Sequence[int]) -> Dense:
-        packs = [flatten([row[index] for index in indices]) for row in lists]
+        buckets = [flatten([row[index] for index in indices]) for row in lists]
         wire = self.communication_dtype
-        narrower = wire is not None and packs[0].is_floating_point() and wire.itemsize < packs[0].dtype.itemsize
-        return [pack.to(wire) for pack in packs] if narrower else packs
+        narrower = wire is not None and buckets[0].is_floating_point() and wire.itemsize < buckets[0].dtype.itemsize
+        return [bucket.to(wire) for bucket in buckets] if narrower else buckets

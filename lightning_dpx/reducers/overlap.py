@@ -1,4 +1,4 @@
-"""Gradients that travel while backward still runs, pack by pack (as PyTorch DDP's buckets do)."""
+"""Gradients that travel while backward still runs, bucket by bucket, as in PyTorch DDP."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +13,15 @@ from lightning_dpx.reducers.buckets import split_at_boundaries
 
 
 class OverlappedReduction:
-    """Reduces every pack of parameters as soon as all active replicas have their gradients for it.
+    """Reduces every bucket of parameters as soon as all active replicas have their gradients for it.
 
     Which parameters get a gradient, and that they get it once, is learned from the backward before; a parameter that
     did not behave so is left for the end.
 
     Args:
         columns: K x N parameters, one list per replica.
-        num_splits: Packs; see :func:`split_at_boundaries`.
-        reduce: Reduces the parameters with these indices; called from whichever thread completes a pack.
+        num_splits: Buckets; see :func:`split_at_boundaries`.
+        reduce: Reduces the parameters with these indices; called from whichever thread completes a bucket.
         names: Of the parameters, for errors.
     """
 
@@ -41,7 +41,7 @@ class OverlappedReduction:
         self._handles: list[RemovableHandle] = []
         self._expected: set[int] = set()
         self._members: list[list[int]] = [list(split) for split in splits]
-        self._unfilled = [0] * len(splits)  # by pack, expected gradients that have not come yet
+        self._unfilled = [0] * len(splits)  # by bucket, expected gradients that have not come yet
         self._num_gradients = self._none_yet()
         self._is_active = [False] * len(columns)
         self._done: set[int] = set()
@@ -52,8 +52,8 @@ class OverlappedReduction:
         return [[0] * len(column) for column in self._columns]
 
     @property
-    def packs(self) -> list[list[int]]:
-        """The parameters of every pack, as indices, in the order in which backward finishes them."""
+    def buckets(self) -> list[list[int]]:
+        """The parameters of every bucket, as indices, in the order in which backward finishes them."""
         return self._members
 
     @property

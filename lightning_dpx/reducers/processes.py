@@ -9,7 +9,7 @@ from torch import distributed
 from lightning_dpx.devices import wire_device
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
-from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unpack_like
+from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_like
 from lightning_dpx.reducers.roll_call import current_roll_call, waits_for_others
 from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
 
@@ -20,7 +20,7 @@ class ProcessReducer:
     """Sums gradients over all processes of the default process group.
 
     Args:
-        num_splits: Packs that travel at the same time.
+        num_splits: Buckets that travel at the same time.
         communication_dtype: What they travel in; their own dtype unless given.
         notice: Asked before every reduction for a flag that travels with it, at no cost of its own.
         on_notice: Called on all processes with the ranks whose flag was set, if any was.
@@ -93,13 +93,13 @@ class ProcessReducer:
         for indices in alike(own, targets):
             for split in split_at_boundaries([own[i].numel() for i in indices], self._num_splits):
                 members = [own[indices[position]] for position in split]
-                pack = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
-                work = distributed.all_reduce(pack, async_op=True)
-                works.append((work, pack, [used[indices[position]] for position in split], members))
-        for work, pack, indices, members in works:
+                bucket = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
+                work = distributed.all_reduce(bucket, async_op=True)
+                works.append((work, bucket, [used[indices[position]] for position in split], members))
+        for work, bucket, indices, members in works:
             work.wait()
-            arrived = pack.to(members[0].dtype)
-            for index, member, tensor in zip(indices, members, unpack_like(arrived, members), strict=True):
+            arrived = bucket.to(members[0].dtype)
+            for index, member, tensor in zip(indices, members, unflatten_like(arrived, members), strict=True):
                 result[index] = tensor.to(member.device)
 
     def _reduce_sparse(

@@ -36,12 +36,12 @@ def test_splits_are_about_equal(sizes: list[int], num_splits: int, expected: lis
 def test_unpacking_gives_views_and_the_values_back() -> None:
     packer, grads = dpx.GradientPacker(2), make_grads()
     packer.plan(grads)
-    packs = packer.pack(grads)
-    for own, view in zip(grads, packer.unpack(packs), strict=True):
+    buckets = packer.pack(grads)
+    for own, view in zip(grads, packer.unpack(buckets), strict=True):
         assert torch.equal(own, view)
-        assert any(view.untyped_storage().data_ptr() == pack.untyped_storage().data_ptr() for pack in packs)
-    again = packer.pack(packer.unpack(packs))
-    assert [pack.data_ptr() for pack in again] == [pack.data_ptr() for pack in packs], "views are packed without a copy"
+        assert any(view.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr() for bucket in buckets)
+    again = packer.pack(packer.unpack(buckets))
+    assert [bucket.data_ptr() for bucket in again] == [bucket.data_ptr() for bucket in buckets], "views without a copy"
     many = packer.unpack_all(packer.pack_all([grads, make_grads()]))
     assert all(torch.equal(own, view) for own, view in zip(grads, many[0], strict=True))
 

@@ -208,7 +208,7 @@ def test_no_place_but_the_owner_holds_more_than_its_share(name: str) -> None:
     make_reducer(name, devices).reduce(grads)
     for k in range(1, 4):
         extra = (sim.max_memory_allocated(k) - before[k]) / (SIZE * 4)
-        packed = name in ("collective", "hierarchical")  # gradients that are no views of a pack are copied into one
+        packed = name in ("collective", "hierarchical")  # gradients that are no views of a bucket are copied into one
         assert extra <= 0.26 * 2 + (1.0 if packed else 0.0), f"sim:{k}"
 
 

@@ -39,7 +39,7 @@ def shift_what_does_not_fit(
     spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)
     elsewhere = total - sum(part.kept for part in parts)
-    if len(shares) > 1:  # gradients on their way between the replicas, in packs
+    if len(shares) > 1:  # gradients on their way between the replicas, in buckets
         elsewhere += 3 * sum(part.parameters for part in parts)
     chosen: list[Shift] = []
     for share in shares:
