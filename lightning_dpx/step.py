@@ -113,7 +113,7 @@ class TrainingStep:
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         self._replicas.state.set_owners(self._owners)
-        several = len(self._reducer.places) > 1 and self._gradient_buckets > 0 and bool(parameters[0])
+        several = len(self._reducer.distinct_devices) > 1 and self._gradient_buckets > 0 and bool(parameters[0])
         self._overlapped = (
             OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
             if several
@@ -356,7 +356,7 @@ class TrainingStep:
         if self._overlapped is not None:
             return self._overlapped.buckets
         indices = list(range(len(self._owners)))
-        if len(self._reducer.places) > 1:
+        if len(self._reducer.distinct_devices) > 1:
             return [indices]
         return [indices[start : start + _AT_A_TIME] for start in range(0, len(indices), _AT_A_TIME)] or [[]]
 
@@ -407,7 +407,7 @@ class TrainingStep:
         """
         columns = [replica.parameters for replica in self._replicas.replicas]
         places = {canonical_device(parameter.device) for column in columns for parameter in column}
-        most = dict.fromkeys((*self._reducer.places, *places), 0)
+        most = dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
         if len(columns) == 1:  # nothing travels
             return most
         for bucket in self._buckets:

@@ -1,7 +1,7 @@
 """The interface of all reducers: K x N gradients in, N gradients out, each on the device that owns it.
 
-Legend: K replicas, N parameters, D <= K physical devices ("places"). Every mode first sums the replicas of one place
-where they are, so that only D lists travel; the modes differ in the way across the places. Gradients of half precision
+Legend: K replicas, N parameters, D <= K distinct devices. Every mode first sums the replicas of one device
+where they are, so that only D lists travel; the modes differ in the way across the devices. Gradients of half precision
 are summed in float32. Sparse gradients, and parameters that some replica did not use, take the plain way: to the owner.
 """
 
@@ -34,7 +34,7 @@ class GradientReducer(ABC):
 
     Args:
         devices: K devices, one per replica; the first one owns the parameters unless :meth:`owners` says otherwise.
-        communication_dtype: Gradients of more bits travel between places in this dtype; sums stay in their own.
+        communication_dtype: Gradients of more bits travel between devices in this dtype; sums stay in their own.
 
     Raises:
         ConfigurationError: the mode cannot work with these devices, or the dtype is not a floating-point one.
@@ -46,7 +46,7 @@ class GradientReducer(ABC):
                 f"communication_dtype={communication_dtype} is not allowed; give a floating-point dtype."
             )
         self.devices = tuple(canonical_device(device) for device in devices)
-        self.places = tuple(distinct_devices(self.devices))
+        self.distinct_devices = tuple(distinct_devices(self.devices))
         self.communication_dtype = communication_dtype
 
     def owners(self, sizes: Sequence[int]) -> list[int]:
@@ -78,7 +78,7 @@ class GradientReducer(ABC):
         Raises:
             ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
         """
-        usual = len(self.places) == 1 and not average and len(grads) == len(self.devices)
+        usual = len(self.distinct_devices) == 1 and not average and len(grads) == len(self.devices)
         if usual and _are_twins(grads):  # one look at each gradient
             first, *others = [_chosen(row, range(len(row))) for row in grads]
             add_in_place(first, others)
@@ -86,7 +86,7 @@ class GradientReducer(ABC):
         self._check(grads, names)
         if owners is None:
             owners = self.owners([_num_elements(column) for column in zip(*grads, strict=True)])
-        targets = [self.places.index(self.devices[owner]) for owner in owners]
+        targets = [self.distinct_devices.index(self.devices[owner]) for owner in owners]
         dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
         total: Gradients = [None] * len(targets)
         divisor = len(grads) if average else 1
@@ -98,7 +98,7 @@ class GradientReducer(ABC):
         for index, tensor in zip(dense, _finished(sums, grads[0], dense, divisor), strict=True):
             total[index] = tensor
         for index in set(range(len(targets))).difference(dense):
-            total[index] = _add([row[index] for row in grads], self.places[targets[index]], divisor)
+            total[index] = _add([row[index] for row in grads], self.distinct_devices[targets[index]], divisor)
         return total
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class GradientReducer(ABC):
         totals: list[Gradients] = []
         for device, row in zip(self.devices, grads, strict=True):
             total: Gradients = [None] * len(row)
-            sums = finished[self.places.index(device)]
+            sums = finished[self.distinct_devices.index(device)]
             for index, own, tensor in zip(dense, _chosen(row, dense), sums, strict=True):
                 total[index] = own if own is tensor else own.copy_(tensor)
             for index in set(range(len(row))).difference(dense):
@@ -134,24 +134,24 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
-        """The sums of D > 1 lists of n dense gradients, each on the place that ``targets`` (n indices) names.
+        """The sums of D > 1 lists of n dense gradients, each on the device that ``targets`` (n indices) names.
 
         The tensors of ``lists`` may be overwritten.
         """
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
-        """The sums of D > 1 lists of n dense gradients, on every place."""
+        """The sums of D > 1 lists of n dense gradients, on every device."""
         sums = self._sum(lists, [0] * len(lists[0]))
-        return [[self._move(tensor, place) for tensor in sums] for place in self.places]
+        return [[self._move(tensor, device) for tensor in sums] for device in self.distinct_devices]
 
-    def _move(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-        """``tensor`` on ``place``; it travels in the communication dtype."""
-        if tensor.device == place:
+    def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """``tensor`` on ``device``; it travels in the communication dtype."""
+        if tensor.device == device:
             return tensor
         wire = self.communication_dtype
         if wire is None or not tensor.is_floating_point() or wire.itemsize >= tensor.dtype.itemsize:
-            return moved(tensor, place)
-        return moved(tensor.to(wire), place).to(tensor.dtype)
+            return moved(tensor, device)
+        return moved(tensor.to(wire), device).to(tensor.dtype)
 
     def _shrink(self, lists: Sequence[Dense]) -> float:
         """A sum of halves overflows where no gradient does: what travels is divided, exactly, by a power of two."""
@@ -164,14 +164,14 @@ class GradientReducer(ABC):
         return factor
 
     def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
-        """D x n: replicas of one place are summed there, in replica order."""
-        lists: dict[torch.device, list[Dense]] = {place: [] for place in self.places}
+        """D x n: replicas of one device are summed there, in replica order."""
+        lists: dict[torch.device, list[Dense]] = {device: [] for device in self.distinct_devices}
         for device, row in zip(self.devices, grads, strict=True):
             mine = _chosen(row, dense)
             lists[device].append([tensor.float() if tensor.dtype in HALVES else tensor for tensor in mine])
         for first, *others in lists.values():
             add_in_place(first, others)
-        return [lists[place][0] for place in self.places]
+        return [lists[device][0] for device in self.distinct_devices]
 
     def _check(self, grads: Sequence[Gradients], names: Sequence[str] = ()) -> None:
         if len(grads) != len(self.devices) or len({len(row) for row in grads}) != 1:
@@ -255,8 +255,8 @@ def make_reducer(
 ) -> GradientReducer:
     """The reducer that ``reducer`` names.
 
-    ``"auto"`` sums directly where all replicas share one place, uses NCCL between CUDA devices that have it, and
-    otherwise lets every place sum its share.
+    ``"auto"`` sums directly where all replicas share one device, uses NCCL between CUDA devices that have it, and
+    otherwise lets every device sum its share.
 
     Raises:
         ConfigurationError: the name is unknown, or the mode cannot work with these devices.
@@ -270,7 +270,7 @@ def make_reducer(
 
 def choose_reducer(devices: Sequence[torch.device]) -> str:
     """What ``"auto"`` stands for on these devices."""
-    places = distinct_devices(devices)
-    if len(places) == 1:
+    distinct = distinct_devices(devices)
+    if len(distinct) == 1:
         return "naive"
-    return "nccl" if len(places) == len(devices) and has_nccl(places) else "collective"
+    return "nccl" if len(distinct) == len(devices) and has_nccl(distinct) else "collective"

@@ -1,4 +1,4 @@
-"""A reduce-scatter and a gather over plain copies between places, in one process."""
+"""A reduce-scatter and a gather over plain copies between devices, in one process."""
 
 from collections.abc import Sequence
 
@@ -10,39 +10,39 @@ from lightning_dpx.reducers.buckets import alike, flatten, unflatten_into
 
 @register_reducer("collective")
 class CollectiveReducer(GradientReducer):
-    """Each of D places sums 1/D of all elements; the shares are then gathered by the owner, or by everybody.
+    """Each of D devices sums 1/D of all elements; the shares are then gathered by the owner, or by everybody.
 
-    An all-reduce sends and receives 2 (D-1)/D of the bytes per place, which is the least possible (Patarasuk and Yuan
-    2009); no place becomes a bottleneck. Additions are in the order of the places: two runs are bit-equal.
+    An all-reduce sends and receives 2 (D-1)/D of the bytes per device, which is the least possible (Patarasuk and Yuan
+    2009); no device becomes a bottleneck. Additions are in the order of the devices: two runs are bit-equal.
     """
 
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
             shares = self._shares([[row[index] for index in indices] for row in lists])
-            place = self.places[targets[indices[0]]]
-            unflatten_into(self._gathered(shares, place), lists[0], indices, result)
+            device = self.distinct_devices[targets[indices[0]]]
+            unflatten_into(self._gathered(shares, device), lists[0], indices, result)
         return result
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
             shares = self._shares([[row[index] for index in indices] for row in lists])
-            for place, result in zip(self.places, spread, strict=True):
-                unflatten_into(self._gathered(shares, place), lists[0], indices, result)
+            for device, result in zip(self.distinct_devices, spread, strict=True):
+                unflatten_into(self._gathered(shares, device), lists[0], indices, result)
         return spread
 
     def _shares(self, lists: Sequence[Dense]) -> Dense:
-        """The sum of all places' buckets, in D pieces, piece d on place d."""
+        """The sum of all devices' buckets, in D pieces, piece d on device d."""
         buckets = [flatten(row) for row in lists]
         pieces = [bucket.tensor_split(len(buckets)) for bucket in buckets]
         shares = []
-        for number, place in enumerate(self.places):
-            total = self._move(pieces[0][number], place)
+        for number, device in enumerate(self.distinct_devices):
+            total = self._move(pieces[0][number], device)
             for row in pieces[1:]:
-                total = total.add_(self._move(row[number], place))
+                total = total.add_(self._move(row[number], device))
             shares.append(total)
         return shares
 
-    def _gathered(self, shares: Dense, place: torch.device) -> torch.Tensor:
-        return torch.cat([self._move(share, place) for share in shares])
+    def _gathered(self, shares: Dense, device: torch.device) -> torch.Tensor:
+        return torch.cat([self._move(share, device) for share in shares])

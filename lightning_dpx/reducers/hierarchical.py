@@ -1,4 +1,4 @@
-"""Two levels: within groups of well linked places, then between the groups (tensorpack's DGX-1 mode, generalised)."""
+"""Two levels: within groups of well linked devices, then between the groups (tensorpack's DGX-1 mode, generalised)."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,19 @@ from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, 
 
 @register_reducer("hierarchical")
 class HierarchicalReducer(GradientReducer):
-    """Every group sums to one of its places; only those sums cross to the owner's group, once per gradient.
+    """Every group sums to one of its devices; only those sums cross to the owner's group, once per gradient.
 
-    The meeting place within a group rotates from gradient to gradient, so that all links of a group carry a share. For
-    any number of places and any grouping; with eight places in two groups it is the scheme of the DGX-1.
+    Where a group meets rotates from gradient to gradient, so that all links of a group carry a share. For
+    any number of devices and any grouping; with eight devices in two groups it is the scheme of the DGX-1.
 
     Args:
         devices: See :class:`GradientReducer`.
         communication_dtype: See :class:`GradientReducer`.
-        groups: Indices of the D distinct places, each once; by the links between CUDA devices, or two halves, unless
+        groups: Indices of the D distinct devices, each once; by the links between CUDA devices, or two halves, unless
             given.
 
     Raises:
-        ConfigurationError: the groups do not hold every place once.
+        ConfigurationError: the groups do not hold every device once.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class HierarchicalReducer(GradientReducer):
         groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(devices, communication_dtype)
-        self.groups = [list(group) for group in (linked_groups(self.places) if groups is None else groups)]
-        if sorted(index for group in self.groups for index in group) != list(range(len(self.places))):
+        self.groups = [list(group) for group in (linked_groups(self.distinct_devices) if groups is None else groups)]
+        if sorted(index for group in self.groups for index in group) != list(range(len(self.distinct_devices))):
             raise ConfigurationError(
-                f"groups={self.groups} is not allowed; name every place from 0 to {len(self.places) - 1} once."
+                f"groups={self.groups} is not allowed; name every device from 0 to "
+                f"{len(self.distinct_devices) - 1} once."
             )
 
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
@@ -47,7 +48,7 @@ class HierarchicalReducer(GradientReducer):
             buckets = [flatten([row[index] for index in indices]) for row in lists]
             groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
             leaders = [self._sum_group(buckets, group, turn) for group in groups]
-            bucket = self._move(self._sum_leaders(leaders), self.places[target])
+            bucket = self._move(self._sum_leaders(leaders), self.distinct_devices[target])
             unflatten_into(bucket, lists[target], indices, result)
         return result
 
@@ -56,16 +57,18 @@ class HierarchicalReducer(GradientReducer):
         for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
             buckets = [flatten([row[index] for index in indices]) for row in lists]
             leaders = [self._sum_group(buckets, group, turn) for group in self.groups]
-            places = [leader.device for leader in leaders]
+            homes = [leader.device for leader in leaders]
             total = self._sum_leaders(leaders)
-            for group, place in zip(self.groups, places, strict=True):
-                arrived = self._move(total, place)
+            for group, home in zip(self.groups, homes, strict=True):
+                arrived = self._move(total, home)
                 for member in group:
-                    unflatten_into(self._move(arrived, self.places[member]), lists[member], indices, spread[member])
+                    unflatten_into(
+                        self._move(arrived, self.distinct_devices[member]), lists[member], indices, spread[member]
+                    )
         return spread
 
     def _buckets(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
-        """Indices of what is reduced as one: enough buckets that every place of a group leads some."""
+        """Indices of what is reduced as one: enough buckets that every device of a group leads some."""
         num_splits = 2 * max(len(group) for group in self.groups)
         buckets = []
         for indices in alike(like, targets):
@@ -74,11 +77,11 @@ class HierarchicalReducer(GradientReducer):
         return buckets
 
     def _sum_group(self, buckets: Dense, group: Sequence[int], turn: int) -> torch.Tensor:
-        """At the group's leader of this turn, in the order of its places."""
-        leader = self.places[group[turn % len(group)]]
+        """At the group's leader of this turn, in the order of its devices."""
+        leader = self.distinct_devices[group[turn % len(group)]]
         total = self._move(buckets[group[0]], leader)
-        for place in group[1:]:
-            total = total.add_(self._move(buckets[place], leader))
+        for member in group[1:]:
+            total = total.add_(self._move(buckets[member], leader))
         return total
 
     def _sum_leaders(self, leaders: Dense) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Plain sums, dealt round-robin to the places (tensorpack's ``allreduce_grads_naive``)."""
+"""Plain sums, dealt round-robin to the devices (tensorpack's ``allreduce_grads_naive``)."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from lightning_dpx.torch_compat import foreach_add_
 
 @register_reducer("naive")
 class NaiveReducer(GradientReducer):
-    """Parameter j is summed on one place, in replica order, then handed to the owner.
+    """Parameter j is summed on one device, in replica order, then handed to the owner.
 
     Parameters are dealt from the last to the first, because backward finishes the last ones first and they are often
     the large ones. The order of the additions never changes: two runs are bit-equal.
@@ -21,15 +21,15 @@ class NaiveReducer(GradientReducer):
         return self._sum_at(lists, [dealt[index] for index in range(len(targets))], targets)
 
     def _sum_at(self, lists: Sequence[Dense], meeting: Sequence[int], targets: Sequence[int]) -> Dense:
-        """Gradient j is summed on the place ``meeting[j]`` and moved to ``targets[j]``."""
+        """Gradient j is summed on the device ``meeting[j]`` and moved to ``targets[j]``."""
         result: list[torch.Tensor] = list(lists[0])
-        for number, place in enumerate(self.places):
+        for number, device in enumerate(self.distinct_devices):
             indices = [index for index, where in enumerate(meeting) if where == number]
             if not indices:
                 continue
-            sums = [self._move(lists[0][index], place) for index in indices]
+            sums = [self._move(lists[0][index], device) for index in indices]
             for row in lists[1:]:
-                foreach_add_(sums, [self._move(row[index], place) for index in indices])
+                foreach_add_(sums, [self._move(row[index], device) for index in indices])
             for index, total in zip(indices, sums, strict=True):
-                result[index] = self._move(total, self.places[targets[index]])
+                result[index] = self._move(total, self.distinct_devices[targets[index]])
         return result

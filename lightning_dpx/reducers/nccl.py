@@ -23,7 +23,9 @@ class NCCLReducer(GradientReducer):
 
     def __init__(self, devices: Sequence[torch.device], communication_dtype: torch.dtype | None = None) -> None:
         super().__init__(devices, communication_dtype)
-        if len(self.devices) > 1 and (len(self.places) < len(self.devices) or not has_nccl(self.places)):
+        if len(self.devices) > 1 and (
+            len(self.distinct_devices) < len(self.devices) or not has_nccl(self.distinct_devices)
+        ):
             raise ConfigurationError(
                 f"reducer='nccl' needs a PyTorch with NCCL and a CUDA device per replica, got "
                 f"{', '.join(map(str, self.devices))}; use 'auto', 'collective' or 'naive' here."

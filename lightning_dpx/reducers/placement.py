@@ -30,9 +30,9 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
     loads = [0] * len(devices)
     placed = [devices[0]] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        place = min(range(len(devices)), key=loads.__getitem__)
-        loads[place] += sizes[index]
-        placed[index] = devices[place]
+        least = min(range(len(devices)), key=loads.__getitem__)
+        loads[least] += sizes[index]
+        placed[index] = devices[least]
     return placed
 
 

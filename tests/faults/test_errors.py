@@ -352,7 +352,7 @@ class RunsOut(NaiveReducer):
         self.calls += self.model.fails
         if self.calls == 2 or (self.calls == 1 and len(total) == len(list(self.model.parameters()))):
             self.calls = 9
-            exhaust(self.places[0])()
+            exhaust(self.distinct_devices[0])()
         return total
 
 
