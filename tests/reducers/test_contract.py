@@ -193,7 +193,7 @@ def test_only_one_sum_crosses_between_groups() -> None:
     crossed = [t for t in traffic() if (t.source.index < 4) != (t.target.index < 4)]
     assert sum(t.num_bytes for t in crossed) == SIZE * 4
     assert {t.source.index for t in crossed} == {4, 5, 6, 7}, "every place of the group leads some"
-    with pytest.raises(dpx.ConfigurationError, match="name every place from 0 to 7 once"):
+    with pytest.raises(dpx.ConfigurationError, match="name every device from 0 to 7 once"):
         HierarchicalReducer(devices, groups=[[0, 1], [4, 5, 6, 7]])
 
 
