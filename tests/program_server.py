@@ -124,6 +124,8 @@ def program_of(arguments: list[str]) -> tuple[types.CodeType, str | None]:
 
 def main() -> None:
     """Serves; in a forked process, runs the program."""
+    # For the folder of a program. That of this file is left out by python -P, as it has a "lightning" of its own.
+    sys.path.insert(0, "")
     connection, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     gc.collect()
     gc.freeze()  # what all programs share stays shared
