@@ -118,7 +118,8 @@ class StepsByHand(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
+        outputs = super().training_step(batch, batch_idx)
+        self.manual_backward(outputs["loss"] if isinstance(outputs, dict) else outputs)
         optimizer.step()
 
 

@@ -32,7 +32,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
 
     Raises:
         ConfigurationError: shifts name devices that are not there.
-        BudgetError: the processes do not train the same.
+        ReplicationError: the processes do not train the same.
     """
     options = strategy.options
     planning = strategy.planning

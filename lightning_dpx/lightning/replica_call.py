@@ -56,9 +56,7 @@ class ReplicaCall:
         log = self._logs.get(share.replica.index) or StepLog(share)
         context = session.context(module) if session.has_contexts else _NOTHING
         with log.recording(module), context:  # type: ignore[arg-type]
-            batch = self._transfer.to_replica(share)
-            if session.batch_writes.is_watched:
-                session.batch_writes.note(share, batch, is_as_loaded=self._transfer.is_plain)
+            batch = session.moved(share, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
         if self._checks_loss and output is not None and not isinstance(output, Tensor):
             _check_loss(output)

@@ -202,7 +202,10 @@ class Session(Run):
 
     def given(self, share: Share, dataloader_idx: int = 0) -> Any:
         """What the step of a replica gets."""
-        transfer = Transfer(self.trainer, self.module, dataloader_idx)
+        return self.moved(share, Transfer(self.trainer, self.module, dataloader_idx))
+
+    def moved(self, share: Share, transfer: Transfer) -> Any:
+        """The slice where its replica lives; what the step writes into it is noticed where hooks look."""
         batch = transfer.to_replica(share)
         if self.batch_writes.is_watched:
             self.batch_writes.note(share, batch, is_as_loaded=transfer.is_plain)

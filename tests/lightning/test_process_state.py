@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
 
 import lightning_dpx
-from tests.conftest import Classifier, make_loader, make_trainer, seeded
+from tests.conftest import Classifier, StepsByHand, make_loader, make_trainer, seeded
 
 LIBRARIES = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 Names = dict[str, Any]
@@ -43,16 +43,8 @@ def changed(before: Names, after: Names) -> list[str]:
     return sorted(name for name, value in before.items() if name in after and after[name] is not value)
 
 
-class ByHand(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
-        optimizer.step()
+class ByHand(StepsByHand, Classifier):
+    pass
 
 
 class Fails(Callback):

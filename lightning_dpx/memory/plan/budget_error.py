@@ -27,10 +27,11 @@ def budget_error(
     """
     least = smallest.peak
     other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
+    moment = _costliest_moment(smallest)
     return BudgetError(
         f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is "
         f"{format_bytes(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and "
-        f"computes again takes less than {format_bytes(surely)}. {_crest(smallest)} {_bottleneck(smallest.problem)} "
+        f"computes again takes less than {format_bytes(surely)}. {moment} {_bottleneck(smallest.problem)} "
         "Allow more, or use a smaller batch.",
         least,
     )
@@ -41,7 +42,7 @@ def surely_needed(problems: Sequence[Problem]) -> int:
     return min(least_bytes(Relaxation(problem)) for problem in problems)
 
 
-def _crest(found: Mixed) -> str:
+def _costliest_moment(found: Mixed) -> str:
     """Where the step needs most, if it follows this choice: the operator at work, its module, and what passes there."""
     profile = found.problem.profile
     curve = found.problem.timeline(found.choice)

@@ -1,8 +1,8 @@
 """What a choice of values to drop would do to a profiled step: its peak, and the time to compute them again.
 
 The forecast plays the step through: forward without what is dropped, then every request of backward, with the same
-rules of sharing and forgetting as :mod:`lightning_dpx.memory.execute.values`, and the same look-ahead for what is
-offloaded.
+rules of sharing and forgetting as :mod:`lightning_dpx.memory.execute.values`, and the same prefetching of what
+is offloaded.
 
 The time of offloaded values. Copies run beside the computation, in a queue for each direction, so of all copies out
 only what is longer than forward counts, and of those back what is longer than backward with its recomputations; but
@@ -38,6 +38,12 @@ class Forecast:
     peak: int
     kept: int
     seconds: float
+
+    def rank(self, budget: int | None) -> tuple[bool, float, float]:
+        """Lower is better: the fastest within the budget, then the smallest."""
+        if budget is None or self.peak > budget:
+            return True, self.peak, self.seconds
+        return False, self.seconds, self.peak
 
 
 def forecast(

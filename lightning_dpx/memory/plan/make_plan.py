@@ -10,7 +10,7 @@ from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, Model, 
 from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
-from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, rank, register_planner
+from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
@@ -148,7 +148,7 @@ def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -
         found.append((problem, planner.choose(problem, budget)))
         if budget is not None and len(found) == 1 and _is_good(*found[0], budget):
             break  # the others are for less room
-    return min(found, key=lambda each: rank(each[0], each[1], budget))
+    return min(found, key=lambda each: each[0].forecast(each[1]).rank(budget))
 
 
 def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:

@@ -213,14 +213,6 @@ def register_planner(name: str) -> Callable[[P], P]:
     return add
 
 
-def rank(problem: Problem, choice: Choice, budget: int | None) -> tuple[bool, float, float]:
-    """Lower is better: the fastest within the budget, then the smallest."""
-    result = problem.forecast(choice)
-    if budget is None or result.peak > budget:
-        return True, result.peak, result.seconds
-    return False, result.seconds, result.peak
-
-
 def best(problem: Problem, choices: Sequence[Choice], budget: int | None) -> Choice:
     """The fastest choice within the budget, else the smallest."""
-    return min(choices, key=lambda choice: rank(problem, choice, budget))
+    return min(choices, key=lambda choice: problem.forecast(choice).rank(budget))

@@ -8,6 +8,7 @@ budget allows; and a planner decides about what is left, value by value, with so
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from lightning_dpx.memory.plan.forecast import Forecast, with_replaying
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.replayed_steps import replayed
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
@@ -37,18 +38,17 @@ class Mixed(NamedTuple):
     @property
     def peak(self) -> int:
         """Bytes of activations at the most."""
-        return self.problem.forecast(self.choice).peak
+        return self.forecast.peak
 
     @property
     def seconds(self) -> float:
         """Extra time of a step."""
-        return self.problem.forecast(self.choice).seconds + self.problem.profile.replaying
+        return self.forecast.seconds
 
-    def rank(self, budget: int | None) -> tuple[bool, float, float]:
-        """Lower is better: the fastest within the budget, then the smallest."""
-        if budget is None or self.peak > budget:
-            return True, self.peak, self.seconds
-        return False, self.seconds, self.peak
+    @property
+    def forecast(self) -> Forecast:
+        """The step with this choice, with the time of the replayed calls."""
+        return with_replaying(self.problem.profile, self.problem.forecast(self.choice))
 
 
 def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Choose) -> Mixed:
@@ -68,19 +68,21 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
         lowest = min((_mixed(profile, names) for names in groups), key=lambda mixed: mixed.peak)
         if lowest.peak <= _WITHIN_REACH * plain.peak:
             found += [lowest, lowest._replace(choice=choose(lowest.problem, None))]
-        return min(found, key=lambda mixed: mixed.rank(None))
+        return min(found, key=lambda mixed: mixed.forecast.rank(None))
     whole = [_mixed(profile, names) for names in groups]
     fitting = [_with_fewer(profile, mixed, budget) for mixed in whole if mixed.peak <= budget]
     found += fitting
-    near = sorted((mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.rank(budget))
+    near = sorted(
+        (mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.forecast.rank(budget)
+    )
     for mixed in near[:_MOST_KINDS]:
         for names in _parts(profile, mixed.names):
             part = _mixed(profile, names)
-            leader = min(found, key=lambda mixed: mixed.rank(budget))
+            leader = min(found, key=lambda mixed: mixed.forecast.rank(budget))
             bound = part.problem.profile.replaying + least_seconds(Relaxation(part.problem), budget)
             if leader.peak > budget or bound < _GAIN * leader.seconds:
                 found.append(part._replace(choice=choose(part.problem, budget)))
-    return min(found, key=lambda mixed: mixed.rank(budget))
+    return min(found, key=lambda mixed: mixed.forecast.rank(budget))
 
 
 def _mixed(profile: Profile, names: frozenset[str]) -> Mixed:

@@ -33,7 +33,6 @@ from collections import defaultdict
 
 import numpy as np
 
-from lightning_dpx.memory.plan.forecast import timeline
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds, local_maxima
 from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
@@ -167,8 +166,7 @@ class MilpModel:
     def _learn(self, choice: Choice, activity: np.ndarray) -> None:
         """Adds what was missing at the events where ``choice`` exceeds the budget."""
         dropped = self._problem.values_of(choice.dropped)
-        uncached = self._problem.values_of(choice.uncached)
-        curve = np.array(timeline(self._problem.profile, dropped, uncached), dtype=np.float64)
+        curve = self._problem.timeline(choice).astype(np.float64)
         crossed = local_maxima(curve, self._budget, _MOST_EVENTS)
         news = False
         for event in crossed:
