@@ -1274,7 +1274,7 @@ CUTS = {
 @pytest.mark.parametrize("kind", [Logs, SumByHand, SquareRoot])
 @pytest.mark.parametrize("cut", CUTS)
 def test_steps_whose_parts_are_shifted_are_checked(sim, fitted, kind, cut) -> None:
-    before = [torch.get_device_module("sim").memory_allocated(index) for index in range(8)]
+    before = [sim.memory_allocated(index) for index in range(8)]
     options = {"shifts": CUTS[cut], "shift_activations": ["net.2"], "trainer": {"accelerator": "sim"}}
     seen = fitted(kind, 2, **options)
     if kind is SquareRoot:
@@ -1285,7 +1285,9 @@ def test_steps_whose_parts_are_shifted_are_checked(sim, fitted, kind, cut) -> No
         assert not seen.warned
         assert_equal(seen.values, fitted(kind).values)
     gc.collect()
-    assert [torch.get_device_module("sim").memory_allocated(index) for index in range(8)] == before
+    left = [sim.memory_allocated(index) for index in range(8)]
+    # Less where a fit lets go what an earlier test's last fit still held.
+    assert all(now <= then for now, then in zip(left, before, strict=True))
 
 
 @pytest.mark.parametrize("kind", [Logs, SumByHand])
