@@ -46,9 +46,9 @@ def test_what_is_no_budget_is_refused_by_name(budget: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        ({"sim:0": "20MiB"}, "says nothing of sim:1, where replicas live"),
-        ({"sim:0": "20MiB", "sim:1": "20MiB", "sim:3": "1MiB"}, "names sim:3, but the run is on sim:0, sim:1"),
-        ({"sim:0": "20MiB", "sim:1": "1MiB"}, r"memory_budget\['sim:1'\]=1048576 allows 1.0 MiB on sim:1"),
+        ({"sim:0": "5MiB"}, "says nothing of sim:1, where replicas live"),
+        ({"sim:0": "5MiB", "sim:1": "5MiB", "sim:3": "0.25MiB"}, "names sim:3, but the run is on sim:0, sim:1"),
+        ({"sim:0": "5MiB", "sim:1": "0.25MiB"}, r"memory_budget\['sim:1'\]=262144 allows 0.2 MiB on sim:1"),
     ],
 )  # fmt: skip
 def test_devices_that_are_not_there_or_missing(budget: Any, said: str) -> None:
@@ -58,14 +58,14 @@ def test_devices_that_are_not_there_or_missing(budget: Any, said: str) -> None:
 
 def test_one_device_by_two_names() -> None:
     with pytest.raises(dpx.ConfigurationError, match="names cpu twice"):
-        fit(tower(), strategy=dpx.DPXStrategy(memory_budget={"cpu": "20MiB", "cpu:0": "20MiB"}))
+        fit(tower(), strategy=dpx.DPXStrategy(memory_budget={"cpu": "5MiB", "cpu:0": "5MiB"}))
 
 
 def test_the_host_by_name(caplog: Any) -> None:
     with caplog.at_level("INFO"):
-        ours = fit(tower(), strategy=dpx.DPXStrategy(memory_budget={"cpu": "18MiB"}), devices=2)
+        ours = fit(tower(), strategy=dpx.DPXStrategy(memory_budget={"cpu": "4.5MiB"}), devices=2)
     assert_equal(ours, fit(tower(), strategy="dpx", devices=2), bitwise=True)
-    assert any("predicted of 18.0 MiB allowed" in record.message for record in caplog.records)
+    assert any("predicted of 4.5 MiB allowed" in record.message for record in caplog.records)
 
 
 def test_every_device_keeps_to_its_own(sim: Any) -> None:
@@ -73,7 +73,7 @@ def test_every_device_keeps_to_its_own(sim: Any) -> None:
         sim.reset_peak_memory_stats(device)
     plans: dict[torch.device, Any] = {}
     limits: list[list[int]] = []
-    strategy = dpx.DPXStrategy(memory_budget={"sim:0": "20MiB", "sim:1": "10MiB"})
+    strategy = dpx.DPXStrategy(memory_budget={"sim:0": "5MiB", "sim:1": "2.5MiB"})
 
     class Peek(type(tower())):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
@@ -84,29 +84,29 @@ def test_every_device_keeps_to_its_own(sim: Any) -> None:
     ours = fit(Peek(dropout=0.0), strategy=strategy, accelerator="sim", devices=2)
     assert_equal(ours, fit(tower(dropout=0.0), strategy="dpx", accelerator="sim", devices=2), bitwise=True)
     assert len(plans[SIM1].dropped) > len(plans[SIM0].dropped)
-    assert limits[0] == [20 * MIB, 10 * MIB]
+    assert limits[0] == [5 * MIB, 2.5 * MIB]
 
 
 def test_targets_of_shifts_are_named_too(sim: Any) -> None:
     shifts = {"shifts": {"sim:0": "sim:4"}, "shift_activations": ["net.[3-6]"]}
     for device in (0, 4):
         sim.reset_peak_memory_stats(device)
-    both = {"sim:0": "10MiB", "sim:4": "8MiB"}
+    both = {"sim:0": "2.5MiB", "sim:4": "2MiB"}
     fit(tower(dropout=0.0), strategy=dpx.DPXStrategy(memory_budget=both, **shifts), accelerator="sim")
-    assert sim.max_memory_allocated(0) <= 10 * MIB
-    assert sim.max_memory_allocated(4) <= 8 * MIB
-    strategy = dpx.DPXStrategy(memory_budget={"sim:0": "10MiB"}, **shifts)
+    assert sim.max_memory_allocated(0) <= 2.5 * MIB
+    assert sim.max_memory_allocated(4) <= 2 * MIB
+    strategy = dpx.DPXStrategy(memory_budget={"sim:0": "2.5MiB"}, **shifts)
     with pytest.raises(dpx.ConfigurationError, match="says nothing of sim:4, where parts of the module are shifted to"):
         fit(tower(dropout=0.0), loader(), strategy=strategy, accelerator="sim")
 
 
 def test_limits(sim: Any) -> None:
-    dpx.simulate(8, memory="64MiB")
-    budgets = Budgets(parse_budget({"sim:0": 0.5, "sim:1": "auto", "sim:4": "65MiB"}))
+    dpx.simulate(8, memory="16MiB")
+    budgets = Budgets(parse_budget({"sim:0": 0.5, "sim:1": "auto", "sim:4": "16.25MiB"}))
     budgets.place([SIM0, SIM1], [SIM4, torch.device("cpu")])
-    assert budgets.limit(SIM0, [SIM0, SIM1]) == 32 * MIB
-    assert budgets.limit(SIM1, [SIM0, SIM1]) == pytest.approx(0.95 * 64 * MIB, rel=0.1)
-    with pytest.raises(dpx.ConfigurationError, match=r"memory_budget\['sim:4'\]=68157440 is more than sim:4 has"):
+    assert budgets.limit(SIM0, [SIM0, SIM1]) == 8 * MIB
+    assert budgets.limit(SIM1, [SIM0, SIM1]) == pytest.approx(0.95 * 16 * MIB, rel=0.1)
+    with pytest.raises(dpx.ConfigurationError, match=r"memory_budget\['sim:4'\]=17039360 is more than sim:4 has"):
         budgets.limit(SIM4, [SIM0, SIM1])
     assert budgets.limit(torch.device("cpu"), [SIM0, SIM1]) > 0, "the host gives what it has, unless it is named"
 
