@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_dpx.replicas.slicing import batch_size, slice_batch
+
 
 def assert_same(ours: Any, theirs: Any, path: str = "batch") -> None:
     """Fails with the path of the first difference."""
@@ -42,3 +44,7 @@ def _assert_same_tensors(ours: torch.Tensor, theirs: torch.Tensor, path: str) ->
     else:
         assert ours.layout == theirs.layout, path
         torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=0, atol=0, msg=path)
+
+
+def halves(batch: Any, first: int, **options: Any) -> list[Any]:
+    return slice_batch(batch, [first, batch_size(batch, **options) - first], **options)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_dpx.replicas import MergeRules, Weights
 from lightning_dpx.replicas.merging import Finding, Rule, Search
-from lightning_dpx.replicas.tolerance import Tolerance, difference
+from lightning_dpx.replicas.tolerance import Tolerance
 
 CPU = torch.device("cpu")
 EXACT = Tolerance.of(torch.float64, 1000)
@@ -155,32 +155,3 @@ def test_a_value_that_was_zero_so_far_is_noticed() -> None:
     assert not rules.is_outdated
     rules.merge_outputs([0, 1], by_rows((1, 1)), CPU)
     assert rules.is_outdated
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "apart"),
-    [
-        (torch.tensor([1.0, 100.0]), torch.tensor([1.001, 100.0]), 1e-5),
-        (torch.tensor([math.nan, math.inf]), torch.tensor([math.nan, math.inf]), 0.0),
-        (torch.tensor([math.nan]), torch.tensor([1.0]), math.inf),
-        (torch.tensor([1]), torch.tensor([2]), math.inf),
-        (torch.zeros(2), torch.zeros(3), math.inf),
-        (torch.zeros(0), torch.zeros(0), 0.0),
-    ],
-)
-def test_differences_are_relative_to_the_largest_number(one: torch.Tensor, two: torch.Tensor, apart: float) -> None:
-    assert difference(one, two, EXACT) == pytest.approx(apart, rel=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("additions", [10, 10_000])
-def test_another_order_of_additions_is_within_tolerance(dtype: torch.dtype, additions: int) -> None:
-    numbers = torch.randn(additions, generator=torch.Generator().manual_seed(0)).to(dtype)
-    forward = torch.zeros((), dtype=dtype)
-    for part in numbers.split(7):
-        forward = forward + part.sum()
-    whole = numbers.sum()
-    scale = float(numbers.abs().sum()) / math.sqrt(additions)
-    tolerance = Tolerance.of(dtype, additions)
-    assert difference(whole, forward, tolerance, scale) <= tolerance.relative
-    assert tolerance.relative < 0.5

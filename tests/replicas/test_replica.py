@@ -1,110 +1,37 @@
-import functools
-import threading
-import weakref
+"""A replica knows what its module consists of, and whether that has changed."""
 
-import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import lightning_dpx as dpx
-from lightning_dpx.replicas.replicate import replicate
-
-CPU = torch.device("cpu")
+from lightning_dpx.replicas.replica import Replica
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.extra = nn.ParameterList([nn.Parameter(torch.ones(2))])
-        self.rnn = nn.LSTM(4, 4)
-        self.register_buffer("steps", torch.zeros(1))
-        self.data = TensorDataset(torch.ones(3))
+def replica(module: nn.Module) -> Replica:
+    return Replica(1, torch.device("cpu"), module)
 
 
-def test_structure_is_kept_and_parameters_on_one_device_share_storage() -> None:
-    module = Tied()
-    _, twin = replicate(module, [CPU, CPU])
-    assert twin.module.head.weight is twin.module.embed.weight
-    assert twin.module.extra[0].data_ptr() == module.extra[0].data_ptr()
-    assert twin.module.extra[0] is not module.extra[0]
-    assert twin.module.rnn._flat_weights[0] is twin.module.rnn.weight_ih_l0
-    assert twin.module.data is module.data
-    twin.module.steps.add_(1)
-    assert module.steps.item() == 0, "buffers are each replica's own"
+def test_parts_are_in_the_order_of_torch_and_tied_ones_count_once() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    module[2].weight = module[0].weight
+    made = replica(module)
+    assert made.modules == list(module.modules())
+    assert [id(one) for one in made.parameters] == [id(one) for one in module.parameters()]
+    assert [id(one) for one in made.buffers] == [id(one) for one in module.buffers()]
 
 
-def test_what_holds_no_tensor_is_the_same_object_on_every_replica() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    held = {
-        "lock": threading.Lock(),
-        "file": open(__file__),  # noqa: SIM115
-        "words": {"a": 0},
-        "iterator": iter(range(3)),
-        "generator": torch.Generator(),
-        "function": lambda: 0,
-    }
-    vars(module[0]).update(held)
-    _, twin = replicate(module, [CPU, CPU])
-    held["file"].close()
-    for name, value in held.items():
-        assert getattr(twin.module[0], name) is value, name
+def test_lists_of_the_same_parts_stay_the_same_lists() -> None:
+    made = replica(nn.Sequential(nn.Linear(2, 2)))
+    before = (made.modules, made.parameters, made.buffers)
+    made.refresh()
+    assert all(one is other for one, other in zip(before, (made.modules, made.parameters, made.buffers), strict=True))
 
 
-def test_what_leads_to_tensors_or_submodules_is_each_replicas_own() -> None:
-    module = Tied()
-    module.parts = [module.embed, {"head": module.head}]
-    module.method = functools.partial(module.embed.forward)
-    module.loss = module.head(torch.ones(1, 4)).sum()
-    module.seen = [torch.ones(2)]
-    _, twin = replicate(module, [CPU, CPU])
-    assert twin.module.parts[0] is twin.module.embed
-    assert twin.module.parts[1]["head"] is twin.module.head
-    assert twin.module.method.func.__self__ is twin.module.embed
-    assert twin.module.loss.grad_fn is None, "a history belongs to the one who computed it"
-    assert twin.module.seen is not module.seen
-    assert torch.stack(twin.module.seen).tolist() == [[1, 1]]
-
-
-def test_functions_and_weak_references_lead_to_the_replicas_own_module() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    calls: list[nn.Module] = []
-
-    def note(*_: object) -> None:
-        calls.append(module)
-
-    module[0].register_forward_hook(note)
-    module[0].above = weakref.ref(module)
-    module[0].cached = functools.lru_cache(lambda: module)
-    _, twin = replicate(module, [CPU, CPU])
-    twin.module(torch.ones(1, 1))
-    assert twin.module[0].above() is twin.module
-    assert twin.module[0].cached() is twin.module
-    [hook] = twin.module[0]._forward_hooks.values()
-    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
-    assert cells["module"].cell_contents is twin.module
-    assert calls == [twin.module], "what the closure shares with others stays shared"
-
-
-class HoldsItself:
-    """Refuses to be copied."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __deepcopy__(self, memo: object) -> "HoldsItself":
-        raise TypeError("one of a kind")
-
-
-def test_what_holds_the_module_and_cannot_be_copied_is_named() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    module[0].guard = HoldsItself(module)
-    with pytest.raises(dpx.ReplicationError, match=r"'0\.guard' fails with TypeError: one of a kind"):
-        replicate(module, [CPU, CPU])
-
-
-def test_lazy_modules_are_refused_by_name() -> None:
-    with pytest.raises(dpx.ReplicationError, match=r"Parameter 0\.weight is lazy"):
-        replicate(nn.Sequential(nn.LazyLinear(3)), [CPU, CPU])
+def test_another_structure_is_noticed_until_it_is_noted() -> None:
+    made = replica(nn.Sequential(nn.Linear(2, 2)))
+    assert not made.has_other_structure()
+    made.module[0].bias = nn.Parameter(torch.ones(2))
+    assert made.has_other_structure()
+    made.refresh()
+    assert not made.has_other_structure()
+    made.module.append(nn.Tanh())
+    assert made.has_other_structure()

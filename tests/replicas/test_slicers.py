@@ -1,10 +1,7 @@
 """Types of PyTorch, of Python and of other libraries, cut by rows: whatever they know of the rows stays with these."""
 
-import copy
-import dataclasses
-import types
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 import lightning_dpx as dpx
 from lightning_dpx.replicas import gather, slicers
 from lightning_dpx.replicas.slicing import UncuttableBatch, batch_size, slice_batch, user_slicer
-from tests.replicas.same_batch import assert_same
-
-
-def halves(batch: Any, first: int, **options: Any) -> list[Any]:
-    return slice_batch(batch, [first, batch_size(batch, **options) - first], **options)
-
+from tests.replicas.same_batch import assert_same, halves
 
 # ---- tensors ----
 
@@ -37,254 +29,6 @@ def test_packed_sequences_are_cut_by_sequence(is_sorted: bool) -> None:
     assert_same(found, rows)
     joined = slicers.slicer_of(parts[0]["x"]).join([part["x"] for part in parts])
     assert_same(joined, pack_sequence(rows, enforce_sorted=is_sorted))
-
-
-@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|Sparse CSC|nested tensors).*:UserWarning")
-@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
-def test_sparse_tensors_are_cut_by_rows(layout: str) -> None:
-    dense = torch.tensor([[0.0, 1, 0], [0, 0, 0], [2, 0, 3], [0, 4, 0]])
-    parts = halves((dense.to_sparse(layout=getattr(torch, layout)), torch.arange(4)), 1)
-    assert {part.layout for part, _ in parts} == {getattr(torch, layout)}
-    assert torch.equal(torch.cat([part.to_dense() for part, _ in parts]), dense)
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-@pytest.mark.parametrize("kind", ["jagged", "transposed", "strided"])
-def test_nested_tensors_are_cut_by_rows(kind: str) -> None:
-    rows = [torch.rand(length, 2) for length in (2, 1, 4, 3)]
-    nested = torch.nested.nested_tensor(rows, layout=torch.strided if kind == "strided" else torch.jagged)
-    nested = nested.transpose(1, 2) if kind == "transposed" else nested
-    found = [row for part, _ in halves((nested, torch.arange(4)), 3) for row in part.unbind()]
-    assert_same(found, [row.t() for row in rows] if kind == "transposed" else rows)
-
-
-def test_jagged_tensors_of_equal_lengths_still_fit_together() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(5, 2), torch.ones(1, 2)], layout=torch.jagged)
-    for first, second, _ in halves((nested, nested * 2, torch.arange(3)), 2):
-        assert torch.equal((first + second).values(), torch.full_like(first.values(), 3.0))
-
-
-def test_a_slice_of_a_tensor_keeps_its_attributes_and_may_be_written() -> None:
-    rows = torch.rand(4, 2)
-    rows.unit = "mm"
-    weight = torch.ones(2, requires_grad=True)
-    first, second = halves({"rows": rows}, 2)
-    assert first["rows"].unit == second["rows"].unit == "mm"
-    product = (first["rows"] * weight).sum()
-    second["rows"].zero_()
-    product.backward()
-    assert not rows[2:].any()
-
-
-class Tagged(torch.Tensor):
-    """A subclass that loses nothing but its attributes in operations."""
-
-
-class Unwrapping(torch.Tensor):
-    """A subclass whose operations return plain tensors, as those of torchvision do."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("kind", [Tagged, Unwrapping])
-def test_a_tensor_subclass_keeps_class_and_attributes_along_any_dim(kind: type[torch.Tensor]) -> None:
-    tagged = torch.arange(8).view(2, 4).as_subclass(kind)
-    tagged.tag = "t"
-    for dim, expected in ((0, [[4, 5, 6, 7]]), (1, [[3], [7]])):
-        part = halves(tagged, -1 + tagged.shape[dim], batch_dim=dim)[1]
-        assert (type(part), part.tag, part.tolist()) == (kind, "t", expected)
-
-
-def test_boxes_of_torchvision_keep_their_format() -> None:
-    tv_tensors = pytest.importorskip("torchvision.tv_tensors")
-    boxes = tv_tensors.BoundingBoxes(torch.rand(4, 4), format="XYWH", canvas_size=(9, 7))
-    image = tv_tensors.Image(torch.rand(4, 3, 5, 5))
-    for part, pixels in halves((boxes, image), 1):
-        assert (type(part), part.format, part.canvas_size) == (type(boxes), boxes.format, (9, 7))
-        assert type(pixels) is tv_tensors.Image
-    assert torch.equal(torch.cat([part for part, _ in halves((boxes, image), 1)]), boxes)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_meta_tensors_of_monai_keep_the_meta_data_of_their_rows() -> None:
-    data = pytest.importorskip("monai.data")
-    samples = [data.MetaTensor(torch.full((1, 4), float(row)), meta={"filename": f"f{row}"}) for row in range(4)]
-    for row, sample in enumerate(samples):
-        sample.push_applied_operation({"class": "Flip", "row": row})
-    batch = data.list_data_collate(samples)
-    parts = halves({"image": batch, "label": torch.arange(4)}, 1)
-    expected = [batch[:1], batch[1:]]  # as the library itself does
-    for part, theirs in zip((part["image"] for part in parts), expected, strict=True):
-        assert (type(part), part.is_batch) == (data.MetaTensor, True)
-        assert part.meta["filename"] == theirs.meta["filename"]
-        assert [done[0]["row"] for done in part.applied_operations] == [
-            done[0]["row"] for done in theirs.applied_operations
-        ]
-        assert torch.equal(part.as_tensor(), theirs.as_tensor())
-
-
-def test_tensordicts_are_cut_by_their_own_batch_size() -> None:
-    tensordict = pytest.importorskip("tensordict")
-    td = tensordict.TensorDict({"a": torch.rand(4, 3), "n": {"b": torch.arange(4)}}, batch_size=[4])
-    parts = [part["td"] for part in halves({"td": td, "y": torch.arange(4)}, 3)]
-    assert [part.batch_size for part in parts] == [torch.Size([3]), torch.Size([1])]
-    assert bool((torch.cat(parts) == td).all())
-    unsized = tensordict.TensorDict({"a": torch.rand(4, 3)}, batch_size=[])
-    assert [(type(part), len(part["a"])) for part in halves(unsized, 3)] == [(type(td), 3), (type(td), 1)]
-
-
-def test_arrays_are_cut_along_the_batch_dim() -> None:
-    array = np.arange(12).reshape(3, 4)
-    parts = halves({"x": array, "y": torch.ones(2, 4)}, 1, batch_dim=1)
-    np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts], 1), array)
-
-
-# ---- containers ----
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    rows: torch.Tensor
-    total: torch.Tensor = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = self.rows.sum(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    rows: torch.Tensor
-    unset: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "extra", self.rows + 1)  # no field, but with rows all the same
-
-
-class Demanding(dict[str, Any]):
-    """Its constructor wants something else."""
-
-    def __init__(self, owner: object) -> None:
-        super().__init__()
-        self.owner = owner
-
-    def update(self, *_: object, **__: object) -> None:
-        raise TypeError("not allowed")
-
-
-class Own(MutableMapping[str, Any]):
-    """Keeps its items in a dict of its own, which a shallow copy shares."""
-
-    def __init__(self, items: Mapping[str, Any] = types.MappingProxyType({})) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._items[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class Names(list[str]):
-    """A list that came from somewhere."""
-
-    def __init__(self, source: str, items: list[str]) -> None:
-        super().__init__(items)
-        self.source = source
-
-
-Pair = namedtuple("Pair", "image label")
-ROWS = torch.arange(10.0).view(5, 2)
-
-
-def demanding() -> Demanding:
-    made = Demanding("me")
-    made["x"] = ROWS
-    return made
-
-
-def default() -> defaultdict[str, Any]:
-    made = defaultdict(list)
-    made["x"] = ROWS
-    return made
-
-
-CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "ordered": (lambda: OrderedDict(y=ROWS, x=ROWS), lambda b: [b["x"], b["y"], list(b)]),
-    "default": (default, lambda b: [b["x"], b.default_factory()]),
-    "counter": (lambda: Counter(x=ROWS), lambda b: [b["x"]]),
-    "user dict": (lambda: UserDict(x=ROWS), lambda b: [b["x"]]),
-    "proxy": (lambda: types.MappingProxyType({"x": ROWS}), lambda b: [b["x"]]),
-    "demanding": (demanding, lambda b: [b["x"], b.owner]),
-    "own": (lambda: Own({"x": ROWS}), lambda b: [b["x"]]),
-    "slotted": (lambda: Slotted(ROWS), lambda b: [b.rows, b.total]),
-    "frozen": (lambda: Frozen(ROWS), lambda b: [b.rows, b.extra]),
-    "named tuple": (lambda: Pair(ROWS, ROWS), list),
-    "result": (lambda: ROWS.max(1), list),
-    "names": (lambda: {"x": ROWS, "n": Names("here", list("abcde"))}, lambda b: [b["x"], list(b["n"]), b["n"].source]),
-    "user list": (lambda: {"x": ROWS, "n": UserList("abcde")}, lambda b: [b["x"], list(b["n"])]),
-    "deque": (lambda: {"x": ROWS, "n": deque("abcde", 5)}, lambda b: [b["x"], list(b["n"]), b["n"].maxlen]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_a_container_is_rebuilt_as_its_own_type_and_the_batch_stays_as_it_was(name: str) -> None:
-    make, look = CONTAINERS[name]
-    batch, untouched = make(), copy.deepcopy(look(make()))
-    parts = halves(batch, 3)
-    assert {type(part) for part in parts} == {type(batch)}
-    assert_same(look(batch), untouched)
-    for seen, first, second in zip(look(batch), *map(look, parts), strict=True):
-        if isinstance(seen, torch.Tensor):
-            assert torch.equal(torch.cat([first, second]), seen)
-        elif isinstance(seen, list) and len(seen) == 5:
-            assert [*first, *second] == seen
-        else:
-            assert first == second == seen
-
-
-def test_attrs_objects_are_rebuilt() -> None:
-    attrs = pytest.importorskip("attrs")
-
-    @attrs.frozen
-    class Sample:
-        rows: torch.Tensor
-        name: str = "n"
-
-    first, second = halves(Sample(ROWS), 3)
-    assert (type(first), first.name, second.rows.tolist()) == (Sample, "n", ROWS[3:].tolist())
-
-
-def test_outputs_and_encodings_of_transformers_are_rebuilt() -> None:
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import BatchEncoding, PreTrainedTokenizerFast
-
-    logits = outputs.SequenceClassifierOutput(logits=ROWS, hidden_states=(ROWS, ROWS + 1))
-    first, second = halves(logits, 3)
-    assert (type(second), list(second)) == (type(logits), ["logits", "hidden_states"])
-    assert torch.equal(second.hidden_states[1], ROWS[3:] + 1)
-    assert torch.equal(first["logits"], first.logits)
-
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[UNK]")
-    batch = tokenizer(["a", "a b", "b b a"], padding=True, return_tensors="pt")
-    parts = halves({"text": batch, "label": torch.arange(3)}, 2)
-    assert all(type(part["text"]) is BatchEncoding and part["text"].is_fast for part in parts)
-    assert parts[1]["text"].tokens(0) == batch.tokens(2)
-    assert torch.equal(torch.cat([part["text"]["input_ids"] for part in parts]), batch["input_ids"])
 
 
 # ---- graphs ----
@@ -452,6 +196,7 @@ def test_a_function_that_cuts_batches_is_told_the_rows_of_lists_as_well() -> Non
 
 # ---- cut, then merged ----
 
+Pair = namedtuple("Pair", "image label")
 KEYS = st.sampled_from(["a", "b", "c"])
 
 

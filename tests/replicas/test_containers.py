@@ -1,0 +1,157 @@
+"""Containers are rebuilt as their own types, with everything but rows as it was."""
+
+import copy
+import dataclasses
+import types
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests.replicas.same_batch import assert_same, halves
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    rows: torch.Tensor
+    total: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = self.rows.sum(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    rows: torch.Tensor
+    unset: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", self.rows + 1)  # no field, but with rows all the same
+
+
+class Demanding(dict[str, Any]):
+    """Its constructor wants something else."""
+
+    def __init__(self, owner: object) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def update(self, *_: object, **__: object) -> None:
+        raise TypeError("not allowed")
+
+
+class Own(MutableMapping[str, Any]):
+    """Keeps its items in a dict of its own, which a shallow copy shares."""
+
+    def __init__(self, items: Mapping[str, Any] = types.MappingProxyType({})) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Names(list[str]):
+    """A list that came from somewhere."""
+
+    def __init__(self, source: str, items: list[str]) -> None:
+        super().__init__(items)
+        self.source = source
+
+
+Pair = namedtuple("Pair", "image label")
+
+
+ROWS = torch.arange(10.0).view(5, 2)
+
+
+def demanding() -> Demanding:
+    made = Demanding("me")
+    made["x"] = ROWS
+    return made
+
+
+def default() -> defaultdict[str, Any]:
+    made = defaultdict(list)
+    made["x"] = ROWS
+    return made
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "ordered": (lambda: OrderedDict(y=ROWS, x=ROWS), lambda b: [b["x"], b["y"], list(b)]),
+    "default": (default, lambda b: [b["x"], b.default_factory()]),
+    "counter": (lambda: Counter(x=ROWS), lambda b: [b["x"]]),
+    "user dict": (lambda: UserDict(x=ROWS), lambda b: [b["x"]]),
+    "proxy": (lambda: types.MappingProxyType({"x": ROWS}), lambda b: [b["x"]]),
+    "demanding": (demanding, lambda b: [b["x"], b.owner]),
+    "own": (lambda: Own({"x": ROWS}), lambda b: [b["x"]]),
+    "slotted": (lambda: Slotted(ROWS), lambda b: [b.rows, b.total]),
+    "frozen": (lambda: Frozen(ROWS), lambda b: [b.rows, b.extra]),
+    "named tuple": (lambda: Pair(ROWS, ROWS), list),
+    "result": (lambda: ROWS.max(1), list),
+    "names": (lambda: {"x": ROWS, "n": Names("here", list("abcde"))}, lambda b: [b["x"], list(b["n"]), b["n"].source]),
+    "user list": (lambda: {"x": ROWS, "n": UserList("abcde")}, lambda b: [b["x"], list(b["n"])]),
+    "deque": (lambda: {"x": ROWS, "n": deque("abcde", 5)}, lambda b: [b["x"], list(b["n"]), b["n"].maxlen]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_is_rebuilt_as_its_own_type_and_the_batch_stays_as_it_was(name: str) -> None:
+    make, look = CONTAINERS[name]
+    batch, untouched = make(), copy.deepcopy(look(make()))
+    parts = halves(batch, 3)
+    assert {type(part) for part in parts} == {type(batch)}
+    assert_same(look(batch), untouched)
+    for seen, first, second in zip(look(batch), *map(look, parts), strict=True):
+        if isinstance(seen, torch.Tensor):
+            assert torch.equal(torch.cat([first, second]), seen)
+        elif isinstance(seen, list) and len(seen) == 5:
+            assert [*first, *second] == seen
+        else:
+            assert first == second == seen
+
+
+def test_attrs_objects_are_rebuilt() -> None:
+    attrs = pytest.importorskip("attrs")
+
+    @attrs.frozen
+    class Sample:
+        rows: torch.Tensor
+        name: str = "n"
+
+    first, second = halves(Sample(ROWS), 3)
+    assert (type(first), first.name, second.rows.tolist()) == (Sample, "n", ROWS[3:].tolist())
+
+
+def test_outputs_and_encodings_of_transformers_are_rebuilt() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import BatchEncoding, PreTrainedTokenizerFast
+
+    logits = outputs.SequenceClassifierOutput(logits=ROWS, hidden_states=(ROWS, ROWS + 1))
+    first, second = halves(logits, 3)
+    assert (type(second), list(second)) == (type(logits), ["logits", "hidden_states"])
+    assert torch.equal(second.hidden_states[1], ROWS[3:] + 1)
+    assert torch.equal(first["logits"], first.logits)
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[UNK]")
+    batch = tokenizer(["a", "a b", "b b a"], padding=True, return_tensors="pt")
+    parts = halves({"text": batch, "label": torch.arange(3)}, 2)
+    assert all(type(part["text"]) is BatchEncoding and part["text"].is_fast for part in parts)
+    assert parts[1]["text"].tokens(0) == batch.tokens(2)
+    assert torch.equal(torch.cat([part["text"]["input_ids"] for part in parts]), batch["input_ids"])

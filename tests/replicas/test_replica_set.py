@@ -1,0 +1,71 @@
+"""A set of replicas deals out rows, knows when its module has changed, and runs every replica as itself."""
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_dpx as dpx
+from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice, make_executor, merge_neighbours
+from lightning_dpx.replicas.workers import InlineExecutor, ThreadedExecutor
+from tests.conftest import SIMULATED, sim_device
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def test_neighbours_on_one_device_hand_their_rows_to_the_first_of_them() -> None:
+    assert merge_neighbours((3, 2, 2, 1), [CPU, CPU, META, META]) == (5, 0, 3, 0)
+    assert merge_neighbours((3, 2, 2), [CPU, META, CPU]) == (3, 2, 2), "the order of samples stays"
+
+
+def test_the_rows_of_a_batch_follow_the_workload_and_the_largest_batch_so_far() -> None:
+    replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 3, workload=[2, 1, 1], execution="inline")
+    assert replicas.sizes(8) == (4, 2, 2)
+    assert replicas.sizes(1) == (1, 0, 0)
+    assert [share.num_rows for share in replicas.shares(torch.ones(8, 1))] == [4, 2, 2]
+    replicas.forget_usual_rows()
+    assert replicas.sizes(4) == (2, 1, 1)
+    replicas.close()
+
+
+def test_merged_replicas_on_one_device_take_a_batch_whole() -> None:
+    replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 2, merge=True)
+    assert replicas.always_merged
+    assert not replicas.cuts_batches
+    assert replicas.num_active == 1
+    assert replicas.sizes(6) == (6, 0)
+    replicas.close()
+
+
+def test_a_module_that_has_changed_makes_its_replicas_outdated_until_they_are_made_anew() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    replicas = ReplicaSet(module, [CPU] * 2, execution="inline")
+    assert not replicas.is_outdated
+    module[0].bias.register_hook(lambda gradient: gradient)
+    assert replicas.is_outdated
+    assert replicas.name_with_other_hooks == "0.bias"
+    module.append(nn.BatchNorm1d(1))
+    replicas.remake()
+    assert not replicas.is_outdated
+    assert len(replicas.replicas[1].module) == 2
+    replicas.close()
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED or "there are some")
+def test_threads_are_one_for_each_device_or_one_for_each_replica_where_asked_for() -> None:
+    devices = [sim_device(0), sim_device(1)]
+    for execution, where, kind in (
+        ("auto", [CPU, CPU], InlineExecutor), ("inline", devices, InlineExecutor), ("auto", devices, ThreadedExecutor),
+        ("threads", [CPU, CPU], ThreadedExecutor), ("threads", [CPU], InlineExecutor),
+    ):  # fmt: skip
+        executor = make_executor(execution, where)
+        assert type(executor) is kind, (execution, where)
+        executor.close()
+
+
+def test_arguments_that_are_not_allowed_are_named_with_those_that_are() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="execution='fast' is not allowed; choose one of 'auto', 'inline'"):
+        ReplicaSet(nn.Linear(1, 1), [CPU], execution="fast")
+    with pytest.raises(dpx.ConfigurationError, match="devices is empty"):
+        ReplicaSet(nn.Linear(1, 1), [])
+    check_choice("execution", "auto", ["auto"])

@@ -1,0 +1,67 @@
+"""Random numbers that are the same for every row, and parameters that come back to the bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": F.dropout,
+    "dropout in place": lambda x: F.dropout(x, inplace=True),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli of a tensor": lambda x: torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
+    "rand": lambda x: torch.rand(x.shape),
+    "randn like": torch.randn_like,
+    "randint": lambda x: torch.randint(9, x.shape),
+    "randint from": lambda x: torch.randint(3, 9, x.shape),
+    "normal": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "normal of tensors": lambda x: torch.normal(x, torch.ones_like(x)),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+}
+
+
+def nothing_shared() -> SharedParameters:
+    return SharedParameters([])
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_all_rows_draw_the_same_numbers_and_a_slice_those_of_the_whole(name: str) -> None:
+    found = []
+    for num_rows in (6, 2):
+        torch.manual_seed(0)
+        with SameDraws(nothing_shared()) as mode:
+            found.append(DRAWS[name](torch.ones(num_rows, 16)))
+        assert mode.drew
+    whole, part = found
+    assert bool((whole == whole[0]).all())
+    assert torch.equal(whole[:2], part)
+    assert whole[0].unique().numel() > 1, "numbers of one row differ"
+
+
+def test_draws_that_mix_rows_are_left_alone_and_named() -> None:
+    with SameDraws(nothing_shared()) as mode:
+        assert torch.randperm(8).sort().values.tolist() == list(range(8))
+    assert not mode.drew
+    assert list(mode.left_alone) == ["aten.randperm"]
+
+
+def test_computing_in_low_precision_is_noticed() -> None:
+    with SameDraws(nothing_shared()) as mode:
+        torch.ones(2).bfloat16() + 1
+    assert mode.low_precision == {torch.bfloat16}
+
+
+def test_a_parameter_that_an_operator_wrote_comes_back_to_the_bit() -> None:
+    weight = torch.rand(3, generator=torch.Generator().manual_seed(0))
+    before = weight.clone()
+    shared = SharedParameters([("weight", weight), ("other", torch.ones(2))])
+    with SameDraws(shared):
+        weight.view(3, 1).mul_(2)  # through a view of the same storage
+    assert shared.written == ["weight"]
+    assert not torch.equal(weight, before)
+    shared.restore()
+    assert torch.equal(weight, before)
+    assert shared.written == []
