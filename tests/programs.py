@@ -119,6 +119,17 @@ def run(*arguments: object, timeout: float = 300, **options: Any) -> "subprocess
     return subprocess.CompletedProcess(program.args, program.returncode, output, errors)
 
 
+def printed_by(script: str, **environment: str) -> str:
+    """What a program printed, errors included.
+
+    Args:
+        script: Its text.
+        environment: Variables, beside those of this process.
+    """
+    done = run("-c", script, environment=environment)
+    return f"{done.stdout}{done.stderr}"
+
+
 def _text(file: Any) -> str:
     """All of it, from where the process does not see it move."""
     size = os.fstat(file.fileno()).st_size

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 import lightning_dpx as dpx
-from lightning_dpx.reducers import OverlappedReduction
 from lightning_dpx.reducers.buckets import flatten, split_at_boundaries
 
 
@@ -73,24 +72,3 @@ def test_bad_arguments_are_refused() -> None:
     packer.plan(grads)
     with pytest.raises(dpx.ConfigurationError, match=r"Gradient 0 has shape \(2,\), planned was \(64, 64\)"):
         packer.pack([torch.ones(2), *grads[1:]])
-
-
-def test_a_second_gradient_after_the_first_has_left_is_an_error() -> None:
-    weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    reduced: list[list[int]] = []
-    eager = OverlappedReduction([[weight, bias]], 2, reduced.append, ["weight", "bias"])
-    for _ in range(2):
-        with eager.during_backward([0]):
-            (weight * bias).sum().backward()
-    assert sorted(index for indices in reduced for index in indices) == [0, 1]
-    assert eager.done == {0, 1}
-
-    def twice() -> None:
-        with eager.during_backward([0]):
-            weight.sum().backward()
-            weight.sum().backward()
-
-    with pytest.raises(dpx.ReplicationError, match=r"Parameter weight got a second gradient .*gradient_buckets=0"):
-        twice()
-    eager.close()
-    assert not weight._post_accumulate_grad_hooks

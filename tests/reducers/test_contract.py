@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import lightning_dpx as dpx
-from lightning_dpx.reducers import REDUCERS, HierarchicalReducer, choose_reducer, make_reducer
+from lightning_dpx.reducers import REDUCERS, make_reducer
 from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED, places
+from tests.reducers.sim_grads import SIZE, sim_grads
 
 CPU = torch.device("cpu")
 HERE = [name for name in REDUCERS if name != "nccl"]  # the same contract for NCCL is marked gpu, below
@@ -138,65 +138,6 @@ def test_the_communication_dtype_halves_the_traffic_and_sums_stay_wide(name: str
     torch.testing.assert_close(total.cpu(), torch.full((4096,), 4 * (1 + 2**-7)), rtol=2**-8, atol=0)
 
 
-SIZE = 100_000  # floats of each of 40 gradients
-
-
-def sim_grads(num_replicas: int) -> tuple[list[torch.device], list[list[torch.Tensor | None]]]:
-    devices = [torch.device("sim", index) for index in range(num_replicas)]
-    return devices, [[torch.ones(SIZE // 40, device=device) for _ in range(40)] for device in devices]
-
-
-def bytes_out_and_in(num_replicas: int) -> list[tuple[int, int]]:
-    seen = traffic()
-    return [
-        (
-            sum(t.num_bytes for t in seen if t.source == torch.device("sim", k)),
-            sum(t.num_bytes for t in seen if t.target == torch.device("sim", k)),
-        )
-        for k in range(num_replicas)
-    ]
-
-
-@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-@pytest.mark.parametrize("num_replicas", [2, 3, 4, 8])
-def test_a_collective_all_reduce_moves_the_least_possible(num_replicas: int) -> None:
-    devices, grads = sim_grads(num_replicas)
-    reducer = make_reducer("collective", devices)
-    clear_traffic()
-    reducer.all_reduce(grads)
-    least = 2 * (num_replicas - 1) / num_replicas * SIZE * 4
-    for out, into in bytes_out_and_in(num_replicas):
-        assert out == pytest.approx(least, rel=0.02)
-        assert into == pytest.approx(least, rel=0.02)
-
-
-@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
-def test_colocated_owners_receive_and_send_back_their_share(num_replicas: int) -> None:
-    devices, grads = sim_grads(num_replicas)
-    reducer = make_reducer("colocate", devices)
-    owners = reducer.owners([SIZE // 40] * 40)
-    clear_traffic()
-    reducer.reduce(grads)
-    for owner, (out, into) in enumerate(bytes_out_and_in(num_replicas)):
-        share = owners.count(owner) / 40 * SIZE * 4
-        assert share == pytest.approx(SIZE * 4 / num_replicas, rel=0.02)
-        assert into == pytest.approx((num_replicas - 1) * share, rel=0.02)
-        assert out == pytest.approx(SIZE * 4 - share, rel=0.02)
-
-
-@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-def test_only_one_sum_crosses_between_groups() -> None:
-    devices, grads = sim_grads(8)
-    clear_traffic()
-    HierarchicalReducer(devices, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]).reduce(grads)
-    crossed = [t for t in traffic() if (t.source.index < 4) != (t.target.index < 4)]
-    assert sum(t.num_bytes for t in crossed) == SIZE * 4
-    assert {t.source.index for t in crossed} == {4, 5, 6, 7}, "every place of the group leads some"
-    with pytest.raises(dpx.ConfigurationError, match="name every device from 0 to 7 once"):
-        HierarchicalReducer(devices, groups=[[0, 1], [4, 5, 6, 7]])
-
-
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 @pytest.mark.parametrize("name", HERE)
 def test_no_place_but_the_owner_holds_more_than_its_share(name: str) -> None:
@@ -210,42 +151,3 @@ def test_no_place_but_the_owner_holds_more_than_its_share(name: str) -> None:
         extra = (sim.max_memory_allocated(k) - before[k]) / (SIZE * 4)
         packed = name in ("collective", "hierarchical")  # gradients that are no views of a bucket are copied into one
         assert extra <= 0.26 * 2 + (1.0 if packed else 0.0), f"sim:{k}"
-
-
-def test_lists_that_do_not_fit_and_unknown_names_are_refused() -> None:
-    with pytest.raises(dpx.ConfigurationError, match="2 lists of equal length"):
-        make_reducer("naive", [CPU] * 2).reduce([[torch.ones(1)], []])
-    with pytest.raises(dpx.ConfigurationError, match="2 lists of equal length"):
-        make_reducer("naive", [CPU] * 2).reduce([[torch.ones(1)]] * 3)
-    with pytest.raises(dpx.ConfigurationError, match=r"parameter 1 differ between the replicas: \[2\] .* and \[3\]"):
-        make_reducer("naive", [CPU] * 2).reduce([[None, torch.ones(2)], [None, torch.ones(3)]])
-    with pytest.raises(dpx.ConfigurationError, match=r"parameter net\.bias differ between"):
-        make_reducer("naive", [CPU] * 2).reduce([[torch.ones(2)], [torch.ones(3)]], names=["net.bias"])
-    with pytest.raises(
-        dpx.ConfigurationError, match=r"Unknown reducer 'naiv'; available: .*naive.*Did you mean 'naive'"
-    ):
-        make_reducer("naiv", [CPU])
-    with pytest.raises(dpx.ConfigurationError, match=r"communication_dtype=torch\.int8"):
-        make_reducer("naive", [CPU], torch.int8)
-    with pytest.raises(dpx.ConfigurationError, match="a CUDA device per replica, got cpu, cpu"):
-        make_reducer("nccl", [CPU] * 2)
-
-
-def test_auto_follows_the_devices() -> None:
-    assert choose_reducer([CPU] * 4) == "naive"
-    assert choose_reducer([torch.device("cuda", 0)] * 2) == "naive"
-    assert choose_reducer([CPU, torch.device("cuda", 0)]) == "collective"
-
-
-def test_a_name_belongs_to_one_class() -> None:
-    with pytest.raises(dpx.ConfigurationError, match="'naive' is taken by NaiveReducer"):
-        dpx.register_reducer("naive")(dpx.GradientReducer)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_keeps_the_same_contract() -> None:
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    grads = [[torch.full((5,), float(k), device=device)] for k, device in enumerate(devices)]
-    total = make_reducer("nccl", devices).reduce(grads)[0]
-    assert total.tolist() == [sum(range(len(devices)))] * 5

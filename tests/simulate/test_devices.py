@@ -1,8 +1,5 @@
 """Memory, traffic and the accelerator of simulated devices."""
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,7 +11,6 @@ import lightning_dpx as dpx
 from lightning_dpx.bench.models import MODELS, BenchModel
 from lightning_dpx.simulate import Transfer, clear_traffic, traffic
 from lightning_dpx.units import parse_bytes
-from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded, simulate_room
 from tests.lightning.test_strategy import Dropped, TunableData
 
@@ -148,24 +144,6 @@ def test_dropout_is_reproducible(execution, sim) -> None:
         assert_equal(weights(), first, bitwise=True)
 
 
-def test_backward_runs_in_one_thread_per_device(sim) -> None:
-    seen: dict[str, int] = {}
-
-    class Witness(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, rows):
-            return rows.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen[str(grad.device)] = threading.get_ident()
-            return grad
-
-    rows = [torch.ones(2, device=f"sim:{index}", requires_grad=True) for index in range(3)]
-    sum(Witness.apply(row).sum().to("sim:0") for row in rows).backward()
-    assert len(set(seen.values())) == 3
-
-
 @pytest.mark.parametrize(
     ("devices", "expected"), [(2, [0, 1]), ("2", [0, 1]), ([1, 3], [1, 3]), ("1,3", [1, 3]), (-1, list(range(8)))]
 )
@@ -197,73 +175,3 @@ def test_bad_numbers_are_refused(options, message) -> None:
 def test_sizes_as_text() -> None:
     sizes = [parse_bytes("memory", text) for text in (1, "10", "2KiB", "1.5 MiB", "2GB", "1TiB")]
     assert sizes == [1, 10, 2048, 1.5 * 2**20, 2 * 10**9, 2**40]
-
-
-def python(script: str, **environment: str) -> str:
-    done = programs.run("-c", script, environment=environment)
-    return done.stdout + done.stderr
-
-
-def test_without_a_compiler_the_package_works_and_simulate_says_what_to_install(tmp_path) -> None:
-    script = (
-        "import torch, lightning_dpx as dpx\n"
-        "group = dpx.ReplicaGroup(torch.nn.Linear(2, 1), ['cpu', 'cpu'])\n"
-        "group.forward(torch.ones(4, 2)); print('rows', len(group.outputs_merged()))\n"
-        "dpx.simulate(2)\n"
-    )
-    printed = python(script, PATH="", TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert "rows 4" in printed
-    assert "UnsupportedError" in printed
-    assert "apt install g++" in printed
-
-
-def test_too_late_is_said_so_every_time() -> None:
-    script = (
-        "import torch, lightning_dpx as dpx\n"
-        "torch.ones(1, requires_grad=True).sum().backward()\n"
-        "for _ in range(2):\n"
-        "    try:\n        dpx.simulate(2)\n"
-        "    except dpx.UnsupportedError as error:\n        print(error)\n"
-    )
-    assert python(script).count("must come before the first backward") == 2
-
-
-@pytest.mark.slow
-def test_a_compilation_that_was_killed_is_simply_done_again(tmp_path) -> None:
-    program = "import lightning_dpx as dpx; dpx.simulate(2); import torch; print(torch.ones(2, device='sim:1').sum())"
-    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    killed = programs.start("-c", program, environment=environment)
-    while not list(tmp_path.glob("building_*/build.ninja")):
-        assert killed.poll() is None
-    killed.kill()
-    killed.wait()
-    again = programs.run("-c", program, environment=environment)
-    assert "tensor(2., device='sim:1')" in again.stdout, again.stderr
-    assert len(list(tmp_path.glob("*.so"))) == 1
-
-
-def modelled_ms(call: Callable[[], object], device: str) -> float:
-    module = torch.get_device_module("sim")
-    with module.device(torch.device(device).index):
-        start, end = module.Event(), module.Event()
-        start.record()
-        call()
-        end.record()
-    return start.elapsed_time(end)
-
-
-def test_time_is_bytes_over_speed_and_copies_take_the_link(sim) -> None:
-    rows = torch.ones(1000, device="sim:0")
-    dpx.simulate(2, speed=[1, 0.25])
-    slow_rows = rows.to("sim:1")
-    fast, slow = modelled_ms(lambda: rows + rows, "sim:0"), modelled_ms(lambda: slow_rows + slow_rows, "sim:1")
-    assert fast == pytest.approx(3 * 4000 / 1e11 * 1e3)
-    assert slow == pytest.approx(4 * fast)
-    assert modelled_ms(lambda: rows.view(10, 100).t(), "sim:0") == 0, "views are free"
-    assert modelled_ms(lambda: rows.to("sim:1"), "sim:0") == 0, "and so are copies without a link"
-    dpx.simulate(2, link="1MB", latency=1e-3)
-    for device in ("sim:0", "sim:1"):
-        assert modelled_ms(lambda: rows.to("sim:1"), device) == pytest.approx(1 + 4)
-    for options, message in (({"link": -1}, "link=-1"), ({"latency": -1.0}, r"latency=-1\.0")):
-        with pytest.raises(dpx.ConfigurationError, match=message):
-            dpx.simulate(2, **options)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.shifting import Part, choose_parts
 from tests.conftest import SIMULATED, assert_equal, make_trainer
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -110,16 +109,6 @@ def test_what_cannot_fit_says_what_it_lacks(two_devices: Any) -> None:
         fit(tall(), 8192, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
     with pytest.raises(dpx.ConfigurationError, match="a replica gets 3; give shifts and shift_activations by hand"):
         fit(tall(), 3, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
-
-
-def test_the_fewest_last_parts_are_chosen() -> None:
-    parts = [Part(f"p{index}", 10, 2) for index in range(5)]
-    assert choose_parts(parts, 5, (1000, 0))[0] == []
-    names, (source, target) = choose_parts(parts, 5, (80, 100), per_parameter=1)
-    assert names == ["p4"], "25 elsewhere and in transit, 48 stay, the parameters of p4 are freed"
-    assert (source, target) == (71, 34)
-    with pytest.raises(dpx.ConfigurationError, match="found no cut that fits"):
-        choose_parts(parts, 5, (20, 20))
 
 
 def test_by_hand_and_auto_exclude_each_other() -> None:

@@ -1,0 +1,17 @@
+"""Bars of devices stack up to the peaks."""
+
+from lightning_dpx.pictures import draw_devices
+from tests.pictures.made_up import DEVICES
+
+
+def test_bars_stack_up_to_the_peaks_and_the_lines_are_where_they_belong() -> None:
+    figure = draw_devices(DEVICES)
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == [f"cuda:{index}" for index in range(5)]
+    tops = [0.0, 0.0, 0.0]
+    for bar in panels[3].patches:
+        place = round(bar.get_x() + bar.get_width() / 2)
+        tops[place] = max(tops[place], bar.get_y() + bar.get_height())
+    assert tops == [50, 57, 41]
+    lines = {line.get_label(): line.get_ydata()[0] for line in panels[0].lines}
+    assert lines == {"planned peak": 61, "budget": 64, "capacity": 80}

@@ -1,0 +1,23 @@
+"""The picture of a plan shows the numbers that it was given."""
+
+from lightning_dpx.memory import timeline_of
+from lightning_dpx.pictures import draw_plan, draw_prices
+from tests.pictures.made_up import MIB, planned
+
+
+def test_the_curve_of_a_plan_reaches_its_predicted_peak() -> None:
+    profile, plan = planned()
+    curve = timeline_of(profile, plan)
+    assert max(curve) == plan.peak
+    assert len(curve) == len(profile.curve)
+    above, below = draw_plan(profile, plan).axes
+    drawn = {line.get_label(): max(line.get_ydata()) for line in above.lines if not line.get_label().startswith("_")}
+    assert drawn["with the plan"] == plan.peak / MIB
+    assert drawn["everything kept"] == profile.peak / MIB
+    assert {text.get_text() for text in below.get_legend().get_texts()} == {d.action for d in plan.decisions}
+
+
+def test_prices_hold_every_plan_and_the_one_that_is_free() -> None:
+    figure = draw_prices([(10 * MIB, 0.2), (20 * MIB, 0.1)], 40 * MIB, chosen=(20 * MIB, 0.1))
+    line = figure.axes[0].lines[0]
+    assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(10, 20), (20, 10), (40, 0)]
