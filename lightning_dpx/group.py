@@ -12,10 +12,10 @@ from lightning_dpx.errors import ConfigurationError, SliceError
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
+    BatchSlice,
     Execution,
     Replica,
     ReplicaSet,
-    Share,
     batch_size,
     check_choice,
     gather,
@@ -99,7 +99,7 @@ class ReplicaGroup:
         )
         self._reducer = make_reducer(reducer, self._set.devices)
         self._monitors: list[RemovableHandle] = []
-        self._shares: list[Share] = []
+        self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
 
     @property
@@ -110,8 +110,12 @@ class ReplicaGroup:
     @property
     def slices(self) -> list[slice]:
         """Rows of the last batch that each active replica got, in sample order."""
-        starts = [sum(share.num_rows for share in self._shares[:index]) for index in range(len(self._shares))]
-        return [slice(start, start + share.num_rows) for start, share in zip(starts, self._shares, strict=True)]
+        starts = [
+            sum(batch_slice.num_rows for batch_slice in self._slices[:index]) for index in range(len(self._slices))
+        ]
+        return [
+            slice(start, start + batch_slice.num_rows) for start, batch_slice in zip(starts, self._slices, strict=True)
+        ]
 
     def reshape(self, num_rows: int) -> None:
         """Prepares for batches of another size: :attr:`slices` are those of ``num_rows`` rows from now on.
@@ -126,10 +130,10 @@ class ReplicaGroup:
         self._set.forget_usual_rows()
         sizes = self._set.sizes(num_rows)
         self._outputs = []
-        self._shares = []
+        self._slices = []
         for replica, size in zip(self.replicas, sizes, strict=True):
             if size:
-                self._shares.append(Share(replica, size, None))
+                self._slices.append(BatchSlice(replica, size, None))
 
     def output_shapes(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The shapes of the merged outputs for these inputs, in the outputs' own structure, without computing them."""
@@ -159,27 +163,30 @@ class ReplicaGroup:
         if is_train is not None:
             self._set.root.module.train(is_train)
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
-        self._shares = self._set.shares(named)
+        self._slices = self._set.slices(named)
         self._set.python_state.share()
         self._set.state.synchronize()
-        self._shares = [Share(share.replica, share.num_rows, self._place(share)) for share in self._shares]
+        self._slices = [
+            BatchSlice(batch_slice.replica, batch_slice.num_rows, self._place(batch_slice))
+            for batch_slice in self._slices
+        ]
 
-        def run_forward(share: Share) -> Any:
-            positional = [share.batch[str(position)] for position in range(len(inputs))]
-            return share.replica.module(*positional, **{name: share.batch[name] for name in named_inputs})
+        def run_forward(batch_slice: BatchSlice) -> Any:
+            positional = [batch_slice.batch[str(position)] for position in range(len(inputs))]
+            return batch_slice.replica.module(*positional, **{name: batch_slice.batch[name] for name in named_inputs})
 
-        self._outputs = self._set.run("forward", self._shares, run_forward)
-        self._set.python_state.collect([share.replica for share in self._shares])
-        self._set.state.collect_buffers([share.replica for share in self._shares])
+        self._outputs = self._set.run("forward", self._slices, run_forward)
+        self._set.python_state.collect([batch_slice.replica for batch_slice in self._slices])
+        self._set.state.collect_buffers([batch_slice.replica for batch_slice in self._slices])
 
-    def _place(self, share: Share) -> Any:
+    def _place(self, batch_slice: BatchSlice) -> Any:
         def move(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            moved = value.detach().to(share.replica.device)
+            moved = value.detach().to(batch_slice.replica.device)
             return moved.requires_grad_() if self._inputs_need_grad and moved.is_floating_point() else moved
 
-        return tree_map(move, share.batch)
+        return tree_map(move, batch_slice.batch)
 
     def backward(self, out_grads: Any = None) -> None:
         """Runs backward on every replica, then sums the parameter gradients into the module.
@@ -196,7 +203,7 @@ class ReplicaGroup:
             raise ConfigurationError("backward() needs a forward() before it.")
         if all(request == "null" for request in self._grad_req.values()) and not self._inputs_need_grad:
             raise ConfigurationError("backward() with grad_req='null'; build the group with 'write' or 'add'.")
-        rows = [share.num_rows for share in self._shares]
+        rows = [batch_slice.num_rows for batch_slice in self._slices]
         if out_grads is None:
             parts: list[Any] = [torch.tensor(size / sum(rows)) for size in rows]
         else:
@@ -207,18 +214,18 @@ class ReplicaGroup:
         for name, parameter in self._set.root.module.named_parameters():
             if self._grad_req[name] == "write":
                 parameter.grad = None
-        grads = {share.replica.index: part for share, part in zip(self._shares, parts, strict=True)}
+        grads = {batch_slice.replica.index: part for batch_slice, part in zip(self._slices, parts, strict=True)}
         outputs = dict(zip(grads, self._outputs, strict=True))
 
-        def run_backward(share: Share) -> None:
-            leaves = tree_leaves(outputs[share.replica.index])
-            gradients = tree_leaves(grads[share.replica.index])
+        def run_backward(batch_slice: BatchSlice) -> None:
+            leaves = tree_leaves(outputs[batch_slice.replica.index])
+            gradients = tree_leaves(grads[batch_slice.replica.index])
             pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if leaf.requires_grad]
             torch.autograd.backward(
                 [leaf for leaf, _ in pairs], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in pairs]
             )
 
-        self._set.run("backward", self._shares, run_backward)
+        self._set.run("backward", self._slices, run_backward)
         self._reduce()
 
     def _reduce(self) -> None:
@@ -244,7 +251,7 @@ class ReplicaGroup:
 
     def outputs_merged(self) -> Any:
         """The last forward's outputs as one device would have returned them, on the first device."""
-        rows = [share.num_rows for share in self._shares]
+        rows = [batch_slice.num_rows for batch_slice in self._slices]
         return gather(self._outputs, rows, self._set.root.device, self._output_dim)
 
     def input_grads(self) -> list[list[Any]]:
@@ -255,15 +262,15 @@ class ReplicaGroup:
         """
         if not self._inputs_need_grad:
             raise ConfigurationError("Input gradients need ReplicaGroup(..., inputs_need_grad=True).")
-        columns = [[share.batch[name] for share in self._shares] for name in self._shares[0].batch]
+        columns = [[batch_slice.batch[name] for batch_slice in self._slices] for name in self._slices[0].batch]
         return [[tree_map(_grad_of, value) for value in column] for column in columns]
 
     def input_grads_merged(self) -> list[Any]:
         """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""
-        rows = [share.num_rows for share in self._shares]
+        rows = [batch_slice.num_rows for batch_slice in self._slices]
         device = self._set.root.device
         merged = []
-        for name, column in zip(self._shares[0].batch, self.input_grads(), strict=True):
+        for name, column in zip(self._slices[0].batch, self.input_grads(), strict=True):
             dim = self._dim(name)
             whole = dim == -1 and column[0] is not None
             merged.append(sum(grad.to(device) for grad in column) if whole else gather(column, rows, device, dim))

@@ -1,6 +1,6 @@
 """The data flow of one training step, on one page.
 
-    batch --shares--> slices --run--> losses --merge--> one leaf loss --(Lightning: scale, backward)--> its gradient
+    batch --slices--> slices --run--> losses --merge--> one leaf loss --(Lightning: scale, backward)--> its gradient
           --run--> each replica's own backward --reduce--> gradients on the owner --(optimizer)--> new parameters
           --synchronize--> replicas
 
@@ -22,11 +22,11 @@ from lightning_dpx.errors import GatherError
 from lightning_dpx.memory import MemoryTrace
 from lightning_dpx.reducers import GradientReducer, OverlappedReduction, ProcessReducer, make_reducer
 from lightning_dpx.replicas import (
+    BatchSlice,
     MergeRules,
     Replica,
     ReplicaSet,
     Roots,
-    Share,
     Weights,
     check_choice,
     weighted_mean,
@@ -44,7 +44,7 @@ LossReduction = Literal["auto", "mean", "sum"]
 class Pending:
     """A replica's tensors that wait for their gradients, which the first backward leaves in ``leaves``."""
 
-    share: Share
+    batch_slice: BatchSlice
     tensors: list[torch.Tensor]
     leaves: list[torch.Tensor]
     weight: float = 1.0
@@ -143,12 +143,15 @@ class TrainingStep:
             _hand_gradient(parameter, owned)  # where the optimizer zeroes it
 
     def forward(
-        self, shares: Sequence[Share], call: Callable[[Share], Any], finish: Callable[[Any], Any] | None = None
+        self,
+        slices: Sequence[BatchSlice],
+        call: Callable[[BatchSlice], Any],
+        finish: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Runs ``call`` on every share and merges what the replicas return.
+        """Runs ``call`` on every slice and merges what the replicas return.
 
         Args:
-            shares: The parts of the batch.
+            slices: The parts of the batch.
             call: A replica's step.
             finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
 
@@ -157,35 +160,41 @@ class TrainingStep:
             if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
         """
         self.begin()
-        return self.merge(shares, self._replicas.run("training_step", shares, call), finish)
+        return self.merge(slices, self._replicas.run("training_step", slices, call), finish)
 
     def begin(self) -> None:
         """Before every replica's own step: all of them have the parameters and buffers of the first."""
         self._replicas.state.synchronize()
         self._replicas.state.remember_buffers()
 
-    def merge(self, shares: Sequence[Share], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None) -> Any:
+    def merge(
+        self, slices: Sequence[BatchSlice], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None
+    ) -> Any:
         """One loss from those that the replicas returned, as :meth:`forward` returns it.
 
         Args:
-            shares: The parts of the batch.
+            slices: The parts of the batch.
             outputs: What each replica's step returned for its part.
             finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
         """
-        if len(shares) > 1:
+        if len(slices) > 1:
             self._replicas.state.refuse_shared_writes()
-        self._active = [share.replica for share in shares]
-        self._rows_of_active = [share.num_rows for share in shares]
-        kept = [(share, output) for share, output in zip(shares, outputs, strict=True) if output is not None]
-        self._rows += sum(weights_of([share for share, _ in kept]).of_loss)
-        if 0 < len(kept) < len(shares):
-            self._say_that_some_have_no_loss([share for share, one in zip(shares, outputs, strict=True) if one is None])
+        self._active = [batch_slice.replica for batch_slice in slices]
+        self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
+        kept = [
+            (batch_slice, output) for batch_slice, output in zip(slices, outputs, strict=True) if output is not None
+        ]
+        self._rows += sum(weights_of([batch_slice for batch_slice, _ in kept]).of_loss)
+        if 0 < len(kept) < len(slices):
+            self._say_that_some_have_no_loss(
+                [batch_slice for batch_slice, one in zip(slices, outputs, strict=True) if one is None]
+            )
         if not kept:
             self._pending = []
             self._collect_buffers()
             return None
         if finish is not None:
-            return finish(self._merge_outputs([share for share, _ in kept], [output for _, output in kept]))
+            return finish(self._merge_outputs([batch_slice for batch_slice, _ in kept], [output for _, output in kept]))
         for _, output in kept:
             loss = _loss_of(output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -193,21 +202,21 @@ class TrainingStep:
         if len({isinstance(output, torch.Tensor) for _, output in kept}) > 1:
             names = ", ".join(type(output).__name__ for _, output in kept)
             raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
-        return self._merge([share for share, _ in kept], [output for _, output in kept])
+        return self._merge([batch_slice for batch_slice, _ in kept], [output for _, output in kept])
 
-    def _say_that_some_have_no_loss(self, shares: Sequence[Share]) -> None:
+    def _say_that_some_have_no_loss(self, slices: Sequence[BatchSlice]) -> None:
         if not self._said_none:
-            who = ", ".join(str(share.replica.index) for share in shares)
+            who = ", ".join(str(batch_slice.replica.index) for batch_slice in slices)
             warnings.warn(
                 f"training_step returned None on replica {who} of {len(self._active)}: these rows weigh nothing.",
                 stacklevel=2,
             )
         self._said_none = True
 
-    def _merge(self, shares: list[Share], outputs: list[Any]) -> Any:
+    def _merge(self, slices: list[BatchSlice], outputs: list[Any]) -> Any:
         losses = [_loss_of(output) for output in outputs]
         device = self._replicas.root.device
-        counts = weights_of(shares)
+        counts = weights_of(slices)
         values = [loss.detach() for loss in losses]
         reduction = self.rules.reduction(values, counts)
         weights = _parts_of_loss(reduction, counts)
@@ -218,19 +227,19 @@ class TrainingStep:
             merged = merged * len(weights)
         leaf = merged.clone() if any(merged is value for value in values) else merged  # never the user's own
         leaf.requires_grad_(any(loss.requires_grad for loss in losses))
-        self._pending = [Pending(shares[index], [losses[index]], [leaf], weights[index]) for index in counted]
+        self._pending = [Pending(slices[index], [losses[index]], [leaf], weights[index]) for index in counted]
         if isinstance(outputs[0], torch.Tensor):
             return leaf
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
         return {"loss": leaf, **self.rules.merge_outputs(extras, counts, device, self._replicas.output_dim)}
 
-    def _merge_outputs(self, shares: list[Share], outputs: list[Any]) -> Any:
+    def _merge_outputs(self, slices: list[BatchSlice], outputs: list[Any]) -> Any:
         """Outputs of the whole batch, on the first device, with leaves that catch the gradients for each replica."""
         device = self._replicas.root.device
         copies = []
         self._pending = []
-        for share, output in zip(shares, outputs, strict=True):
-            waiting = Pending(share, [], [])
+        for batch_slice, output in zip(slices, outputs, strict=True):
+            waiting = Pending(batch_slice, [], [])
 
             def detach(tensor: torch.Tensor, waiting: Pending = waiting) -> torch.Tensor:
                 if not tensor.requires_grad:
@@ -242,22 +251,22 @@ class TrainingStep:
 
             copies.append(tree_map_only(torch.Tensor, detach, output))
             self._pending.append(waiting)
-        return self.rules.merge_outputs(copies, weights_of(shares), device, self._replicas.output_dim)
+        return self.rules.merge_outputs(copies, weights_of(slices), device, self._replicas.output_dim)
 
-    def forward_manual(self, shares: Sequence[Share], call: Callable[[Share], Any]) -> Any:
-        """Runs ``call`` on every share, in which the user drives backward and optimizers; merges what it returns."""
+    def forward_manual(self, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> Any:
+        """Runs ``call`` on every slice, in which the user drives backward and optimizers; merges what it returns."""
         self.begin()
-        outputs = self._replicas.run("training_step", shares, call)
-        self._active = [share.replica for share in shares]
-        self._rows_of_active = [share.num_rows for share in shares]
+        outputs = self._replicas.run("training_step", slices, call)
+        self._active = [batch_slice.replica for batch_slice in slices]
+        self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
         self._collect_buffers()
         return self.rules.merge_outputs(
-            outputs, weights_of(shares), self._replicas.root.device, self._replicas.output_dim
+            outputs, weights_of(slices), self._replicas.root.device, self._replicas.output_dim
         )
 
-    def weights(self, shares: Sequence[Share]) -> list[float]:
-        """Every share's part in the loss of the whole batch."""
-        return _parts_of_loss(self.rules.loss_reduction, weights_of(shares))
+    def weights(self, slices: Sequence[BatchSlice]) -> list[float]:
+        """Every slice's part in the loss of the whole batch."""
+        return _parts_of_loss(self.rules.loss_reduction, weights_of(slices))
 
     @property
     def owner_parameters(self) -> list[torch.nn.Parameter]:
@@ -291,14 +300,14 @@ class TrainingStep:
         if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
         self._unreduced = True
-        shares = [waiting.share for waiting in pending]
-        active = sorted(share.replica.index for share in shares)
+        slices = [waiting.batch_slice for waiting in pending]
+        active = sorted(batch_slice.replica.index for batch_slice in slices)
         overlapped = (
             self._overlapped.during_backward(active) if last and self._overlapped is not None else nullcontext()
         )
         with overlapped:
             weighted: dict[tuple[int, float], torch.Tensor] = {}
-            self._replicas.backward(shares, [waiting.roots(weighted) for waiting in pending])
+            self._replicas.backward(slices, [waiting.roots(weighted) for waiting in pending])
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:

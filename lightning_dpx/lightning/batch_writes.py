@@ -18,7 +18,7 @@ from torch.optim import LBFGS
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
-from lightning_dpx.replicas import MergeRules, Share, children_of, rebuild, weights_of
+from lightning_dpx.replicas import BatchSlice, MergeRules, children_of, rebuild, weights_of
 from lightning_dpx.replicas.containers import PLAIN
 from lightning_dpx.replicas.slicers import slicer_of
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only, version_counter
@@ -61,7 +61,7 @@ class _Given:
     """The batch that a replica's step got.
 
     Attributes:
-        share: The replica and its rows.
+        batch_slice: The replica and its rows.
         batch: What its step got.
         is_as_loaded: Whether that is what the loader gave, moved; or something that hooks of the user made of it.
         parts: Of a list or tuple of plain tensors, as most batches are, these; ``None`` of any other batch.
@@ -70,7 +70,7 @@ class _Given:
         objects: What those of them that a slicer cuts hold, such as batches of graphs, by path.
     """
 
-    share: Share
+    batch_slice: BatchSlice
     batch: Any
     is_as_loaded: bool
     parts: list[torch.Tensor] | None
@@ -138,7 +138,7 @@ class BatchWrites:
         self._shown = _exchangeable(batch)
         return self._shown
 
-    def note(self, share: Share, batch: Any, *, is_as_loaded: bool) -> None:
+    def note(self, batch_slice: BatchSlice, batch: Any, *, is_as_loaded: bool) -> None:
         """A replica's step begins; for the arguments see :class:`_Given`."""
         if self._shown is _MISSING:
             return
@@ -146,9 +146,9 @@ class BatchWrites:
         if parts is None:
             marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
             objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}
-            given = _Given(share, batch, is_as_loaded, None, [], marks, objects)
+            given = _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects)
         else:
-            given = _Given(share, batch, is_as_loaded, parts, _versions(parts), {}, {})
+            given = _Given(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {})
         with self._lock:
             self._given.append(given)
 
@@ -160,7 +160,7 @@ class BatchWrites:
             device: Where.
             dim: The batch dim.
         """
-        given = sorted(self._given, key=lambda one: one.share.replica.index)
+        given = sorted(self._given, key=lambda one: one.batch_slice.replica.index)
         self._given = []
         self.values = {}
         if all(one.is_untouched for one in given):
@@ -179,7 +179,7 @@ class BatchWrites:
             except GatherError as error:
                 return f"{name}: {error}"
             self._put(path, whole)
-        rows = sum(one.share.num_rows for one in given)
+        rows = sum(one.batch_slice.num_rows for one in given)
         for path in paths:
             start = self._of_all_rows(path, rows)
             for place, value in _all_leaves(_at(self._shown, start), start):
@@ -210,7 +210,7 @@ class BatchWrites:
         if isinstance(shown, list | tuple) and len(shown) == sum(map(len, parts)):  # one item per row
             items = [item for part in parts for item in part]
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), type(shown)(items))
-        weights = weights_of([one.share for one in given])
+        weights = weights_of([one.batch_slice for one in given])
         if shown is _MISSING or not isinstance(shown, torch.Tensor):
             known = rules.merge_logged(name, parts, weights, device) if rules.decides(name) else _MISSING
             if known is not _MISSING:

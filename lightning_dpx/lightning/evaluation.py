@@ -1,13 +1,13 @@
 """The data flow of a validation, test or prediction step: as that of training, without a backward.
 
-run       batch --slices--> shares --(rehearsal of the first)--> forward --> outputs for Lightning
-  forward   shares --ReplicaCall of each--> outputs --MergeRules--> those of the whole batch, in sample order
+run       batch --slices--> slices --(rehearsal of the first)--> forward --> outputs for Lightning
+  forward   slices --ReplicaCall of each--> outputs --MergeRules--> those of the whole batch, in sample order
 """
 
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.replicas import Share, weights_of
+from lightning_dpx.replicas import BatchSlice, weights_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -35,35 +35,35 @@ class EvaluationFlow:
         session.before_evaluation_batch()
         if not session.follow_structure():
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
-        shares = session.slices.of(name, args[0])
-        if session.rehearsals.before_step(name, shares, args, kwargs):
-            shares = session.slices.of(name, args[0])  # it may have to run whole
-        if len(shares) == 1 and not session.has_processes:
-            batch = session.given(shares[0], loader_index(args))
+        slices = session.slices.of(name, args[0])
+        if session.rehearsals.before_step(name, slices, args, kwargs):
+            slices = session.slices.of(name, args[0])  # it may have to run whole
+        if len(slices) == 1 and not session.has_processes:
+            batch = session.given(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
-            outputs = self.forward(name, shares, args, kwargs)
+            outputs = self.forward(name, slices, args, kwargs)
         session.end_batch(name, args)
         return outputs
 
-    def forward(self, name: str, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, name: str, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""
         session = self._session
         dataloader_idx = loader_index(args)
         replicas = session.replicas
         rules = session.rehearsals.rules(name, dataloader_idx)
         call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
-        with session.strategy.precision_plugin.val_step_context(), call.logged_once(shares, rules):
+        with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):
             replicas.state.synchronize()
             if rules.decides_buffers:
                 replicas.state.remember_buffers()
-            outputs = replicas.run(name, shares, call)
+            outputs = replicas.run(name, slices, call)
             if rules.decides_buffers:
-                active = [share.replica for share in shares]
-                rows = [share.num_rows for share in shares]
+                active = [batch_slice.replica for batch_slice in slices]
+                rows = [batch_slice.num_rows for batch_slice in slices]
                 replicas.state.collect_buffers(active, rows, rules.buffer_rule)
             device = session.strategy.root_device
-            merged = rules.merge_outputs(outputs, weights_of(shares), device, replicas.output_dim)
+            merged = rules.merge_outputs(outputs, weights_of(slices), device, replicas.output_dim)
         return session.finished(name, merged)
 
 

@@ -11,14 +11,14 @@ from torchmetrics import Metric
 
 from lightning_dpx.lightning.instance_methods import InstanceMethods
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
-from lightning_dpx.replicas import MergeRules, Share, Weights, weights_of
+from lightning_dpx.replicas import BatchSlice, MergeRules, Weights, weights_of
 
 
 @dataclass(slots=True)
 class StepLog:
     """What one replica logged in one step, in order of its calls."""
 
-    share: Share
+    batch_slice: BatchSlice
     entries: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = field(default_factory=dict)
 
     def record(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
@@ -54,9 +54,9 @@ def replay(
     """
     keys = dict.fromkeys(key for log in logs for key in log.entries)
     for key in keys:
-        present = [(log.share, *log.entries[key]) for log in logs if key in log.entries]
+        present = [(log.batch_slice, *log.entries[key]) for log in logs if key in log.entries]
         options = dict(present[0][2])
-        counts = weights_of([share for share, _, _ in present])
+        counts = weights_of([batch_slice for batch_slice, _, _ in present])
         given = [options.get("batch_size") for _, _, options in present]
         rows = [one or count for one, count in zip(given, counts.rows, strict=True)]
         if any(given):  # else Lightning counts the rows of the whole batch, as it always does

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.transfers import Transfer
-from lightning_dpx.replicas import MergeRules, Share
+from lightning_dpx.replicas import BatchSlice, MergeRules
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 class ReplicaCall:
-    """One step of the user's, to be called with every replica's share, perhaps in several threads at once.
+    """One step of the user's, to be called with every replica's slice, perhaps in several threads at once.
 
     Args:
         session: Whose replicas run it.
@@ -49,50 +49,50 @@ class ReplicaCall:
         self._transfer = Transfer(session.trainer, session.module, dataloader_idx)
         self._logs: dict[int, StepLog] = {}
 
-    def __call__(self, share: Share) -> Any:
+    def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
         session = self._session
-        module = share.replica.module
-        log = self._logs.get(share.replica.index) or StepLog(share)
+        module = batch_slice.replica.module
+        log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
         context = session.context(module) if session.has_contexts else _NOTHING
         with log.recording(module), context:  # type: ignore[arg-type]
-            batch = session.moved(share, self._transfer)
+            batch = session.moved(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
         if self._checks_loss and output is not None and not isinstance(output, Tensor):
             _check_loss(output)
         return output
 
     @contextmanager
-    def logged_once(self, shares: Sequence[Share], rules: MergeRules) -> Iterator[None]:
+    def logged_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
         """The replicas run in here; when the block ends well, what they logged is logged once, merged.
 
         Args:
-            shares: The slices.
+            slices: The slices.
             rules: How logged values are merged.
         """
         session = self._session
         state = session.replicas.python_state
         metrics = session.metrics
-        self._logs = {share.replica.index: StepLog(share) for share in shares}
+        self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
         state.share()
         metrics.refresh(session.replicas.root.modules)
-        with self._shared_objects(shares):
+        with self._shared_objects(slices):
             yield
-        state.collect([share.replica for share in shares])
+        state.collect([batch_slice.replica for batch_slice in slices])
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
         metrics.end_step()
         for reason in metrics.separate:
             advice = "Give the metric one row per sample, padded to one size."
             session.whole_batches.give_whole(self._name, reason, advice)
 
-    def _shared_objects(self, shares: Sequence[Share]) -> AbstractContextManager[Any]:
+    def _shared_objects(self, slices: Sequence[BatchSlice]) -> AbstractContextManager[Any]:
         """What replicas do to metrics and iterators, which they share, is done once in here."""
         session = self._session
         state = session.replicas.python_state
         if not session.metrics and not state.has_iterators:
             return _NOTHING
         with ExitStack() as stack:
-            stack.enter_context(session.metrics.step(shares, restore=session.memory.repeats_steps))
+            stack.enter_context(session.metrics.step(slices, restore=session.memory.repeats_steps))
             if state.has_iterators:
                 stack.enter_context(state.iterators_shared())
             return stack.pop_all()

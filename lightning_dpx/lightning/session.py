@@ -28,7 +28,7 @@ from lightning_dpx.lightning.training_step import TrainingFlow
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
 from lightning_dpx.memory import planned
-from lightning_dpx.replicas import ReplicaSet, Share
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
 from lightning_dpx.step import TrainingStep
 
@@ -200,15 +200,15 @@ class Session(Run):
         """The batch as hooks of the user's get it: as the loader gave it, each replica moves its own slice."""
         return self.batch_writes.show(batch) if self.batch_writes.is_for(self.module) else batch
 
-    def given(self, share: Share, dataloader_idx: int = 0) -> Any:
+    def given(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
         """What the step of a replica gets."""
-        return self.moved(share, Transfer(self.trainer, self.module, dataloader_idx))
+        return self.moved(batch_slice, Transfer(self.trainer, self.module, dataloader_idx))
 
-    def moved(self, share: Share, transfer: Transfer) -> Any:
+    def moved(self, batch_slice: BatchSlice, transfer: Transfer) -> Any:
         """The slice where its replica lives; what the step writes into it is noticed where hooks look."""
-        batch = transfer.to_replica(share)
+        batch = transfer.to_replica(batch_slice)
         if self.batch_writes.is_watched:
-            self.batch_writes.note(share, batch, is_as_loaded=transfer.is_plain)
+            self.batch_writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
         return batch
 
     def end_batch(self, name: str, args: tuple[Any, ...]) -> None:

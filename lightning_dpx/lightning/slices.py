@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning_dpx.lightning.loose_tensors import LooseTensors, reason_and_advice
 from lightning_dpx.lightning.manual.acts_once import held_optimizers
 from lightning_dpx.lightning.whole_batches import fetches_by_itself, paths_of_loaders, rows_to_weigh_by
-from lightning_dpx.replicas import Share, UncuttableBatch, check_paths, weights_of
+from lightning_dpx.replicas import BatchSlice, UncuttableBatch, check_paths, weights_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -27,7 +27,7 @@ class Slices:
         self._session = session
         self._loose_tensors = LooseTensors()
 
-    def of(self, name: str, batch: Any) -> list[Share]:
+    def of(self, name: str, batch: Any) -> list[BatchSlice]:
         """The slices of ``batch``, with what each of them weighs.
 
         Args:
@@ -35,24 +35,24 @@ class Slices:
             batch: As the loader gave it.
         """
         session = self._session
-        shares = self._cut(name, batch) if session.replicas.cuts_batches else None
-        if shares is None:
+        slices = self._cut(name, batch) if session.replicas.cuts_batches else None
+        if slices is None:
             num_rows = rows_to_weigh_by(batch) if self._reads_rows else 1
-            shares = [session.replicas.whole_share(batch, num_rows)]
-        shares = self.weighted(shares, session.module)
-        session.strategy.rows_of_step = sum(weights_of(shares).of_loss)
-        return shares
+            slices = [session.replicas.whole_slice(batch, num_rows)]
+        slices = self.weighted(slices, session.module)
+        session.strategy.rows_of_step = sum(weights_of(slices).of_loss)
+        return slices
 
-    def weighted(self, shares: list[Share], module: pl.LightningModule) -> list[Share]:
-        """The shares with the weights that the user's ``loss_weight(batch)`` gives them, if there is one."""
+    def weighted(self, slices: list[BatchSlice], module: pl.LightningModule) -> list[BatchSlice]:
+        """The slices with the weights that the user's ``loss_weight(batch)`` gives them, if there is one."""
         if getattr(type(module), "loss_weight", None) is None:  # asked of the class: a miss costs a module much more
-            return shares
+            return slices
         weigh: Any = module.loss_weight
-        if not callable(weigh) or (len(shares) == 1 and not self._session.has_processes):
-            return shares
-        return [replace(share, weight=float(weigh(share.batch))) for share in shares]
+        if not callable(weigh) or (len(slices) == 1 and not self._session.has_processes):
+            return slices
+        return [replace(batch_slice, weight=float(weigh(batch_slice.batch))) for batch_slice in slices]
 
-    def _cut(self, name: str, batch: Any) -> list[Share] | None:
+    def _cut(self, name: str, batch: Any) -> list[BatchSlice] | None:
         """``None``, and announced once, where the batch must go whole."""
         session = self._session
         replicas = session.replicas
@@ -73,7 +73,7 @@ class Slices:
             check_paths(batch, replicas.batch_dim)
             replicas.slicer.loaders = paths_of_loaders(session.trainer, name)
         try:
-            return replicas.shares(batch)
+            return replicas.slices(batch)
         except UncuttableBatch as error:
             whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
             return None

@@ -9,7 +9,7 @@ import torch
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.python_objects.preserve import preserve_rng_state
-from lightning_dpx.replicas import Share, Trial, first_loss
+from lightning_dpx.replicas import BatchSlice, Trial, first_loss
 from lightning_dpx.torch_compat import OptimizedModule
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class ThreadChoice:
         if replicas.always_merged:
             session.announce_replicas(f"take their slices as one: {reason}")
 
-    def choose(self, share: Share, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def choose(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One device's step, watched, to choose between one merged slice and a thread per replica from then on.
 
         Args:
-            share: The whole batch.
+            batch_slice: The whole batch.
             args: What Lightning calls the step with.
             kwargs: Likewise.
         """
@@ -66,7 +66,7 @@ class ThreadChoice:
         with session.context(session.module), replicas.python_state.iterators_shared() as iterators:
 
             def alone() -> Any:
-                return session.lightnings_step("training_step", (session.given(share), *args[1:]), kwargs)
+                return session.lightnings_step("training_step", (session.given(batch_slice), *args[1:]), kwargs)
 
             output = trial.watch(alone)
             iterators.rewind(may_fetch=False)
@@ -83,20 +83,23 @@ class ThreadChoice:
         replicas = self._session.replicas
         transfer = Transfer(session.trainer, session.module, 0)
 
-        def run(share: Share) -> Any:
-            module: Any = share.replica.module
-            with StepLog(share).recording(module):
-                return module.training_step(transfer.to_replica(share), *args[1:], **kwargs)
+        def run(batch_slice: BatchSlice) -> Any:
+            module: Any = batch_slice.replica.module
+            with StepLog(batch_slice).recording(module):
+                return module.training_step(transfer.to_replica(batch_slice), *args[1:], **kwargs)
 
         def loss() -> Any:
             replicas.choose(threads=True)
             copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
-            shares = [replace(share, replica=copies[share.replica.index]) for share in replicas.shares(args[0])]
+            slices = [
+                replace(batch_slice, replica=copies[batch_slice.replica.index])
+                for batch_slice in replicas.slices(args[0])
+            ]
             replicas.python_state.share()
             try:
                 preserved = preserve_rng_state(replicas.devices, [replicas.root.module])
                 with preserved, torch.no_grad(), session.strategy.precision_plugin.train_step_context():
-                    return first_loss(step.forward(shares, run))
+                    return first_loss(step.forward(slices, run))
             finally:
                 step.discard()
 

@@ -1,7 +1,7 @@
 """The data flow of a training step, from the batch that Lightning gives to the gradients that its optimizer finds.
 
-    run             batch --slices--> shares --(rehearsal, plan: of the first)--> forward --> the loss for Lightning
-      forward         shares --ReplicaCall of each--> outputs --TrainingStep.merge--> one leaf loss
+    run             batch --slices--> slices --(rehearsal, plan: of the first)--> forward --> the loss for Lightning
+      forward         slices --ReplicaCall of each--> outputs --TrainingStep.merge--> one leaf loss
                                    |
                                    +-- slice to its device -> the user's own training_step -> what it logged
 
@@ -18,7 +18,7 @@ import torch
 from lightning_dpx.errors import CollectiveError, WholeBatchError
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.replicas import Share
+from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.replicas.shared_iterators import put_iterators_back
 
 if TYPE_CHECKING:
@@ -54,17 +54,17 @@ class TrainingFlow:
         if not session.follow_structure():
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         args = session.memory.rewindable(args)
-        shares = session.slices.of(NAME, args[0])
-        if session.rehearsals.before_step(NAME, shares, args, kwargs):
-            shares = session.slices.of(NAME, args[0])  # it may have to run whole
-        session.memory.before_step(shares, args, kwargs)
-        if self._runs_alone(shares):
-            outputs = self._run_alone(shares[0], args, kwargs)
+        slices = session.slices.of(NAME, args[0])
+        if session.rehearsals.before_step(NAME, slices, args, kwargs):
+            slices = session.slices.of(NAME, args[0])  # it may have to run whole
+        session.memory.before_step(slices, args, kwargs)
+        if self._runs_alone(slices):
+            outputs = self._run_alone(slices[0], args, kwargs)
         else:
             session.replicas.claim_cores()
             forward = session.memory.guarded(self.forward)
             try:
-                outputs = forward(shares, args, kwargs)
+                outputs = forward(slices, args, kwargs)
             except WholeBatchError as error:
                 session.step.discard()
                 if self.manual is None or not self.manual.undo_first_step():
@@ -78,22 +78,22 @@ class TrainingFlow:
         session.end_batch(NAME, args)
         return outputs
 
-    def _runs_alone(self, shares: list[Share]) -> bool:
+    def _runs_alone(self, slices: list[BatchSlice]) -> bool:
         """Whether the first replica has the whole batch, and nothing of it concerns the others or other processes."""
         session = self._session
-        if len(shares) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:
+        if len(slices) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:
             return False
         # By hand, a step of one active replica still concerns the gradients of the others.
         return session.module.automatic_optimization or session.replicas.always_merged
 
-    def _run_alone(self, share: Share, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_alone(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         session.replicas.release_cores()
         if session.threads.is_open:
-            return session.threads.choose(share, args, kwargs)
-        return session.alone(NAME, (session.given(share), *args[1:]), kwargs)
+            return session.threads.choose(batch_slice, args, kwargs)
+        return session.alone(NAME, (session.given(batch_slice), *args[1:]), kwargs)
 
-    def forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""
         session = self._session
         step = self._session.step
@@ -102,24 +102,24 @@ class TrainingFlow:
         call = ReplicaCall(session, NAME, args[1:], kwargs, checks_loss=not by_hand and finish is None)
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
-            with session.strategy.precision_plugin.train_step_context(), call.logged_once(shares, step.rules):
+            with session.strategy.precision_plugin.train_step_context(), call.logged_once(slices, step.rules):
                 if by_hand:
-                    return session.finished(NAME, self._run_by_hand(shares, call))
+                    return session.finished(NAME, self._run_by_hand(slices, call))
                 step.begin()
-                outputs = session.replicas.run(NAME, shares, call)
-                return step.merge(shares, outputs, finish)
+                outputs = session.replicas.run(NAME, slices, call)
+                return step.merge(slices, outputs, finish)
         except BaseException:
             step.discard_forward()
             raise
 
-    def repeat_forward(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def repeat_forward(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """For another backward of the same step: nothing is logged or counted twice."""
         session = self._session
         call = ReplicaCall(session, NAME, args[1:], kwargs)
-        with session.strategy.precision_plugin.train_step_context(), session.metrics.kept(shares):
-            session.step.forward(shares, call, session.end_hook(NAME))
+        with session.strategy.precision_plugin.train_step_context(), session.metrics.kept(slices):
+            session.step.forward(slices, call, session.end_hook(NAME))
 
-    def _run_by_hand(self, shares: list[Share], call: ReplicaCall) -> Any:
+    def _run_by_hand(self, slices: list[BatchSlice], call: ReplicaCall) -> Any:
         """The user drives backward and optimizers, and the replicas meet in them."""
         session = self._session
         if self.manual is None:
@@ -127,12 +127,12 @@ class TrainingFlow:
             self.manual = ManualOptimization(strategy, session.replicas, session.step, strategy.dpx_precision)
         manual = self.manual
 
-        def with_meetings(share: Share) -> Any:
-            with manual.on(share):
-                return call(share)
+        def with_meetings(batch_slice: BatchSlice) -> Any:
+            with manual.on(batch_slice):
+                return call(batch_slice)
 
-        with manual.running(shares):
-            return session.step.forward_manual(shares, with_meetings)
+        with manual.running(slices):
+            return session.step.forward_manual(slices, with_meetings)
 
     def _discard(self, error: BaseException) -> None:
         """After an error in the step: of its gradients none stay; those of earlier batches do, as on one device."""

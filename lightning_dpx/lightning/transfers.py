@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_dpx.lightning.lightning_compat import data_hooks
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
-from lightning_dpx.replicas import Share
+from lightning_dpx.replicas import BatchSlice
 
 _HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _DEFAULTS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
@@ -36,10 +36,10 @@ class Transfer:
         self.is_plain = not any(own)
         self._calls_of_module = own
 
-    def to_replica(self, share: Share) -> Any:
+    def to_replica(self, batch_slice: BatchSlice) -> Any:
         """The slice where its replica lives."""
-        batch = share.batch
-        device = share.replica.device
+        batch = batch_slice.batch
+        device = batch_slice.replica.device
         if fetches_by_itself(batch):
             if isinstance(batch, RewindableBatches):
                 batch.rewind()
@@ -51,7 +51,7 @@ class Transfer:
         for hook, other, is_own, extra in zip(_HOOKS, self._others, self._calls_of_module, arguments, strict=True):
             if is_there and not is_own:
                 continue
-            batch = getattr(other or share.replica.module, hook)(batch, *extra, self._dataloader_idx)
+            batch = getattr(other or batch_slice.replica.module, hook)(batch, *extra, self._dataloader_idx)
             is_there = False
         return batch
 

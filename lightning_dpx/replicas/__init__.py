@@ -9,9 +9,9 @@ from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.merging import Weights, weighted_mean
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
+    BatchSlice,
     Execution,
     ReplicaSet,
-    Share,
     check_choice,
     end_failed_step,
     weights_of,
@@ -50,7 +50,7 @@ __all__ = [
     "ReplicaRank",
     "ReplicaSet",
     "Roots",
-    "Share",
+    "BatchSlice",
     "Slicer",
     "StepTimes",
     "Trial",

@@ -45,7 +45,7 @@ _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchSlice:
     """One active replica's part of a batch.
 
     Attributes:
@@ -61,10 +61,10 @@ class Share:
     weight: float | None = None
 
 
-def weights_of(shares: Sequence[Share]) -> Weights:
-    """What the shares of a batch count."""
-    rows = [share.num_rows for share in shares]
-    own = [share.num_rows if share.weight is None else share.weight for share in shares]
+def weights_of(slices: Sequence[BatchSlice]) -> Weights:
+    """What the slices of a batch count."""
+    rows = [batch_slice.num_rows for batch_slice in slices]
+    own = [batch_slice.num_rows if batch_slice.weight is None else batch_slice.weight for batch_slice in slices]
     return Weights(rows=rows, of_loss=own)
 
 
@@ -82,11 +82,11 @@ class Watch(Protocol):
 class ReplicaTask(Task):
     """A replica's part of a stage, run in the replica's rank; its errors say which module raised them.
 
-    Its ``call`` gets the share.
+    Its ``call`` gets the slice.
 
     Attributes:
         rank: The replica's place among those that take part.
-        share: Its part of the batch.
+        batch_slice: Its part of the batch.
         before: Called first, where another replica had its turn just before.
         watches: What times it.
         first_nan: Knows where its forward first made a NaN ...
@@ -94,7 +94,7 @@ class ReplicaTask(Task):
     """
 
     rank: ReplicaRank = field(kw_only=True)
-    share: Share = field(kw_only=True)
+    batch_slice: BatchSlice = field(kw_only=True)
     before: Callable[[], None] | None = field(kw_only=True)
     watches: Sequence[Watch] = field(kw_only=True)
     first_nan: FirstNaN = field(kw_only=True)
@@ -102,7 +102,7 @@ class ReplicaTask(Task):
 
     def attempt(self) -> Outcome:
         """See :meth:`Task.attempt`; all of it in one frame, of which a user's traceback has one for each replica."""
-        module = self.share.replica.module
+        module = self.batch_slice.replica.module
         try:
             with device_context(self.device), as_rank(self.rank):
                 try:
@@ -111,7 +111,7 @@ class ReplicaTask(Task):
                     for watch in self.watches:
                         watch.start()
                     with self.first_nan.watching(module) if self.searched else _NOTHING:
-                        value = self.call(self.share)
+                        value = self.call(self.batch_slice)
                     for watch in self.watches:
                         watch.stop()
                     return Outcome(value=value)
@@ -324,7 +324,7 @@ class ReplicaSet:
         """The next batch is a full one, whatever came before."""
         self._usual_rows.clear()
 
-    def shares(self, batch: Any) -> list[Share]:
+    def slices(self, batch: Any) -> list[BatchSlice]:
         """The parts of ``batch``, one per active replica, in sample order.
 
         Raises:
@@ -332,7 +332,7 @@ class ReplicaSet:
         """
         counted = self.slicer.read(batch)
         if counted.num_rows == 0:
-            return [self.whole_share(batch, 0)]
+            return [self.whole_slice(batch, 0)]
         sizes = self.sizes(counted.num_rows)
         # Who gets all rows needs no slice, so that what could not be cut is nobody's concern.
         one_gets_all = sum(size > 0 for size in sizes) == 1
@@ -342,20 +342,22 @@ class ReplicaSet:
         if self.times is not None:
             self.times.begin(sizes)
         return [
-            Share(replica, size, part) for replica, size, part in zip(self.replicas, sizes, parts, strict=True) if size
+            BatchSlice(replica, size, part)
+            for replica, size, part in zip(self.replicas, sizes, parts, strict=True)
+            if size
         ]
 
-    def whole_share(self, batch: Any, num_rows: int) -> Share:
+    def whole_slice(self, batch: Any, num_rows: int) -> BatchSlice:
         """All of ``batch`` for the first replica; the others idle."""
         sizes = (num_rows, *(0,) * (len(self.devices) - 1))
         if self._balancer is not None and self.root.module.training:
             self._balancer.begin(sizes)
         if self.times is not None:
             self.times.begin(sizes)
-        return Share(self.root, num_rows, batch)
+        return BatchSlice(self.root, num_rows, batch)
 
-    def run(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Any]:
-        """``call(share)`` for every share, each in its replica's context and lane; values in share order.
+    def run(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
+        """``call(slice)`` for every slice, each in its replica's context and lane; values in slice order.
 
         Raises:
             BaseException: the first replica's error, the original object with a note.
@@ -365,10 +367,10 @@ class ReplicaSet:
         if in_turns:
             self.release_cores()
         before = self.draws.begin((stage, self.root.module.training)) if threads else None
-        state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(shares) > 1 else None
+        state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(slices) > 1 else None
         if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
             self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
-        tasks = self._tasks(stage, shares, call)
+        tasks = self._tasks(stage, slices, call)
         try:
             values = (self._turns if in_turns else self._executor).run(tasks, self._rendezvous_slot)
         except BaseException as error:
@@ -381,13 +383,13 @@ class ReplicaSet:
             self._note_writes(stage, wrote)
         return values
 
-    def _tasks(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Task]:
+    def _tasks(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Task]:
         one_by_one = self._runs_one_by_one(stage)
         searched = torch.is_anomaly_enabled() and stage != "backward"
         balancer = self._balancer if self.root.module.training else None
         tasks: list[Task] = []
-        for rank, share in enumerate(shares):
-            replica = share.replica
+        for rank, batch_slice in enumerate(slices):
+            replica = batch_slice.replica
             watches: list[Watch | None] = []
             if balancer is not None:
                 watches.append(balancer.watch(replica.index))
@@ -399,8 +401,8 @@ class ReplicaSet:
                 stage,
                 call,
                 partial(keep_gradients_out, replica.parameters),
-                rank=ReplicaRank(rank, len(shares), self._rendezvous_slot),
-                share=share,
+                rank=ReplicaRank(rank, len(slices), self._rendezvous_slot),
+                batch_slice=batch_slice,
                 before=self.python_state.hand_over if rank > 0 and one_by_one else None,
                 watches=[watch for watch in watches if watch is not None],
                 first_nan=self._first_nans[replica.index],
@@ -409,26 +411,26 @@ class ReplicaSet:
             tasks.append(task)
         return tasks
 
-    def backward(self, shares: Sequence[Share], roots: Sequence[Roots]) -> None:
+    def backward(self, slices: Sequence[BatchSlice], roots: Sequence[Roots]) -> None:
         """Every replica's own backward, from the tensors that its forward returned, with their gradients.
 
         Raises:
             BaseException: the first replica's error, the original object with a note.
         """
-        if self._walk_as_one(shares):
+        if self._walk_as_one(slices):
             refusal = "no step before met in it, so the backward of all replicas is one; ask for execution='threads'"
-            rendezvous_slot = RendezvousSlot(Rendezvous(len(shares), refusal=refusal))
-            ranks = [ReplicaRank(index, len(shares), rendezvous_slot) for index in range(len(shares))]
+            rendezvous_slot = RendezvousSlot(Rendezvous(len(slices), refusal=refusal))
+            ranks = [ReplicaRank(index, len(slices), rendezvous_slot) for index in range(len(slices))]
             try:
-                joint_backward(ranks, roots, lambda place, error: self._blame(shares[place].replica, error))
+                joint_backward(ranks, roots, lambda place, error: self._blame(slices[place].replica, error))
             except BaseException:
                 forget_failed_backward()
                 raise
             return
-        of_replica = {share.replica.index: own for share, own in zip(shares, roots, strict=True)}
+        of_replica = {batch_slice.replica.index: own for batch_slice, own in zip(slices, roots, strict=True)}
 
-        def walk(share: Share) -> None:
-            tensors, gradients = of_replica[share.replica.index]
+        def walk(batch_slice: BatchSlice) -> None:
+            tensors, gradients = of_replica[batch_slice.replica.index]
             if not tensors:
                 return
             try:
@@ -437,14 +439,14 @@ class ReplicaSet:
                 forget_failed_backward()
                 raise
 
-        self.run("backward", shares, walk)
+        self.run("backward", slices, walk)
         self._walked_apart = True
 
-    def _walk_as_one(self, shares: Sequence[Share]) -> bool:
+    def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
         """Several in line on the host, once a backward met nobody, and while nobody wants to see them apart."""
         seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
         in_line = self._is_on_host and isinstance(self._executor, InlineExecutor)
-        return len(shares) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
+        return len(slices) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
         annotate(error, replica.module, replica.device, self._first_nans[replica.index])

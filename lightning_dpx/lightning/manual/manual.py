@@ -27,7 +27,7 @@ from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers
 from lightning_dpx.lightning.manual.shared_gradients import SharedGradients
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
 from lightning_dpx.lightning.precision import DPXPrecision
-from lightning_dpx.replicas import Replica, ReplicaSet, Share, current_rank, weighted_mean, weights_of
+from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, current_rank, weighted_mean, weights_of
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.torch_compat import pytree
@@ -85,11 +85,11 @@ class ManualOptimization:
         return StepSnapshot(self.root, [*self._shared_objects(), loop.optim_step_progress], self.replicas.devices)
 
     @contextmanager
-    def running(self, shares: Sequence[Share]) -> Iterator[None]:
-        """A manual step of these shares, from before its forward to after its end."""
-        weights = self.step.weights(shares)
-        self.active = [share.replica for share in shares]
-        self._rows = sum(weights_of(shares).of_loss)
+    def running(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
+        """A manual step of these slices, from before its forward to after its end."""
+        weights = self.step.weights(slices)
+        self.active = [batch_slice.replica for batch_slice in slices]
+        self._rows = sum(weights_of(slices).of_loss)
         self.strategy.optimize_owners()
         self.gradients.begin(self.active)
         if self._works_on_root:
@@ -100,8 +100,8 @@ class ManualOptimization:
             self._snapshot = self._taken_snapshot()
         self.exchanged.add(self._shared_objects())
         self.views = [
-            ReplicaView(self, share, weight, is_first=index == 0)
-            for index, (share, weight) in enumerate(zip(shares, weights, strict=True))
+            ReplicaView(self, batch_slice, weight, is_first=index == 0)
+            for index, (batch_slice, weight) in enumerate(zip(slices, weights, strict=True))
         ]
         try:
             with backwards_intercepted(), optimizers_checked():
@@ -139,9 +139,9 @@ class ManualOptimization:
         return True
 
     @contextmanager
-    def on(self, share: Share) -> Iterator[None]:
-        """The calling code is the step of one of the shares, for a while."""
-        view = next((view for view in self.views if view.replica is share.replica), None)
+    def on(self, batch_slice: BatchSlice) -> Iterator[None]:
+        """The calling code is the step of one of the slices, for a while."""
+        view = next((view for view in self.views if view.replica is batch_slice.replica), None)
         with viewed(view):
             yield
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dpx.errors import UnsupportedError, WholeBatchError
 from lightning_dpx.lightning.manual.acts_once import ActsOnce, current_view, plain_attribute, viewed
-from lightning_dpx.replicas import Share
+from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ class ReplicaView:
 
     Args:
         manual: What the replicas do together.
-        share: The replica and its rows.
+        batch_slice: The replica and its rows.
         weight: What the loss of its slice weighs in that of the batch.
         is_first: Whether what it rebinds is what counts.
     """
 
-    def __init__(self, manual: "ManualOptimization", share: Share, weight: float, *, is_first: bool) -> None:
-        self.replica = share.replica
+    def __init__(self, manual: "ManualOptimization", batch_slice: BatchSlice, weight: float, *, is_first: bool) -> None:
+        self.replica = batch_slice.replica
         self.weight = weight
         self._manual = manual
         self.is_first = is_first

@@ -35,7 +35,7 @@ from lightning_dpx.memory import (
     remove_plan,
 )
 from lightning_dpx.progress import shown
-from lightning_dpx.replicas import Replica, Share, stand_in
+from lightning_dpx.replicas import BatchSlice, Replica, stand_in
 from lightning_dpx.units import parse_bytes
 
 
@@ -184,7 +184,7 @@ class ActivationPlanner(Callback):
 
         def step() -> torch.Tensor | None:
             visit = nullcontext() if module.automatic_optimization else guest.visit(twin)
-            with visit, StepLog(Share(replica, 0, batch)).recording(twin):
+            with visit, StepLog(BatchSlice(replica, 0, batch)).recording(twin):
                 arguments = arguments_of_step(twin.training_step, batch, batch_idx)
                 return end_of_step(twin, twin.training_step(*arguments))
 

@@ -11,7 +11,7 @@ from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
-from lightning_dpx.replicas import ReplicaSet, Share, UncuttableBatch
+from lightning_dpx.replicas import BatchSlice, ReplicaSet, UncuttableBatch
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
 from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import format_mib
@@ -20,13 +20,13 @@ Step = Callable[[Any, Any, int], Any]
 
 
 def shift_what_does_not_fit(
-    replicas: ReplicaSet, shares: Sequence[Share], run: Step, optimizers: Sequence[Any]
+    replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, optimizers: Sequence[Any]
 ) -> list[Shift]:
-    """Traces a few rows on one replica, predicts the whole share, and shifts what does not fit on any device.
+    """Traces a few rows on one replica, predicts the whole slice, and shifts what does not fit on any device.
 
     Args:
         replicas: The replicas.
-        shares: The parts of the first batch.
+        slices: The parts of the first batch.
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
         optimizers: Their state follows the parameters.
 
@@ -34,19 +34,19 @@ def shift_what_does_not_fit(
         ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
     """
     with preserve_rng_state(replicas.devices, [replicas.root.module]):
-        kept, total = _predict(replicas, shares[0], run)
+        kept, total = _predict(replicas, slices[0], run)
     per_parameter = 1 + max((states_of(optimizer) for optimizer in optimizers), default=2)
     spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)
     elsewhere = total - sum(part.kept for part in parts)
-    if len(shares) > 1:  # gradients on their way between the replicas, in buckets
+    if len(slices) > 1:  # gradients on their way between the replicas, in buckets
         elsewhere += 3 * sum(part.parameters for part in parts)
     chosen: list[Shift] = []
-    for share in shares:
-        device = share.replica.device
+    for batch_slice in slices:
+        device = batch_slice.replica.device
         target = max(spares, key=free_bytes, default=None)
         free = free_bytes(device), free_bytes(target) if target is not None else 0
-        rows = sum(leaf.nbytes for leaf in tree_leaves(share.batch) if isinstance(leaf, torch.Tensor))
+        rows = sum(leaf.nbytes for leaf in tree_leaves(batch_slice.batch) if isinstance(leaf, torch.Tensor))
         names, needs = choose_parts(parts, elsewhere + rows, free, per_parameter)
         if not names:
             rank_zero_info(
@@ -59,7 +59,7 @@ def shift_what_does_not_fit(
                 "start fewer replicas."
             )
         spares.remove(target)
-        chosen.append(apply_shift(share.replica.module, names, {device: target}))
+        chosen.append(apply_shift(batch_slice.replica.module, names, {device: target}))
         here = f"{device}: {format_mib(needs[0], 0)} of {format_mib(free[0], 0)}"
         there = f"{target}: {format_mib(needs[1], 0)} of {format_mib(free[1], 0)}"
         rank_zero_info(f"dpx: shifts {device} -> {target}: {', '.join(names)}\n     {here}    {there}")
@@ -71,25 +71,25 @@ def shift_what_does_not_fit(
     return chosen
 
 
-def _predict(replicas: ReplicaSet, share: Share, run: Step) -> tuple[dict[str, int], int]:
-    if share.num_rows < 4:
+def _predict(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> tuple[dict[str, int], int]:
+    if batch_slice.num_rows < 4:
         raise ConfigurationError(
-            f"shifts='auto' extrapolates from two and four rows, and a replica gets {share.num_rows}; give shifts and "
-            "shift_activations by hand."
+            f"shifts='auto' extrapolates from two and four rows, and a replica gets {batch_slice.num_rows}; give shifts "
+            "and shift_activations by hand."
         )
     traces: list[list[Activation]] = []
     for rows in (2, 4):
-        few = _first_rows(replicas, share, rows)
+        few = _first_rows(replicas, batch_slice, rows)
         twin: Any = replicas.stand_in()
-        set_trainer(twin, trainer_of(share.replica.module))  # LightningModule drops it from its copies
+        set_trainer(twin, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
         traces.append(trace_run(twin, lambda t=twin, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
-    kept = scaled(traces[0], traces[1], (2, 4), share.num_rows)
+    kept = scaled(traces[0], traces[1], (2, 4), batch_slice.num_rows)
     return kept, sum(kept.values())
 
 
-def _first_rows(replicas: ReplicaSet, share: Share, rows: int) -> Any:
+def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any:
     try:
-        return replicas.slicer.cut(share.batch, [rows, share.num_rows - rows])[0]
+        return replicas.slicer.cut(batch_slice.batch, [rows, batch_slice.num_rows - rows])[0]
     except UncuttableBatch as error:
         raise ConfigurationError(
             f"shifts='auto' extrapolates from two and four rows of the first batch. {error} Or give shifts and "

@@ -23,7 +23,7 @@ from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, keeps_gradients, profile_absent_share, profile_share
+from lightning_dpx.lightning.memory.profiling import Step, keeps_gradients, profile_absent_slice, profile_slice
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
@@ -32,8 +32,8 @@ from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
+    BatchSlice,
     ReplicaSet,
-    Share,
     UncuttableBatch,
     check_paths,
     parse_workload,
@@ -228,14 +228,15 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             continue
         progress(f"profiling a step on {size} rows")
         part = batch if size == num_rows else replicas.slicer.cut(batch, [size, num_rows - size])[0]
-        share = Share(replicas.root, size, part)
+        batch_slice = BatchSlice(replicas.root, size, part)
         accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
         key = ""
         if settings.cache.is_on:
             others = size, num_rows, accelerator, keeps_gradients(trainer)
             key = key_of_run_step(trainer, module, part, torch.device("cpu"), *others)
         profiles[size] = settings.cache.profile(
-            key, partial(_profile, replicas, share, _runner(trainer, module), accelerator, keeps_gradients(trainer))
+            key,
+            partial(_profile, replicas, batch_slice, _runner(trainer, module), accelerator, keeps_gradients(trainer)),
         )
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
@@ -249,11 +250,11 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     return DryRun(tuple(forecasts), profiles)
 
 
-def _profile(replicas: ReplicaSet, share: Share, run: Step, accelerator: str, accumulates: bool) -> Profile:
-    """Of a step on ``share``, as it would be on ``accelerator`` if that is named."""
+def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerator: str, accumulates: bool) -> Profile:
+    """Of a step on ``batch_slice``, as it would be on ``accelerator`` if that is named."""
     if accelerator:
-        return profile_absent_share(replicas, share, run, torch.device(accelerator), accumulates=accumulates)
-    return profile_share(replicas, share, run, accumulates=accumulates)
+        return profile_absent_slice(replicas, batch_slice, run, torch.device(accelerator), accumulates=accumulates)
+    return profile_slice(replicas, batch_slice, run, accumulates=accumulates)
 
 
 def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, int], Any]:
@@ -266,7 +267,7 @@ def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, in
             return step(twin, rows, num_rows)
 
     def step(twin: Any, rows: Any, num_rows: int) -> Any:
-        with StepLog(Share(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
+        with StepLog(BatchSlice(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
             with trainer.precision_plugin.train_step_context():
                 return twin.training_step(*arguments_of_step(twin.training_step, rows))
 

@@ -35,10 +35,10 @@ from lightning_dpx.memory import (
     summary,
 )
 from lightning_dpx.progress import shown
-from lightning_dpx.replicas import Replica, ReplicaSet, Share
+from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
 from lightning_dpx.units import format_mib
 
-StaticOf = Callable[[Sequence[Share]], StaticMemory]  # what a step of these shares needs beside activations
+StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
 _UNNOTICED = 2**18  # bytes: small things that come while activations go
 _TIGHTER = 0.8  # of the activations of a plan that did not fit
@@ -134,14 +134,14 @@ class MemoryPlanning:
             BudgetError: there is none.
         """
         gc.collect()  # what is there in circles only is no reason
-        firsts = {replica.device: Share(replica, 0, None) for replica in reversed(replicas.replicas)}
+        firsts = {replica.device: BatchSlice(replica, 0, None) for replica in reversed(replicas.replicas)}
         held = static(list(firsts.values()))
         places_of_all = by_place(list(firsts.values()))
         limits = {place: self.budgets.limit(place, replicas.devices) for place in places_of_all}
         rooms = {place: self._room(place, held, limit) for place, limit in limits.items()}
-        for home, share in firsts.items():
-            places = places_of(share.replica)
-            profiles = example(share.replica)
+        for home, batch_slice in firsts.items():
+            places = places_of(batch_slice.replica)
+            profiles = example(batch_slice.replica)
             if not profiles:
                 return  # what one of them cannot try, none can
             try:
@@ -173,13 +173,13 @@ class MemoryPlanning:
         self,
         replicas: ReplicaSet,
         batch: Any,
-        shares: Sequence[Share],
+        slices: Sequence[BatchSlice],
         run: Step,
         static: StaticOf,
         *,
         source: str = "",
     ) -> None:
-        """Plans for the devices of ``shares`` and puts the plans on their replicas.
+        """Plans for the devices of ``slices`` and puts the plans on their replicas.
 
         Batches of several shapes share one plan, that of the worst. A plan for each would recompute less where a batch
         is small, but would be exchanged, hooks and all, at every change of shape.
@@ -187,7 +187,7 @@ class MemoryPlanning:
         Args:
             replicas: The replicas.
             batch: The whole of a batch; nothing new is planned if it is within a known one.
-            shares: Its parts.
+            slices: Its parts.
             run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
             static: What a step needs beside activations.
             source: Where ``batch`` comes from, if it is not one that is trained on.
@@ -199,7 +199,7 @@ class MemoryPlanning:
         trainer = trainer_of(replicas.root.module)
         try:
             with shown("planning memory", enabled=shows_progress(trainer)):
-                self._decide(replicas, batch, shares, run, static, source)
+                self._decide(replicas, batch, slices, run, static, source)
         except NoLossError:
             self._announce_no_loss()
         finally:
@@ -215,20 +215,20 @@ class MemoryPlanning:
         self,
         replicas: ReplicaSet,
         batch: Any,
-        shares: Sequence[Share],
+        slices: Sequence[BatchSlice],
         run: Step,
         static: StaticOf,
         source: str,
     ) -> None:
-        held = static(shares)
+        held = static(slices)
         anew = self._other_steps.expected
         if anew and self._cache.is_used:
             self._leave_cache()
         seen = profiled_steps(
-            replicas, shares, run, self._cache, accumulates=held.accumulates, together=self.asked, anew=anew
+            replicas, slices, run, self._cache, accumulates=held.accumulates, together=self.asked, anew=anew
         )
         if not self._shapes.hold(batch) or self._steps_differ(seen):
-            self._plan(replicas, shares, held, seen, source)
+            self._plan(replicas, slices, held, seen, source)
             self._shapes.add(batch)
             self._provisional = bool(source)
 
@@ -246,7 +246,7 @@ class MemoryPlanning:
         self._other_steps = OtherSteps()
         self._decided.clear()
 
-    def confirm(self, replicas: ReplicaSet, shares: Sequence[Share], static: StaticOf) -> None:
+    def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """At the first batch, if plans were made before it: whether the devices still have the room.
 
         Raises:
@@ -255,13 +255,13 @@ class MemoryPlanning:
         if not self._provisional:
             return
         self._provisional = False
-        held = static(shares)
-        for place in by_place(shares):
+        held = static(slices)
+        for place in by_place(slices):
             needed = held.beside_activations(place) + self.forecast(place)[0]
             if place in self.plans and needed > self.budgets.limit(place, replicas.devices):
                 self._take_off(replicas)
                 try:
-                    self._plan(replicas, shares, held, {}, "")
+                    self._plan(replicas, slices, held, {}, "")
                 finally:
                     self._put_on(replicas)
                 return
@@ -269,22 +269,22 @@ class MemoryPlanning:
     def _plan(
         self,
         replicas: ReplicaSet,
-        shares: Sequence[Share],
+        slices: Sequence[BatchSlice],
         static: StaticMemory,
         seen: Mapping[torch.device, SeenStep],
         source: str,
     ) -> None:
-        shares_of = by_place(shares)
+        slices_of = by_place(slices)
         decided = dict(self._decided)
         said = dict[torch.device, str]()
         limits = dict(self._limits)
         helds = dict[torch.device, int]()
-        for home in shares_of:
+        for home in slices_of:
             known = self._decided[home].seen if home in self._decided else ()
             steps = [*known, seen[home]] if home in seen else list(known)
             if home not in replicas.devices or not steps:
                 continue  # parts are shifted there; it is planned with the replicas that they belong to
-            places = places_of(shares_of[home][0].replica)
+            places = places_of(slices_of[home][0].replica)
             allowed = [self.budgets.limit(place, replicas.devices) for place in places]
             free = [self._room(place, static, limit) for place, limit in zip(places, allowed, strict=True)]
             held = [limit - room for limit, room in zip(allowed, free, strict=True)]
@@ -348,12 +348,14 @@ class MemoryPlanning:
         return limit - held
 
     def _put_on(self, replicas: ReplicaSet) -> None:
-        for replica in replicas.replicas if self.plans else ():  # also those without a share today
+        for replica in replicas.replicas if self.plans else ():  # also those without a slice today
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
             apply_plan(replica.module, known_plan, watches=True)
         self._steps = 0
 
-    def tighten(self, replicas: ReplicaSet, batch: Any, shares: Sequence[Share], run: Step, static: StaticOf) -> str:
+    def tighten(
+        self, replicas: ReplicaSet, batch: Any, slices: Sequence[BatchSlice], run: Step, static: StaticOf
+    ) -> str:
         """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
 
         Raises:
@@ -362,7 +364,7 @@ class MemoryPlanning:
         if not self._decided:
             if self.budgets.given is None:
                 self.budgets = Budgets("auto")
-            self.decide(replicas, batch, shares, run, static)
+            self.decide(replicas, batch, slices, run, static)
         else:
             tighter = {home: self._tighter(replicas.root.module, one) for home, one in self._decided.items()}
             self._take_off(replicas)

@@ -15,7 +15,7 @@ from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
 from lightning_dpx.python_objects.preserve import preserve_rng_state
-from lightning_dpx.replicas import Replica, ReplicaSet, Share, UncuttableBatch, first_loss
+from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBatch, first_loss
 from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import applied_shift
 
@@ -55,19 +55,19 @@ def places_of(replica: Replica) -> list[torch.device]:
     return [replica.device] if shift is None else [replica.device, shift.target]
 
 
-def profile_share(
+def profile_slice(
     replicas: ReplicaSet,
-    share: Share,
+    batch_slice: BatchSlice,
     run: Step,
     place: torch.device | None = None,
     *,
     accumulates: bool = False,
 ) -> Profile:
-    """A step on ``share``, run by a stand-in; extrapolated from fewer rows where all do not fit.
+    """A step on ``batch_slice``, run by a stand-in; extrapolated from fewer rows where all do not fit.
 
     Args:
         replicas: All of them.
-        share: What one of them gets.
+        batch_slice: What one of them gets.
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
         place: The device whose memory is looked at; the replica's own unless given.
         accumulates: Whether gradients are added to those of earlier batches.
@@ -76,13 +76,15 @@ def profile_share(
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
 
-    with trial_noted(share.replica.index, share.replica.device, "training_step", _PURPOSE):
-        return _profile_share(replicas, share, run, place or share.replica.device, accumulates)
+    with trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE):
+        return _profile_slice(replicas, batch_slice, run, place or batch_slice.replica.device, accumulates)
 
 
-def _profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.device, accumulates: bool) -> Profile:
+def _profile_slice(
+    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, place: torch.device, accumulates: bool
+) -> Profile:
     def on_rows(batch: Any, rows: int) -> Profile:
-        twin = _twin_of(replicas, share)
+        twin = _twin_of(replicas, batch_slice)
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
                 twin,
@@ -92,54 +94,54 @@ def _profile_share(replicas: ReplicaSet, share: Share, run: Step, place: torch.d
             )
 
     try:
-        return on_rows(share.batch, share.num_rows)
+        return on_rows(batch_slice.batch, batch_slice.num_rows)
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
     finally:
         gc.collect()  # a stand-in and its gradients refer to each other in circles
-    if share.num_rows < 4:
+    if batch_slice.num_rows < 4:
         raise PlanError(
-            f"A step on {share.num_rows} rows does not fit on {share.replica.device} without a plan, and fewer rows to "
-            "extrapolate from there are not. Plan it without running it (dpx.search_plan with device) and give plan."
+            f"A step on {batch_slice.num_rows} rows does not fit on {batch_slice.replica.device} without a plan, "
+            "and fewer rows to extrapolate from there are not. Plan it without running it (dpx.search_plan with device) and give plan."
         )
-    rows = max(2, share.num_rows // 8), max(4, share.num_rows // 4)
+    rows = max(2, batch_slice.num_rows // 8), max(4, batch_slice.num_rows // 4)
     try:
-        few, more = (on_rows(_first_rows(replicas, share, n), n) for n in rows)
+        few, more = (on_rows(_first_rows(replicas, batch_slice, n), n) for n in rows)
     except UncuttableBatch as error:
         raise PlanError(
-            f"The step does not fit on {share.replica.device} without a plan, and fewer rows to extrapolate from "
+            f"The step does not fit on {batch_slice.replica.device} without a plan, and fewer rows to extrapolate from "
             f"cannot be had. {error} Or plan the step without running it (dpx.search_plan with device) and give plan."
         ) from error
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)
         raise PlanError(
-            f"Not even {rows[1]} of {share.num_rows} rows fit on {share.replica.device} without a plan, beside what is "
-            "there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
+            f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
+            "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
             "give plan."
         ) from None
     finally:
         gc.collect()
-    return extrapolate(few, more, rows, share.num_rows)
+    return extrapolate(few, more, rows, batch_slice.num_rows)
 
 
-def profile_absent_share(
-    replicas: ReplicaSet, share: Share, run: Step, target: torch.device, *, accumulates: bool = False
+def profile_absent_slice(
+    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, target: torch.device, *, accumulates: bool = False
 ) -> Profile:
-    """A step on ``share`` as it would be on ``target``, run by a stand-in on the host; see :func:`profile_absent`.
+    """A step on ``batch_slice`` as it would be on ``target``, run by a shadow on the host; see :func:`profile_absent`.
 
     Raises:
         PlanError: the step cannot be planned for.
     """
-    twin = _twin_of(replicas, share)
-    noted = trial_noted(share.replica.index, target, "training_step", _PURPOSE)
+    twin = _twin_of(replicas, batch_slice)
+    noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
     with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
         return profile_absent(
             twin,
-            share.batch,
+            batch_slice.batch,
             target,
-            lambda batch: lambda: end_of_step(twin, run(twin, batch, share.num_rows)),
+            lambda batch: lambda: end_of_step(twin, run(twin, batch, batch_slice.num_rows)),
             here=torch.device("cpu"),
-            few=lambda: (share.num_rows, lambda rows: _first_rows(replicas, share, rows)),
+            few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
             accumulates=accumulates,
         )
 
@@ -149,15 +151,15 @@ def end_of_step(twin: Any, output: Any) -> torch.Tensor | None:
     return loss_to_plan_from(output) if twin.automatic_optimization else None
 
 
-def _twin_of(replicas: ReplicaSet, share: Share) -> Any:
-    twin: Any = replicas.stand_in(share.replica)
-    set_trainer(twin, trainer_of(share.replica.module))  # LightningModule drops it from its copies
+def _twin_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
+    twin: Any = replicas.stand_in(batch_slice.replica)
+    set_trainer(twin, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
     if not twin.automatic_optimization:
         hide_optimizers(twin)
     return twin
 
 
-def _first_rows(replicas: ReplicaSet, share: Share, rows: int) -> Any:
-    if rows == share.num_rows:
-        return share.batch
-    return replicas.slicer.cut(share.batch, [rows, share.num_rows - rows])[0]
+def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any:
+    if rows == batch_slice.num_rows:
+        return batch_slice.batch
+    return replicas.slicer.cut(batch_slice.batch, [rows, batch_slice.num_rows - rows])[0]

@@ -1,4 +1,4 @@
-"""The steps that plans are made for: one on the largest share of every device, profiled or taken in proportion."""
+"""The steps that plans are made for: one on the largest slice of every device, profiled or taken in proportion."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, places_of, profile_share
+from lightning_dpx.lightning.memory.profiling import Step, places_of, profile_slice
 from lightning_dpx.memory import Profile, extrapolate
-from lightning_dpx.replicas import ReplicaSet, Share
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
 
 _Known = dict[tuple[str, ...], dict[int, list[Profile]]]  # by what is shifted, and by rows
@@ -31,18 +31,18 @@ class SeenStep:
     sharing: tuple[int, ...]
 
 
-def by_place(shares: Sequence[Share]) -> dict[torch.device, list[Share]]:
-    """The shares that every device has a part in; the largest first."""
-    shares_of: dict[torch.device, list[Share]] = {}
-    for share in sorted(shares, key=lambda share: -share.num_rows):
-        for place in places_of(share.replica):
-            shares_of.setdefault(place, []).append(share)
-    return shares_of
+def by_place(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlice]]:
+    """The slices that every device has a part in; the largest first."""
+    slices_of: dict[torch.device, list[BatchSlice]] = {}
+    for batch_slice in sorted(slices, key=lambda batch_slice: -batch_slice.num_rows):
+        for place in places_of(batch_slice.replica):
+            slices_of.setdefault(place, []).append(batch_slice)
+    return slices_of
 
 
 def profiled_steps(
     replicas: ReplicaSet,
-    shares: Sequence[Share],
+    slices: Sequence[BatchSlice],
     run: Step,
     cache: PlanningCache,
     *,
@@ -50,67 +50,67 @@ def profiled_steps(
     together: bool,
     anew: bool,
 ) -> dict[torch.device, SeenStep]:
-    """By a replica's device, a step on the largest of its shares, seen from each of its devices.
+    """By a replica's device, a step on the largest of its slices, seen from each of its devices.
 
     Args:
         replicas: All of them.
-        shares: What each of them gets.
+        slices: What each of them gets.
         run: As :func:`profile_share` takes it.
         cache: Where profiles of an earlier run may be.
         accumulates: Whether gradients are added to those of earlier batches.
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
     """
-    shares_of = by_place(shares)
-    largest = {home: here[0] for home, here in shares_of.items() if home in replicas.devices}
+    slices_of = by_place(slices)
+    largest = {home: here[0] for home, here in slices_of.items() if home in replicas.devices}
 
     def profiled() -> list[list[Profile]]:
         known: _Known = {}
-        profile = partial(profile_share, replicas, run=run, accumulates=accumulates)
-        return [_profiles(share, known, profile) for share in largest.values()]
+        profile = partial(profile_slice, replicas, run=run, accumulates=accumulates)
+        return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
 
     trainer = trainer_of(replicas.root.module)
     keys = _keys(trainer, list(largest.values()), accumulates) if cache.is_on else []
     found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
     seen: dict[torch.device, SeenStep] = {}
-    for (home, share), profiles in zip(largest.items(), found, strict=True):
-        sharing = tuple(len(shares_of[place]) for place in places_of(share.replica))
+    for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
+        sharing = tuple(len(slices_of[place]) for place in places_of(batch_slice.replica))
         seen[home] = SeenStep(tuple(profiles), sharing)
     return seen
 
 
-def _keys(trainer: Trainer | None, shares: Sequence[Share], accumulates: bool) -> list[str]:
+def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], accumulates: bool) -> list[str]:
     """Of each step; where more than two differ, some profiles lie on a line through others."""
-    rows = [share.num_rows for share in shares]
+    rows = [batch_slice.num_rows for batch_slice in slices]
     found = list[str]()
-    for share in shares:
-        shift = applied_shift(share.replica.module)
-        module = share.replica.module
+    for batch_slice in slices:
+        shift = applied_shift(batch_slice.replica.module)
+        module = batch_slice.replica.module
         shifted = () if shift is None else tuple(shift.chosen)
-        others = places_of(share.replica), share.num_rows, rows, shifted, accumulates
-        found.append(key_of_run_step(trainer, module, share.batch, share.replica.device, *others))
+        others = places_of(batch_slice.replica), batch_slice.num_rows, rows, shifted, accumulates
+        found.append(key_of_run_step(trainer, module, batch_slice.batch, batch_slice.replica.device, *others))
     return found
 
 
-def _profiles(share: Share, known: _Known, profile: Callable[..., Profile]) -> list[Profile]:
-    """A step on ``share``, seen from each of its devices; on a line through two that are known, if there are two.
+def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Profile]) -> list[Profile]:
+    """A step on ``batch_slice``, seen from each of its devices; on a line through two that are known, if there are two.
 
     Not in proportion to one: weights that a library repacks and gradients do not grow with the rows.
     """
-    shift = applied_shift(share.replica.module)
-    places = places_of(share.replica)
+    shift = applied_shift(batch_slice.replica.module)
+    places = places_of(batch_slice.replica)
     alike = known.setdefault(() if shift is None else tuple(shift.chosen), {})
-    if share.num_rows in alike:
-        return alike[share.num_rows]
+    if batch_slice.num_rows in alike:
+        return alike[batch_slice.num_rows]
     if len(alike) > 1:
         few = min(alike)
         more = max(alike)
         pairs = zip(alike[few], alike[more], strict=True)
-        return [extrapolate(first, second, (few, more), share.num_rows) for first, second in pairs]
+        return [extrapolate(first, second, (few, more), batch_slice.num_rows) for first, second in pairs]
     for place in places:
-        rank_zero_info(f"dpx: profiles a step on {share.num_rows} rows to plan the memory of {place} ...")
-        alike.setdefault(share.num_rows, []).append(profile(share, place=place))
-    return alike[share.num_rows]
+        rank_zero_info(f"dpx: profiles a step on {batch_slice.num_rows} rows to plan the memory of {place} ...")
+        alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, place=place))
+    return alike[batch_slice.num_rows]
 
 
 def demand(step: SeenStep, free: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import states_of
-from lightning_dpx.replicas import Share
+from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import key_of
 
 
@@ -18,14 +18,14 @@ class StaticMemory:
     """Bytes by device; parameters, buffers and gradients are counted on the spot.
 
     Attributes:
-        shares: Of the replicas that take part.
+        slices: Of the replicas that take part.
         states: Of the optimizers, still to come.
         moving: What the reduction of gradients takes beside them, at its peak.
         moves_in_backward: Whether that is while activations are still there.
         accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
     """
 
-    shares: Sequence[Share]
+    slices: Sequence[BatchSlice]
     states: Mapping[torch.device, int] = field(default_factory=dict)
     moving: Mapping[torch.device, int] = field(default_factory=dict)
     moves_in_backward: bool = False
@@ -47,7 +47,12 @@ class StaticMemory:
         """All the time: allocated now, or about to be."""
         parameters = self._parameters(device)
         if is_host(device):  # where nobody counts
-            buffers = [b for share in self.shares for b in share.replica.buffers if is_host(canonical_device(b.device))]
+            buffers = [
+                b
+                for batch_slice in self.slices
+                for b in batch_slice.replica.buffers
+                if is_host(canonical_device(b.device))
+            ]
             tensors: list[torch.Tensor] = [*parameters, *buffers]
             present = sum({key_of(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
         else:
@@ -59,7 +64,12 @@ class StaticMemory:
         return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
 
     def _parameters(self, device: torch.device) -> list[nn.Parameter]:
-        return [p for share in self.shares for p in share.replica.parameters if canonical_device(p.device) == device]
+        return [
+            p
+            for batch_slice in self.slices
+            for p in batch_slice.replica.parameters
+            if canonical_device(p.device) == device
+        ]
 
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:

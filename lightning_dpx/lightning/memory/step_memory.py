@@ -21,7 +21,7 @@ from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
-from lightning_dpx.replicas import Replica, Share
+from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate
 from lightning_dpx.replicas.shared_iterators import PeekedIterator, iterators_peeked
 from lightning_dpx.shifting import BetweenSteps, applied_shift
@@ -29,7 +29,7 @@ from lightning_dpx.shifting import BetweenSteps, applied_shift
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
-Forward = Callable[[list[Share], tuple[Any, ...], dict[str, Any]], Any]
+Forward = Callable[[list[BatchSlice], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class StepInput:
     """What a step is about to run on.
 
     Attributes:
-        shares: The slices of the batch.
+        slices: The slices of the batch.
         args: What Lightning calls the step with.
         kwargs: Likewise.
     """
 
-    shares: list[Share]
+    slices: list[BatchSlice]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -57,7 +57,7 @@ class NoStepMemory:
         """The step's arguments, as they may be given to several runs of it."""
         return args
 
-    def before_step(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a training step allocates anything."""
 
     def guarded(self, forward: Forward) -> Forward:
@@ -109,18 +109,18 @@ class StepMemory(NoStepMemory):
             return RewindableBatches(args[0]), *args[1:]
         return args
 
-    def before_step(self, shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decides, of the first batch and of larger ones, what is shifted and recomputed.
 
         Raises:
             PlanError: a budget cannot be met.
         """
-        self._step = StepInput(shares, args, kwargs)
+        self._step = StepInput(slices, args, kwargs)
         if self._shifts_open:
             self._shift_what_does_not_fit(self._step)
         if self._needs_plan(args[0]):
             self._plan(self._step)
-        self._planning.confirm(self._session.replicas, shares, self._static_memory)
+        self._planning.confirm(self._session.replicas, slices, self._static_memory)
         self._planning.begin_step()
 
     # ---- steps that are taken again ----
@@ -128,9 +128,9 @@ class StepMemory(NoStepMemory):
     def guarded(self, forward: Forward) -> Forward:
         """``forward``, run again where it runs out of memory, with a tighter plan."""
 
-        def run(shares: list[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._out_of_memory.begin_step(self._session.replicas)
-            again = partial(forward, shares, args, kwargs)
+            again = partial(forward, slices, args, kwargs)
             repeat = again if self._session.module.automatic_optimization else None
             return self._out_of_memory.guarded(again, self._tighten, repeat)
 
@@ -145,7 +145,7 @@ class StepMemory(NoStepMemory):
 
         def again() -> None:
             assert known is not None, "only asked for where it can be repeated"
-            session.training.repeat_forward(known.shares, known.args, known.kwargs)
+            session.training.repeat_forward(known.slices, known.args, known.kwargs)
             step.take_gradients(gradients)
             backward()
 
@@ -166,7 +166,7 @@ class StepMemory(NoStepMemory):
         session = self._session
         with iterators_peeked(session.replicas.root.module) as peeked:
             run = self._tried_step(known, peeked)
-            return self._planning.tighten(session.replicas, known.args[0], known.shares, run, self._static_memory)
+            return self._planning.tighten(session.replicas, known.args[0], known.slices, run, self._static_memory)
 
     # ---- what the first batch decides ----
 
@@ -178,7 +178,7 @@ class StepMemory(NoStepMemory):
         session.step.close()  # its hooks hold on to where the parameters were
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
-            shift_what_does_not_fit(replicas, step.shares, run, session.strategy.optimizers)
+            shift_what_does_not_fit(replicas, step.slices, run, session.strategy.optimizers)
         note_shifts(replicas.replicas, self._hooks_mode)
 
     def _needs_plan(self, batch: Any) -> bool:
@@ -193,7 +193,7 @@ class StepMemory(NoStepMemory):
         replicas = self._session.replicas
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
-            self._planning.decide(replicas, step.args[0], step.shares, run, self._static_memory, source=source)
+            self._planning.decide(replicas, step.args[0], step.slices, run, self._static_memory, source=source)
 
     def plan_ahead(self) -> None:
         """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
@@ -218,8 +218,8 @@ class StepMemory(NoStepMemory):
         batch = before_batch_transfer(module, precision.convert_input(example))
         index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         try:
-            shares = session.slices.of("training_step", batch)
-            self._plan(StepInput(shares, (batch, *index), {}), "example_batch")
+            slices = session.slices.of("training_step", batch)
+            self._plan(StepInput(slices, (batch, *index), {}), "example_batch")
         except BaseException as error:
             error.add_note(
                 "It happened at setup, where memory is planned from example_batch, before on_fit_start and "
@@ -229,13 +229,13 @@ class StepMemory(NoStepMemory):
         finally:
             replicas.forget_usual_rows()
 
-    def _static_memory(self, shares: Sequence[Share]) -> StaticMemory:
-        """What a step of ``shares`` needs on every device beside its activations."""
+    def _static_memory(self, slices: Sequence[BatchSlice]) -> StaticMemory:
+        """What a step of ``slices`` needs on every device beside its activations."""
         session = self._session
         return StaticMemory(
-            shares,
+            slices,
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
-            moving=session.step.reduction_bytes([share.replica.index for share in shares]),
+            moving=session.step.reduction_bytes([batch_slice.replica.index for batch_slice in slices]),
             moves_in_backward=session.step.reduces_in_backward,
             accumulates=keeps_gradients(session.trainer),
         )
@@ -249,22 +249,22 @@ class StepMemory(NoStepMemory):
         def run(module: Any, rows: Any, num_rows: int) -> Any:
             for iterator in peeked:
                 iterator.rewind(is_tried=True)
-            share = Share(Replica(0, module.device, module), num_rows, rows)
+            batch_slice = BatchSlice(Replica(0, module.device, module), num_rows, rows)
             try:
                 if module.automatic_optimization:
-                    return run_step(module, share)
+                    return run_step(module, batch_slice)
                 with guest.visit(module):
-                    return run_step(module, share)
+                    return run_step(module, batch_slice)
             except BaseException as error:
                 annotate(error, module, module.device, FirstNaN())
                 raise
 
-        def run_step(module: Any, share: Share) -> Any:
+        def run_step(module: Any, batch_slice: BatchSlice) -> Any:
             transfer = Transfer(session.trainer, session.module, 0)
             context = session.context(module)
             precision = strategy.precision_plugin.train_step_context()
-            with StepLog(share).recording(module), precision, context:
-                return module.training_step(transfer.to_replica(share), *step.args[1:], **step.kwargs)
+            with StepLog(batch_slice).recording(module), precision, context:
+                return module.training_step(transfer.to_replica(batch_slice), *step.args[1:], **step.kwargs)
 
         return run
 

@@ -22,7 +22,7 @@ from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.metrics.arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
 from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
 from lightning_dpx.python_objects.reachable import reachable
-from lightning_dpx.replicas import ReplicaRank, Share, current_rank
+from lightning_dpx.replicas import BatchSlice, ReplicaRank, current_rank
 from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
 
 KINDS = (Metric, MetricCollection, MetricTracker)
@@ -65,13 +65,13 @@ class _Step:
     """What the replicas have called in the step that is under way.
 
     Attributes:
-        shares: The slices, in the order of their ranks.
+        slices: The slices, in the order of their ranks.
         counts: Per replica, how often each method was called.
         pending: Per replica, calls that wait, by metric, method and number.
         values: What the metrics gave to the replicas; their storage is held, so that no other has its address.
     """
 
-    shares: Sequence[Share]
+    slices: Sequence[BatchSlice]
     counts: list[dict[tuple[int, str], int]]
     pending: list[dict[tuple[int, str, int], _Call]]
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -125,11 +125,11 @@ class ReplicaMetrics:
         return known and bool(value.numel()) and value.data_ptr() in self._step.values  # type: ignore[union-attr]
 
     @contextmanager
-    def step(self, shares: Sequence[Share], *, restore: bool = False) -> Iterator[None]:
+    def step(self, slices: Sequence[BatchSlice], *, restore: bool = False) -> Iterator[None]:
         """What the replicas call inside the block is called once on the user's metrics.
 
         Args:
-            shares: The slices of the step, in the order of their ranks.
+            slices: The slices of the step, in the order of their ranks.
             restore: After an error the metrics are what they were, because the step may be repeated.
         """
         if not self.named:
@@ -137,7 +137,7 @@ class ReplicaMetrics:
             return
         before = self._snapshot() if restore else None
         self.separate = []
-        self._step = _Step(shares, [{} for _ in shares], [{} for _ in shares])
+        self._step = _Step(slices, [{} for _ in slices], [{} for _ in slices])
         try:
             with self._routed():
                 yield
@@ -153,11 +153,11 @@ class ReplicaMetrics:
         self._step = None
 
     @contextmanager
-    def kept(self, shares: Sequence[Share]) -> Iterator[None]:
+    def kept(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
         """A step after which nothing has changed."""
         before = self._snapshot()
         try:
-            with self.step(shares):
+            with self.step(slices):
                 yield
         finally:
             self._step = None
@@ -243,7 +243,7 @@ class ReplicaMetrics:
             except GatherError as error:
                 self._note_separate(metric, method, str(error))
                 for rank, call in calls.items():
-                    self._call_own(metric, method, self._at_home(call, step.shares[rank]))
+                    self._call_own(metric, method, self._at_home(call, step.slices[rank]))
             else:
                 self._call_own(metric, method, arguments)
 
@@ -251,7 +251,7 @@ class ReplicaMetrics:
         def act(present: list[tuple[int, _Call]]) -> SharedValue:
             self._call_pending()
             shared = shared_value(
-                {place: self._at_home(one, step.shares[place]) for place, one in present},
+                {place: self._at_home(one, step.slices[place]) for place, one in present},
                 lambda arguments: self._join(call, number, arguments, step),
                 lambda arguments: self._call_own(call.metric, call.method, arguments),
                 differentiable=getattr(call.metric, "is_differentiable", None) is not False,
@@ -262,7 +262,7 @@ class ReplicaMetrics:
 
         kind = f"{call.method}() of the metric {self._name(call.metric)}"
         whole: SharedValue = rank.meet_present(kind, (rank.rank, call), act)
-        value = whole.for_replica(rank, step.shares[rank.rank].replica.device, (call.args, call.kwargs))
+        value = whole.for_replica(rank, step.slices[rank.rank].replica.device, (call.args, call.kwargs))
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.numel():
                 step.values[leaf.data_ptr()] = leaf.detach()
@@ -272,12 +272,12 @@ class ReplicaMetrics:
 
     def _joined(self, calls: dict[int, _Call], number: int, step: _Step) -> Arguments:
         one = next(iter(calls.values()))
-        arguments = {rank: self._at_home(call, step.shares[rank]) for rank, call in calls.items()}
+        arguments = {rank: self._at_home(call, step.slices[rank]) for rank, call in calls.items()}
         return self._join(one, number, arguments, step)
 
     def _join(self, call: _Call, number: int, arguments: dict[int, Arguments], step: _Step) -> Arguments:
         """Those of the ``number``-th call of a method in a step, by rank."""
-        rows = tuple(step.shares[rank].num_rows for rank in arguments)
+        rows = tuple(step.slices[rank].num_rows for rank in arguments)
         if len(rows) == 1:
             return next(iter(arguments.values()))
         metric = call.metric
@@ -295,10 +295,10 @@ class ReplicaMetrics:
             self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {what}")
         return joined
 
-    def _at_home(self, call: _Call, share: Share) -> Arguments:
+    def _at_home(self, call: _Call, batch_slice: BatchSlice) -> Arguments:
         """What a replica gives, on the device of the user's module where it is on the replica's."""
         home: Any = self._module.device
-        there = share.replica.device
+        there = batch_slice.replica.device
         if there == home:
             return call.args, call.kwargs
 

@@ -55,7 +55,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
     with_copied_optimizers,
 )
 from lightning_dpx.lightning.transfers import Transfer
-from lightning_dpx.replicas import MergeRules, ReplicaSet, Share, first_loss
+from lightning_dpx.replicas import BatchSlice, MergeRules, ReplicaSet, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
@@ -168,7 +168,9 @@ class Rehearsals:
             self._rules[key] = MergeRules(loss_reduction="sum" if self._loss_reduction == "sum" else "mean")
         return self._rules[key]
 
-    def before_step(self, name: str, shares: Sequence[Share], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def before_step(
+        self, name: str, slices: Sequence[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Rehearses the step, if it is the first one on several replicas; says whether it did.
 
         Raises:
@@ -177,14 +179,14 @@ class Rehearsals:
         idx = args[2] if name != "training_step" and len(args) > 2 else 0
         key = name, idx
         is_open = key not in self._done or self._is_outdated(key)
-        rehearses = is_open and len(shares) > 1 and self._verify != "off"
+        rehearses = is_open and len(slices) > 1 and self._verify != "off"
         if rehearses:
             self._again[key] = self._again.get(key, -1) + 1
             self._done.add(key)
-            rows = sum(share.num_rows for share in shares)
-            active = tuple(share.replica.index for share in shares)
+            rows = sum(batch_slice.num_rows for batch_slice in slices)
+            active = tuple(batch_slice.replica.index for batch_slice in slices)
             self._rehearse(Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=rows))
-        elif key not in self._done and len(shares) > 1:
+        elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
         if name == "training_step" and not self._agreed:
@@ -540,11 +542,11 @@ class _Rehearsal:
             stack.callback(replicas.close)
             for _ in range(num_steps):
                 self._forget_gradients(shadow)
-                share = Share(replicas.root, num_rows, self._own(rows))
-                writes = self._watch_batch(share.batch)
-                log = StepLog(share)
+                batch_slice = BatchSlice(replicas.root, num_rows, self._own(rows))
+                writes = self._watch_batch(batch_slice.batch)
+                log = StepLog(batch_slice)
                 with self._context(), recorded_calls(shadow) as seen.metric_calls:
-                    seen.output = replicas.run(call.name, [share], partial(self._step_of_one, log))[0]
+                    seen.output = replicas.run(call.name, [batch_slice], partial(self._step_of_one, log))[0]
                 with _recording(log, shadow):
                     final = self._session.finished(call.name, seen.output)
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
@@ -556,13 +558,13 @@ class _Rehearsal:
         seen.left_alone = self._guest.left_alone
         return seen
 
-    def _step_of_one(self, log: StepLog, share: Share) -> Any:
+    def _step_of_one(self, log: StepLog, batch_slice: BatchSlice) -> Any:
         call = self._call
-        shadow: Any = share.replica.module
+        shadow: Any = batch_slice.replica.module
         with log.recording(shadow), self._session.context(shadow):
             transfer = Transfer(shadow.trainer, shadow, call.dataloader_idx)
-            batch = transfer.to_replica(share)
-            self._writes.note(share, batch, is_as_loaded=transfer.is_plain)
+            batch = transfer.to_replica(batch_slice)
+            self._writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
             return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
 
     def _watch_batch(self, rows: Any) -> BatchWrites:
@@ -625,13 +627,13 @@ class _Rehearsal:
                 for replica in replicas.replicas:
                     self._forget_gradients(replica.module)
                 step.rules = rules
-                shares = session.slices.weighted(self._shares_of(replicas, sizes), shadow)
-                merged_log = StepLog(replace(shares[0], num_rows=sum(sizes)))
+                slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
+                merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
                 with self._pointing_at(shadow, session, rules, seen):
                     writes = self._watch_batch(self._own(self._first_rows(sum(sizes))[0]))
                     session.batch_writes = writes
                     with _recording(merged_log, shadow):
-                        final = self._step_of_replicas(session, shares)
+                        final = self._step_of_replicas(session, slices)
                     seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
                     self._note_writes(writes, replicas, rules, seen)
                     self._finish(seen, final, shadow, step.owner_parameters, step)
@@ -640,18 +642,19 @@ class _Rehearsal:
             self._forget_gradients(replica.module)
         return judge, seen
 
-    def _shares_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[Share]:
+    def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
         parts = self._own(self._first_rows(*sizes))
         active = self._call.active
         return [
-            Share(replicas.replicas[index], size, part) for index, size, part in zip(active, sizes, parts, strict=True)
+            BatchSlice(replicas.replicas[index], size, part)
+            for index, size, part in zip(active, sizes, parts, strict=True)
         ]
 
-    def _step_of_replicas(self, session: "Session", shares: list[Share]) -> Any:
+    def _step_of_replicas(self, session: "Session", slices: list[BatchSlice]) -> Any:
         call = self._call
         if self._trains:
-            return session.training.forward(shares, call.args, call.kwargs)
-        return session.evaluation.forward(call.name, shares, call.args, call.kwargs)
+            return session.training.forward(slices, call.args, call.kwargs)
+        return session.evaluation.forward(call.name, slices, call.args, call.kwargs)
 
     def _try_real_slices(self, error: Exception, sizes: tuple[int, ...]) -> None:
         """Slices of a few rows fail; if those of the batch do, too, the stage cannot run in slices.

@@ -31,7 +31,7 @@ from lightning_dpx.lightning.lightning_compat import (
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
-from lightning_dpx.replicas import GeneratorStates, Replica, ReplicaSet, Share
+from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
 from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
@@ -139,14 +139,14 @@ class ShadowReplicas(ReplicaSet):
     guest: Guest
     metrics: ReplicaMetrics
 
-    def run(self, stage: str, shares: Sequence[Share], call: Callable[[Share], Any]) -> list[Any]:
+    def run(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
         """As of all replicas."""
 
-        def watched(share: Share) -> Any:
+        def watched(batch_slice: BatchSlice) -> Any:
             with self.guest.in_step(stage):
-                return call(share)
+                return call(batch_slice)
 
-        return super().run(stage, shares, watched)
+        return super().run(stage, slices, watched)
 
 
 class _Flags:
