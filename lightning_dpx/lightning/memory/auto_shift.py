@@ -74,8 +74,8 @@ def shift_what_does_not_fit(
 def _predict(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> tuple[dict[str, int], int]:
     if batch_slice.num_rows < 4:
         raise ConfigurationError(
-            f"shifts='auto' extrapolates from two and four rows, and a replica gets {batch_slice.num_rows}; give shifts "
-            "and shift_activations by hand."
+            f"shifts='auto' extrapolates from two and four rows, and a replica gets {batch_slice.num_rows}; give "
+            "shifts and shift_activations by hand."
         )
     traces: list[list[Activation]] = []
     for rows in (2, 4):

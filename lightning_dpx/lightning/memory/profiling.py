@@ -102,7 +102,8 @@ def _profile_slice(
     if batch_slice.num_rows < 4:
         raise PlanError(
             f"A step on {batch_slice.num_rows} rows does not fit on {batch_slice.replica.device} without a plan, "
-            "and fewer rows to extrapolate from there are not. Plan it without running it (dpx.search_plan with device) and give plan."
+            "and fewer rows to extrapolate from there are not. "
+            "Plan it without running it (dpx.search_plan with device) and give plan."
         )
     rows = max(2, batch_slice.num_rows // 8), max(4, batch_slice.num_rows // 4)
     try:
@@ -116,7 +117,8 @@ def _profile_slice(
         traceback.clear_frames(error.__traceback__)
         raise PlanError(
             f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
-            "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
+            "beside what is there already. "
+            "Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
             "give plan."
         ) from None
     finally:
