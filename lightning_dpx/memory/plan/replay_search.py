@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lightning_dpx.memory.plan.forecast import Forecast, with_replaying
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from lightning_dpx.memory.plan.replayed_steps import replayed
+from lightning_dpx.memory.plan.replayed_steps import ReplayableStep
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
 from lightning_dpx.memory.profile.data import Profile
 
@@ -63,21 +63,22 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     groups = _groups(profile)
     if not groups:
         return plain
+    step = ReplayableStep(profile)
     found = [plain]
     if budget is None:
-        lowest = min((_mixed(profile, names) for names in groups), key=lambda mixed: mixed.peak)
+        lowest = min((_mixed(step, names) for names in groups), key=lambda mixed: mixed.peak)
         if lowest.peak <= _WITHIN_REACH * plain.peak:
             found += [lowest, lowest._replace(choice=choose(lowest.problem, None))]
         return min(found, key=lambda mixed: mixed.forecast.rank(None))
-    whole = [_mixed(profile, names) for names in groups]
-    fitting = [_with_fewer(profile, mixed, budget) for mixed in whole if mixed.peak <= budget]
+    whole = [_mixed(step, names) for names in groups]
+    fitting = [_with_fewer(step, mixed, budget) for mixed in whole if mixed.peak <= budget]
     found += fitting
     near = sorted(
         (mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.forecast.rank(budget)
     )
     for mixed in near[:_MOST_KINDS]:
         for names in _parts(profile, mixed.names):
-            part = _mixed(profile, names)
+            part = _mixed(step, names)
             leader = min(found, key=lambda mixed: mixed.forecast.rank(budget))
             bound = part.problem.profile.replaying + least_seconds(Relaxation(part.problem), budget)
             if leader.peak > budget or bound < _GAIN * leader.seconds:
@@ -85,8 +86,8 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     return min(found, key=lambda mixed: mixed.forecast.rank(budget))
 
 
-def _mixed(profile: Profile, names: frozenset[str]) -> Mixed:
-    return Mixed(names, Problem(replayed(profile, names)), Choice())
+def _mixed(step: ReplayableStep, names: frozenset[str]) -> Mixed:
+    return Mixed(names, Problem(step.replayed(names)), Choice())
 
 
 def _groups(profile: Profile) -> list[frozenset[str]]:
@@ -104,18 +105,19 @@ def _in_order(profile: Profile, names: frozenset[str]) -> list[str]:
     return [call.name for call in profile.calls if call.name in names]
 
 
-def _with_fewer(profile: Profile, mixed: Mixed, budget: int) -> Mixed:
+def _with_fewer(step: ReplayableStep, mixed: Mixed, budget: int) -> Mixed:
     """Leaves calls alone while the budget allows it, the last first: backward comes back to them soonest.
 
     In handfuls, halved when one is too much: a step with fewer calls takes time in the size of the whole step.
     """
+    profile = step.profile
     names = mixed.names
     waiting = _in_order(profile, mixed.names)[::-1]
     size = max(1, len(waiting) // 4)
     misses = 0
     while waiting and misses < _MOST_MISSES:
         fewer = names - set(waiting[:size])
-        if replayed(profile, fewer).peak <= budget:
+        if step.peak(fewer) <= budget:
             names = fewer
             waiting = waiting[size:]
         elif size > 1:
@@ -123,7 +125,7 @@ def _with_fewer(profile: Profile, mixed: Mixed, budget: int) -> Mixed:
         else:
             waiting = waiting[1:]
             misses = misses + 1
-    return _mixed(profile, names)
+    return _mixed(step, names)
 
 
 def _parts(profile: Profile, names: frozenset[str]) -> Iterator[frozenset[str]]:

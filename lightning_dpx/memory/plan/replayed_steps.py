@@ -11,9 +11,10 @@ ever, and the time of the replays stands beside it.
 """
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from itertools import accumulate
+
+import numpy as np
 
 from lightning_dpx.memory.profile.data import Profile, SavedStorage, SavedValue, outermost
 
@@ -24,32 +25,77 @@ _LEADS_IN = "it is made from what only {} saves, which is called again"
 
 def replayed(profile: Profile, names: Collection[str]) -> Profile:
     """The step of ``profile`` with these calls replayed; of nested ones, the outer."""
-    chosen = outermost(profile.calls, names)
-    return _Replayed(profile, chosen).profile() if chosen else profile
+    return ReplayableStep(profile).replayed(names)
+
+
+class ReplayableStep:
+    """A profiled step whose calls may be replayed: what is the same whichever they are is looked up once.
+
+    Args:
+        profile: The step.
+
+    Attributes:
+        profile: The same.
+        of_name: The numbers of the holds of each value.
+        hold_call: For each hold the innermost call that can be replayed; -1 without one.
+        hold_asked: For each hold the event at which backward first asks for it; after the last one if it never does.
+        hold_end: For each hold the event at which autograd lets go of it.
+        call_end: For each call the event at which it is over.
+        pairs: Of a storage and a hold of a value in it (2 rows).
+        spans: Of each storage: bytes, last use in forward, end (3 rows).
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        never = len(profile.curve)
+        self.of_name = defaultdict[str, list[int]](list)
+        for at, hold in enumerate(profile.holds):
+            self.of_name[hold.name].append(at)
+        self.of_name.default_factory = None
+        self.hold_call = np.array([hold.call for hold in profile.holds], dtype=np.int64)
+        self.hold_asked = np.array([never if h.asked < 0 else h.asked for h in profile.holds], dtype=np.int64)
+        self.hold_end = np.array([hold.end for hold in profile.holds], dtype=np.int64)
+        self.call_end = np.array([call.end for call in profile.calls], dtype=np.int64)
+        pairs = [
+            (value.storage, at)
+            for value in profile.values
+            if value.storage >= 0 and value.name
+            for at in self.of_name.get(value.name, ())
+        ]
+        self.pairs = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        spans = [(one.num_bytes, one.unused, one.freed) for one in profile.storages]
+        self.spans = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+
+    def replayed(self, names: Collection[str]) -> Profile:
+        """The step with these calls replayed; of nested ones, the outer."""
+        chosen = outermost(self.profile.calls, names)
+        return _Replayed(self, chosen).profile() if chosen else self.profile
+
+    def peak(self, names: Collection[str]) -> int:
+        """Bytes of activations at the most with these calls replayed, without the rest of the profile."""
+        chosen = outermost(self.profile.calls, names)
+        if not chosen:
+            return self.profile.peak
+        return int(_Replayed(self, chosen).curve().max(initial=0))
 
 
 class _Replayed:
-    def __init__(self, profile: Profile, chosen: Collection[int]) -> None:
+    def __init__(self, step: ReplayableStep, chosen: Collection[int]) -> None:
+        profile = step.profile
+        self._step = step
         self._profile = profile
-        self._chosen = chosen
-        region = list(range(len(profile.calls)))  # of each call the chosen one that it is in, or -1
+        self._chosen = sorted(chosen)
+        region = [-1] * (len(profile.calls) + 1)  # of each call the chosen one that it is in; the last is no call
         for at, call in enumerate(profile.calls):
-            region[at] = at if at in chosen else region[call.parent] if call.parent >= 0 else -1
-        self._region = [region[hold.call] if hold.call >= 0 else -1 for hold in profile.holds]
-        self._of_name = defaultdict[str, list[int]](list)  # holds of each value
-        for at, hold in enumerate(profile.holds):
-            self._of_name[hold.name].append(at)
-        self._asked = dict.fromkeys(chosen, len(profile.curve))  # the event of the first request in each region
-        self._ends = dict.fromkeys(chosen, 0)
-        for at, hold in zip(self._region, profile.holds, strict=True):
-            if at >= 0:
-                self._ends[at] = max(self._ends[at], hold.end)
-                if hold.asked >= 0:
-                    self._asked[at] = min(self._asked[at], hold.asked)
-        self._given_until = dict[int, int]()  # by storage: when the last call has gone that takes it
-        for at in chosen:
-            for number in profile.calls[at].given:
-                self._given_until[number] = max(self._given_until.get(number, 0), self._ends[at])
+            region[at] = at if at in chosen else region[call.parent]
+        self._region: np.ndarray = np.array(region)[step.hold_call]  # of each hold
+        within = self._region >= 0
+        # The event of the first request in each region, and the one at which the last of it goes.
+        self._asked = np.full(len(profile.calls), len(profile.curve))
+        np.minimum.at(self._asked, self._region[within], step.hold_asked[within])
+        self._ends = np.zeros(len(profile.calls), dtype=np.int64)
+        np.maximum.at(self._ends, self._region[within], step.hold_end[within])
+        self._until = self._find_until()
 
     def profile(self) -> Profile:
         """The step."""
@@ -65,26 +111,22 @@ class _Replayed:
             values=tuple(values),
             storages=tuple(storages),
             requests=tuple(requests),
-            curve=tuple(self._curve()),
+            curve=tuple(self.curve().tolist()),
             replaying=self._profile.replaying + sum(self._profile.calls[at].seconds for at in self._chosen),
         )
 
     # ---- the memory ----
 
-    def _curve(self) -> list[int]:
+    def curve(self) -> np.ndarray:
+        """Bytes at every event."""
         profile = self._profile
         end = len(profile.curve)
-        change = [0] * (end + 2)
-        spikes = dict[int, int]()
-        for number, storage in enumerate(profile.storages):
-            until = self._until(number)
-            if until is not None and until != storage.freed:  # it goes earlier, or what is given to a call later
-                change[until] -= storage.num_bytes
-                change[storage.freed] += storage.num_bytes
+        change = self._change_of_storages()
+        spikes = np.zeros(end, dtype=np.int64)
         beside = dict[tuple[int, int], int]()  # what calls are given and nobody saves; several may be given the same
         for at in self._chosen:
             call = profile.calls[at]
-            asked = self._asked[at]
+            asked = int(self._asked[at])
             held = sum(size for size, _ in call.again)
             for size, released in call.again:
                 change[min(asked, end)] += size
@@ -92,65 +134,72 @@ class _Replayed:
             change[call.end] -= call.small
             change[min(asked, end)] += call.small
             change[call.begin] += call.state
-            change[min(self._ends[at], end)] -= call.state
+            change[min(int(self._ends[at]), end)] -= call.state
             for one in call.given_beside:
-                beside[one] = max(beside.get(one, 0), self._ends[at])
+                beside[one] = max(beside.get(one, 0), int(self._ends[at]))
             if asked < end:
-                spikes[asked] = spikes.get(asked, 0) + max(0, call.most - held - call.small) + call.state
+                spikes[asked] += max(0, call.most - held - call.small) + call.state
         for (size, died), until in beside.items():
             if until > died:
                 change[died] += size
                 change[until] -= size
-        curve = [here + there for here, there in zip(profile.curve, accumulate(change), strict=False)]
-        for event, size in spikes.items():
-            curve[event] += size
-        return curve
+        found: np.ndarray = np.array(profile.curve, dtype=np.int64) + np.cumsum(change)[:end] + spikes
+        return found
 
-    def _until(self, number: int) -> int | None:
-        """The event at which a storage goes; ``None`` if no region has to do with it."""
-        profile = self._profile
-        storage = self._profile.storages[number]
-        given = [self._given_until[number]] if number in self._given_until else []
-        holds = [at for value in self._in_storage[number] for at in self._of_name[value.name]]
-        within = [self._region[at] for at in holds if self._region[at] >= 0]
-        if not within and not given:
-            return None
-        outside = [profile.holds[at].end for at in holds if self._region[at] < 0]
-        left = [profile.calls[at].end for at in within]
-        if not within and not outside:
-            outside = [storage.freed]
-        return min(max(*given, *outside, *left, storage.unused + 1, 0), len(profile.curve))
+    def _change_of_storages(self) -> np.ndarray:
+        """By how much the curve steps at every event: storages go earlier, or those given to a call later."""
+        change = np.zeros(len(self._profile.curve) + 2, dtype=np.int64)
+        sizes, _, freed = self._step.spans
+        moved = (self._until >= 0) & (self._until != freed)
+        np.add.at(change, self._until[moved], -sizes[moved])
+        np.add.at(change, freed[moved], sizes[moved])
+        return change
+
+    def _find_until(self) -> np.ndarray:
+        """For each storage the event at which it goes; -1 if no region has to do with it."""
+        step = self._step
+        _, unused, freed = step.spans
+        given = np.full(len(freed), -1)  # when the last call has gone that takes it
+        for at in self._chosen:
+            for number in self._profile.calls[at].given:
+                given[number] = max(given[number], self._ends[at])
+        storage, hold = step.pairs
+        region = self._region[hold]
+        within = region >= 0
+        left = np.full(len(freed), -1)
+        np.maximum.at(left, storage[within], step.call_end[region[within]])
+        outside = np.full(len(freed), -1)
+        np.maximum.at(outside, storage[~within], step.hold_end[hold[~within]])
+        outside = np.where((left < 0) & (outside < 0), freed, outside)
+        until = np.maximum.reduce([given, outside, left, unused + 1, np.zeros_like(freed)])
+        until = np.minimum(until, len(self._profile.curve))
+        found: np.ndarray = np.where((left < 0) & (given < 0), -1, until)
+        return found
 
     def _shorter(self, number: int, storage: SavedStorage) -> SavedStorage:
-        until = self._until(number)
-        return storage if until is None else replace(storage, freed=max(until, storage.unused))
-
-    @property
-    def _in_storage(self) -> list[list[SavedValue]]:
-        if not hasattr(self, "_members"):
-            self._members: list[list[SavedValue]] = [[] for _ in self._profile.storages]
-            for value in self._profile.values:
-                if value.storage >= 0 and value.name:
-                    self._members[value.storage].append(value)
-        return self._members
+        until = int(self._until[number])
+        return storage if until < 0 else replace(storage, freed=max(until, storage.unused))
 
     # ---- the values ----
 
     def _values(self) -> list[SavedValue]:
         profile = self._profile
         names = self._names()
+        regions = self._region.tolist()
+        related = self._related_paths()
         given = {storage: profile.calls[at].name for at in self._chosen for storage in profile.calls[at].given}
         found = list[SavedValue]()
         lost = dict[int, str]()  # the call without which each cannot be had
         for index, value in enumerate(profile.values):
-            holds = self._of_name.get(value.name, ()) if value.name else ()
-            inside = [self._region[at] for at in holds]
+            holds = self._step.of_name.get(value.name, ()) if value.name else ()
+            inside = [regions[at] for at in holds]
             if holds and min(inside) >= 0:
                 call = profile.calls[inside[0]].name
                 lost[index] = call
                 found.append(replace(value, within=call, compact=0, refused=_WITHIN.format(repr(call))))
                 continue
-            call = next((lost[source] for source in value.inputs if source in lost), "") or self._conflict(value)
+            call = next((lost[source] for source in value.inputs if source in lost), "")
+            call = call or (_conflict(value, *related) if value.call else "")
             name = names.get(value.name, value.name)
             if value.storage in given and not value.refused:
                 found.append(replace(value, name=name, refused=_GIVEN.format(repr(given[value.storage]))))
@@ -166,21 +215,40 @@ class _Replayed:
             found.append(replace(value, name=name) if name != value.name else value)
         return found
 
-    def _conflict(self, value: SavedValue) -> str:
-        """The replayed call with which the call that makes ``value`` shares anything."""
-        path = value.call.partition("#")[0]
-        for at in self._chosen if value.call else ():
-            other = self._profile.calls[at].name.partition("#")[0]
-            if path == other or other.startswith(f"{path}.") or path.startswith(f"{other}.") or not path:
-                return self._profile.calls[at].name
-        return ""
+    def _related_paths(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The replayed calls by the path of their module, and by those of all modules round them."""
+        inside = dict[str, str]()
+        around = dict[str, str]()
+        for at in self._chosen:
+            name = self._profile.calls[at].name
+            path = name.partition("#")[0]
+            inside.setdefault(path, name)
+            for outer in _paths_from(path):
+                around.setdefault(outer, name)
+        return inside, around
 
     def _names(self) -> dict[str, str]:
         """The names that values get where those within regions get none."""
         counts = dict[str, int]()
         found = dict[str, str]()
-        for hold, region in zip(self._profile.holds, self._region, strict=True):
+        for hold, region in zip(self._profile.holds, self._region.tolist(), strict=True):
             if region < 0 and hold.name not in found:
                 counts[hold.module_call] = number = counts.get(hold.module_call, 0) + 1
                 found[hold.name] = f"{hold.module_call}:{number}"
         return found
+
+
+def _paths_from(path: str) -> Iterator[str]:
+    """``path`` and those of the modules round it, up to the model's own."""
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _conflict(value: SavedValue, inside: dict[str, str], around: dict[str, str]) -> str:
+    """The replayed call with which the call that makes ``value`` shares anything."""
+    path = value.call.partition("#")[0]
+    if path in around:
+        return around[path]
+    return next((inside[outer] for outer in _paths_from(path) if outer and outer in inside), "")

@@ -139,7 +139,8 @@ class Relaxation:
 
     def change_of(self, column: int) -> tuple[int, int, np.ndarray]:
         """What dropping a unit changes: from an event, until another, the bytes at each of them."""
-        spans = self._spans[self._spans[:, 2] == column]
+        first, stop = np.searchsorted(self._spans[:, 2], [column, column + 1])  # they stand in that order
+        spans = self._spans[first:stop]
         begin = int(spans[:, 0].min())
         end = min(int(spans[:, 1].max()), len(self.curve))
         change = np.zeros(max(0, end - begin))
