@@ -1,0 +1,43 @@
+"""Lightning's command line, with simulated devices and this package's words for wrong values."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+
+import lightning_dpx as dpx
+from lightning_dpx.commands.config import InstantiateOnlyCLI
+from tests.conftest import SIMULATED, Classifier
+
+pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
+def cli(*arguments: str, model: type[LightningModule] = Classifier) -> InstantiateOnlyCLI:
+    return InstantiateOnlyCLI(QUIET, model_class=model, seed_everything_default=False, args=["fit", *arguments])
+
+
+def test_everything_is_made_and_nothing_runs() -> None:
+    made = cli("--trainer.strategy=dpx", "--trainer.devices=2", "--trainer.accelerator=cpu")
+    assert isinstance(made.trainer.strategy, dpx.DPXStrategy)
+    assert isinstance(made.model, Classifier)
+    assert made.trainer.state.fn is None, "no stage has begun"
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED or "there are some")
+def test_simulated_devices_are_there_before_the_trainer(sim: Any) -> None:
+    made = cli("--simulate.num_devices=3", "--trainer.accelerator=sim", "--trainer.devices=3", "--trainer.strategy=dpx")
+    assert sim.device_count() == 3
+    assert len(made.trainer.strategy.parallel_devices) == 3
+
+
+class Picky(Classifier):
+    def __init__(self, width: int = 3) -> None:
+        if width < 0:
+            raise ValueError(f"width={width} is negative")
+        super().__init__()
+
+
+def test_a_value_that_is_refused_is_an_error_of_this_package() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="width=-1 is negative"):
+        cli("--model.width=-1", model=Picky)
