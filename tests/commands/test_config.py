@@ -17,18 +17,14 @@ def cli(*arguments: str, model: type[LightningModule] = Classifier) -> Instantia
     return InstantiateOnlyCLI(QUIET, model_class=model, seed_everything_default=False, args=["fit", *arguments])
 
 
-def test_everything_is_made_and_nothing_runs() -> None:
-    made = cli("--trainer.strategy=dpx", "--trainer.devices=2", "--trainer.accelerator=cpu")
-    assert isinstance(made.trainer.strategy, dpx.DPXStrategy)
-    assert isinstance(made.model, Classifier)
-    assert made.trainer.state.fn is None, "no stage has begun"
-
-
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED or "there are some")
-def test_simulated_devices_are_there_before_the_trainer(sim: Any) -> None:
+def test_everything_is_made_on_simulated_devices_and_nothing_runs(sim: Any) -> None:
     made = cli("--simulate.num_devices=3", "--trainer.accelerator=sim", "--trainer.devices=3", "--trainer.strategy=dpx")
     assert sim.device_count() == 3
+    assert isinstance(made.trainer.strategy, dpx.DPXStrategy)
     assert len(made.trainer.strategy.parallel_devices) == 3
+    assert isinstance(made.model, Classifier)
+    assert made.trainer.state.fn is None, "no stage has begun"
 
 
 class Picky(Classifier):

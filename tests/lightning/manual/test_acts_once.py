@@ -1,0 +1,65 @@
+"""Shared optimizers ask the view of the calling replica, and are what they were outside of its code."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.manual.acts_once import (
+    Exchanged,
+    current_view,
+    held_optimizers,
+    plain_attribute,
+    viewed,
+)
+from lightning_dpx.replicas.context import RendezvousSlot, ReplicaRank, as_rank
+
+RANK = ReplicaRank(0, 2, RendezvousSlot())
+
+
+class View:
+    """Answers for one replica."""
+
+    def __init__(self) -> None:
+        self.assigned: dict[str, Any] = {}
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        return f"{name} of the replica"
+
+    def assign(self, owner: Any, name: str, value: Any) -> None:
+        self.assigned[name] = value
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def test_inside_a_replica_attributes_are_the_views_and_elsewhere_the_optimizers_own() -> None:
+    optimizer = sgd()
+    exchanged = Exchanged()
+    exchanged.add([optimizer, optimizer])
+    view = View()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    with viewed(view):
+        assert current_view() is None, "no replica runs"
+        assert len(optimizer.param_groups) == 1
+        with as_rank(RANK):
+            assert current_view() is view
+            assert optimizer.step == "step of the replica"
+            optimizer.note = 1
+            assert plain_attribute(optimizer, "param_groups")[0]["lr"] == 0.1
+    assert view.assigned == {"note": 1}
+    assert not hasattr(optimizer, "note")
+    exchanged.restore()
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_optimizers_are_found_in_attributes_and_small_containers() -> None:
+    module = nn.Module()
+    one, two, three = sgd(), sgd(), sgd()
+    module.one = one
+    module.several = [two, 1]
+    module.by_name = {"three": three}
+    module.many = [sgd()] * 65
+    assert [id(found) for found in held_optimizers(module)] == [id(one), id(two), id(three)]

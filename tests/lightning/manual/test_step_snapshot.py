@@ -1,0 +1,81 @@
+"""A step that must never have happened: everything that it changed is put back, in place."""
+
+import random
+from collections import deque
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
+
+CPU = torch.device("cpu")
+
+
+class Own:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("steps", torch.zeros(1))
+        self.seen = [1]
+        self.recent = deque([1], 3)
+        self.table = {"a": {1}}
+        self.array = np.zeros(2)
+        self.own = Own()
+
+
+def draws() -> list[float]:
+    return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+
+def test_tensors_gradients_containers_objects_and_generators_are_what_they_were() -> None:
+    module = Module()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    module.linear(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    held = (module.seen, module.recent, module.table["a"], module.array, module.own)
+    weight, gradient = module.linear.weight.detach().clone(), module.linear.weight.grad.clone()
+    momentum = optimizer.state[module.linear.weight]["exp_avg"].clone()
+    snapshot = StepSnapshot(module, [optimizer], [CPU])
+    first = draws()
+
+    optimizer.zero_grad()
+    module.linear(torch.full((1, 1), 3.0)).sum().backward()
+    optimizer.step()
+    module.steps.add_(1)
+    module.seen.append(2)
+    module.recent.clear()
+    module.table["a"].add(2)
+    module.table["b"] = set()
+    module.array += 1
+    module.own.count = 5
+    module.extra = 1
+    module.seen = []
+
+    snapshot.restore()
+    assert draws() == first
+    assert torch.equal(module.linear.weight, weight)
+    assert torch.equal(module.linear.weight.grad, gradient)
+    assert torch.equal(optimizer.state[module.linear.weight]["exp_avg"], momentum)
+    assert module.steps.item() == 0
+    assert (module.seen, list(module.recent), module.table, module.own.count) == ([1], [1], {"a": {1}}, 0)
+    assert module.array.tolist() == [0, 0]
+    assert not hasattr(module, "extra")
+    found = (module.seen, module.recent, module.table["a"], module.array, module.own)
+    assert all(one is other for one, other in zip(held, found, strict=True)), "in place"
+
+
+def test_parameters_may_be_left_to_somebody_else() -> None:
+    module = Module()
+    snapshot = StepSnapshot(module, [], [CPU], parameters=False)
+    with torch.no_grad():
+        module.linear.weight.fill_(7)
+    module.steps.add_(1)
+    snapshot.restore()
+    assert module.linear.weight.item() == 7
+    assert module.steps.item() == 0
