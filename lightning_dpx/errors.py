@@ -99,14 +99,14 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
     Attributes:
         message: What it says.
         smallest: The bytes of activations that can be met; ``None`` where there is no room for any.
-        place: On which of several devices of a step.
+        device_index: On which of several devices of a step.
     """
 
-    def __init__(self, message: str, smallest: int | None = None, place: int = 0) -> None:
+    def __init__(self, message: str, smallest: int | None = None, device_index: int = 0) -> None:
         super().__init__(f"{message} (CUDA out of memory)")  # by these words in args Lightning knows it
         self.message = message
         self.smallest = smallest
-        self.place = place
+        self.device_index = device_index
 
     def __str__(self) -> str:
         return self.message

@@ -126,13 +126,13 @@ def measure_scale(
         progress: Told what happens next.
     """
     results: list[ScaleResult] = []
-    for place in where:
-        if place == "simulated":
+    for kind in where:
+        if kind == "simulated":
             simulate(max(replicas))
         for size in parameters:
             for count in replicas:
-                progress(f"{place}: {size} parameters, {count} replicas")
-                results.append(_compare(size, count, place, rounds))
+                progress(f"{kind}: {size} parameters, {count} replicas")
+                results.append(_compare(size, count, kind, rounds))
     return results
 
 

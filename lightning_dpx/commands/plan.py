@@ -158,19 +158,19 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
     own = strategy if isinstance(strategy, DPXStrategy) else DPXStrategy()
     if own.shifts_activations:
         raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
-    places = parse_devices(devices)
+    parsed = parse_devices(devices)
     given = budget if budget is not None else own.memory_budget
     if isinstance(given, dict):
-        missing = [str(place) for place in places if str(place) not in given]
+        missing = [str(device) for device in parsed if str(device) not in given]
         if missing:
             raise ConfigurationError(f"memory_budget={given!r} says nothing of {', '.join(missing)}; give it a budget.")
     return Settings(
-        devices=places,
+        devices=parsed,
         workload=own.workload,
         batch_dim=own.batch_dim,
         batch_slicer=own.batch_slicer,
         reducer=own.reducer,
-        budget={place: _bytes(given[str(place)]) for place in places}
+        budget={device: _bytes(given[str(device)]) for device in parsed}
         if isinstance(given, dict)
         else None
         if given is None

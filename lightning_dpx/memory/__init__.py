@@ -27,7 +27,7 @@ from lightning_dpx.memory.apply import (
     sum_of,
     timeline_of,
 )
-from lightning_dpx.memory.plan.joint import plan_places
+from lightning_dpx.memory.plan.joint import plan_devices
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
@@ -58,7 +58,7 @@ __all__ = [
     "forecast_plan",
     "format_plan",
     "make_planner",
-    "plan_places",
+    "plan_devices",
     "plan_profile",
     "plan_shapes",
     "planned",

@@ -27,7 +27,7 @@ from lightning_dpx.memory.plan.problem import Planner, Problem
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.fake import place_for
+from lightning_dpx.memory.profile.fake import fake_device_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.progress import shown
 from lightning_dpx.torch_compat import tree_leaves
@@ -114,7 +114,7 @@ def profile_module(module: nn.Module, *batch: Any, device: torch.device | str | 
             batch,
             target,
             lambda inputs: loss_of(module, *inputs),
-            here=place_for(target),
+            here=fake_device_for(target),
             few=lambda: first_rows(batch),
         )
     if any(parameter.is_meta for parameter in module.parameters()):

@@ -146,9 +146,9 @@ class PlanCache:
                     continue
                 entries.append((state.st_mtime, state.st_size, path))
         total = 0
-        for place, (_, size, path) in enumerate(sorted(entries, key=lambda entry: -entry[0])):
+        for position, (_, size, path) in enumerate(sorted(entries, key=lambda entry: -entry[0])):
             total += size
-            if place >= _MOST_ENTRIES or total > _MOST_TOTAL:
+            if position >= _MOST_ENTRIES or total > _MOST_TOTAL:
                 path.unlink(missing_ok=True)
 
     # ---- profiles ----

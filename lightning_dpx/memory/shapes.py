@@ -15,7 +15,7 @@ from torch import nn
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan.forecast import Forecast
-from lightning_dpx.memory.plan.joint import plan_places, with_figures
+from lightning_dpx.memory.plan.joint import plan_devices, with_figures
 from lightning_dpx.memory.plan.make_plan import lower_bound, plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
@@ -55,12 +55,12 @@ def plan_shapes(
         now: The plan that is followed.
 
     Raises:
-        BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells on which device.
+        BudgetError: a budget cannot be met; :attr:`BudgetError.device_index` tells on which device.
     """
     rooms = [list(each) for each in budgets]
     own = dict[int, MemoryPlan]()
     if now is None:
-        plans = plan_places(module, steps[-1], rooms[-1], planner)
+        plans = plan_devices(module, steps[-1], rooms[-1], planner)
         if len(steps) == 1:
             return SharedPlan(tuple(plans), (0,) * len(plans))
         now = own[len(steps) - 1] = plans[0]
@@ -73,7 +73,7 @@ def plan_shapes(
         if max(excess[step]) <= 0:
             return _with_figures(plan, steps, budgets, found)
         if step not in own:
-            own[step] = plan_places(module, steps[step], rooms[step], planner)[0]
+            own[step] = plan_devices(module, steps[step], rooms[step], planner)[0]
         elif len(least) == len(steps):
             break
         else:  # too much, beside what the others want: all give way
@@ -85,12 +85,13 @@ def plan_shapes(
                     least.add(index)
         each = [own.get(index, now) for index in range(len(steps))]
         candidates = [_completed(own[step], plan), _by_size(each, steps), reduce(_together, each)]
-    place = max(range(len(excess[step])), key=lambda index: excess[step][index])
+    device_index = max(range(len(excess[step])), key=lambda index: excess[step][index])
     raise BudgetError(
-        f"A budget of {budgets[step][place]} bytes for activations was not met for all shapes of batches together: "
-        f"plans that meet each take {found[step][place].peak}. Allow more, or use batches of more equal shapes.",
-        found[step][place].peak,
-        place,
+        f"A budget of {budgets[step][device_index]} bytes for activations was not met for all shapes of batches "
+        f"together: plans that meet each take {found[step][device_index].peak}. Allow more, or use batches of more "
+        "equal shapes.",
+        found[step][device_index].peak,
+        device_index,
     )
 
 
@@ -123,11 +124,11 @@ def _nearest(
     reachable = list(rooms)
     for _ in range(1 + len(profiles)):
         try:
-            return plan_places(module, profiles, reachable, planner)[0], reachable == rooms
+            return plan_devices(module, profiles, reachable, planner)[0], reachable == rooms
         except BudgetError as error:
             if error.smallest is None:
                 break
-            reachable[error.place] = max(error.smallest, reachable[error.place])
+            reachable[error.device_index] = max(error.smallest, reachable[error.device_index])
     return before, False
 
 
@@ -183,11 +184,12 @@ def _with_figures(
 ) -> SharedPlan:
     plans = []
     worst = []
-    for place in range(len(steps[0])):
-        step = max(range(len(steps)), key=lambda index: found[index][place].peak / max(1, budgets[index][place]))
-        profile = steps[step][place]
-        budget = budgets[step][place]
-        result = found[step][place]
+    for device_index in range(len(steps[0])):
+        ratios = [found[i][device_index].peak / max(1, budgets[i][device_index]) for i in range(len(steps))]
+        step = ratios.index(max(ratios))
+        profile = steps[step][device_index]
+        budget = budgets[step][device_index]
+        result = found[step][device_index]
         least = lower_bound(profile, budget) / profile.step_seconds
         plans.append(with_figures(plan, profile, budget, result, least))
         worst.append(step)

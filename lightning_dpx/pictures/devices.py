@@ -57,18 +57,18 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
 
 
 def _draw_device(axes: Any, device: DeviceStep) -> None:
-    places = range(len(device.peaks))
+    positions = range(len(device.peaks))
     bottoms = [0.0] * len(device.peaks)
     for kind in ("parameters", "buffers", "optimizer", "gradients"):
         sizes = [
             0.0 if kind == "gradients" and phase == _BEFORE_BACKWARD else device.static.get(kind, 0) / MIB
             for phase in device.peaks
         ]
-        axes.bar(places, sizes, bottom=bottoms, width=0.7, color=KIND_COLOURS[kind], label=kind)
+        axes.bar(positions, sizes, bottom=bottoms, width=0.7, color=KIND_COLOURS[kind], label=kind)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     rest = [max(0.0, peak / MIB - bottom) for peak, bottom in zip(device.peaks.values(), bottoms, strict=True)]
     label = "activations and temporary tensors, at the peak"
-    axes.bar(places, rest, bottom=bottoms, width=0.7, color=KIND_COLOURS["activations"], label=label)
+    axes.bar(positions, rest, bottom=bottoms, width=0.7, color=KIND_COLOURS["activations"], label=label)
     top = max(device.peaks.values(), default=0)
     for value, colour, style, name in (
         (device.planned, PLANNED, "--", "planned peak"),
@@ -77,8 +77,10 @@ def _draw_device(axes: Any, device: DeviceStep) -> None:
     ):
         if value and value < 3 * top:
             axes.axhline(value / MIB, color=colour, linestyle=style, linewidth=1.4, label=name)
-    for place, peak in zip(places, device.peaks.values(), strict=True):
+    for position, peak in zip(positions, device.peaks.values(), strict=True):
         size = f"{peak / MIB:,.0f}" if peak >= 100 * MIB else f"{peak / MIB:.3g}"
-        axes.annotate(size, (place, peak / MIB), (0, -3), textcoords="offset points", ha="center", va="top", fontsize=8)
-    axes.set_xticks(list(places), list(device.peaks), fontsize=9)
+        axes.annotate(
+            size, (position, peak / MIB), (0, -3), textcoords="offset points", ha="center", va="top", fontsize=8
+        )
+    axes.set_xticks(list(positions), list(device.peaks), fontsize=9)
     axes.set_title(device.name, fontsize=10)

@@ -52,8 +52,10 @@ def _draw_bytes(axes: Any, profile: Profile, plan: MemoryPlan) -> None:
     axes.set_ylabel("activations, MiB")
     axes.set_ylim(0, 1.12 * max(unplanned, default=1) / MIB)
     middle = profile.forward_events
-    for place, text in ((middle / 2, "forward"), ((middle + len(unplanned)) / 2, "backward")):
-        axes.annotate(text, (place, 1), (0, -12), ("data", "axes fraction"), "offset points", ha="center", fontsize=9)
+    for position, text in ((middle / 2, "forward"), ((middle + len(unplanned)) / 2, "backward")):
+        axes.annotate(
+            text, (position, 1), (0, -12), ("data", "axes fraction"), "offset points", ha="center", fontsize=9
+        )
     axes.legend(loc="upper right", frameon=False, fontsize=9)
 
 
@@ -73,20 +75,20 @@ def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int
         axes.set_visible(False)
         return
     shown: set[str] = set()
-    for place, (_, action, number, index) in enumerate(rows):
+    for position, (_, action, number, index) in enumerate(rows):
         storage = profile.storages[number]
         colour = _ACTIONS[action]
         label = None if action in shown else action
         shown.add(action)
         span = storage.freed - storage.unused
         if action == "keep":
-            axes.barh(place, span, left=storage.unused, height=0.7, color=colour, label=label)
+            axes.barh(position, span, left=storage.unused, height=0.7, color=colour, label=label)
             continue
-        axes.barh(place, span, left=storage.unused, height=0.7, color=colour, alpha=0.22, label=label)
+        axes.barh(position, span, left=storage.unused, height=0.7, color=colour, alpha=0.22, label=label)
         for request in profile.requests:
             if request.value == index:
                 used = max(1, request.released - request.event)
-                axes.barh(place, used, left=request.event, height=0.7, color=colour)
+                axes.barh(position, used, left=request.event, height=0.7, color=colour)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=6)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("events of the step: every allocation and release, in order")

@@ -79,7 +79,7 @@ class GradientReducer(ABC):
             ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
         """
         usual = len(self.distinct_devices) == 1 and not average and len(grads) == len(self.devices)
-        if usual and _are_twins(grads):  # one look at each gradient
+        if usual and _can_be_added_directly(grads):  # one look at each gradient
             first, *others = [_chosen(row, range(len(row))) for row in grads]
             add_in_place(first, others)
             return [*first]
@@ -199,7 +199,7 @@ def _is_dense(column: Iterable[torch.Tensor | None]) -> bool:
     return all(gradient is not None and gradient.layout == torch.strided for gradient in column)
 
 
-def _are_twins(grads: Sequence[Gradients]) -> bool:
+def _can_be_added_directly(grads: Sequence[Gradients]) -> bool:
     """Whether every list has the same dense gradients, of a dtype that is summed as it is."""
     first = grads[0]
     if any(len(row) != len(first) or type(None) in set(map(type, row)) for row in grads):

@@ -16,7 +16,7 @@ from lightning_dpx.replicas.replica_set import (
     end_failed_step,
     weights_of,
 )
-from lightning_dpx.replicas.replicate import stand_in
+from lightning_dpx.replicas.replicate import make_shadow_module
 from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
 from lightning_dpx.replicas.slicing import (
     BatchDim,
@@ -76,7 +76,7 @@ __all__ = [
     "slice_batch",
     "slicer_of",
     "split_sizes",
-    "stand_in",
+    "make_shadow_module",
     "synchronize_batch_norm",
     "weighted_mean",
     "weights_of",

@@ -33,7 +33,7 @@ def annotate(error: BaseException, module: nn.Module, device: torch.device, firs
         )
 
 
-def note_place(error: BaseException, replica: int, device: torch.device, stage: str) -> None:
+def note_replica(error: BaseException, replica: int, device: torch.device, stage: str) -> None:
     """Says where ``error`` was raised."""
     error.add_note(f"In replica {replica} on {device}, during {stage}.")
 

@@ -25,13 +25,13 @@ from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.collectives import Rendezvous
 from lightning_dpx.replicas.context import InterProcess, RendezvousSlot, ReplicaRank, as_rank
 from lightning_dpx.replicas.draws import DrawWatch
-from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place
+from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging import Weights
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import replicate, stand_in
+from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes, user_slicer
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
@@ -266,14 +266,14 @@ class ReplicaSet:
         self.root.refresh()
         self._take(replicate(self.root.module, self.devices, self._keep, (), self._skip, self.shared))
 
-    def stand_in(self, replica: Replica | None = None, keep: Iterable[object] = ()) -> nn.Module:
+    def make_shadow_module(self, replica: Replica | None = None, keep: Iterable[object] = ()) -> nn.Module:
         """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone.
 
         Args:
             replica: Which one.
             keep: Objects that the copy shares with it, too.
         """
-        return stand_in(replica or self.root, [*self._keep, *keep])
+        return make_shadow_module(replica or self.root, [*self._keep, *keep])
 
     @property
     def always_merged(self) -> bool:
@@ -450,7 +450,7 @@ class ReplicaSet:
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
         annotate(error, replica.module, replica.device, self._first_nans[replica.index])
-        note_place(error, replica.index, replica.device, "backward")
+        note_replica(error, replica.index, replica.device, "backward")
 
     def _takes_turns(self, stage: str) -> bool:
         """Threads would draw from the host's one generator in any order, and activation checkpointing in one thread

@@ -31,11 +31,11 @@ from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.shared_iterators import StandIn
+from lightning_dpx.replicas.shared_iterators import IteratorProxy
 from lightning_dpx.torch_compat import is_traceable_wrapper_subclass, submodules_of
 
 # One object serves all replicas, whatever it holds: data, and what acts on the parameters once a step.
-SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, StandIn)
+SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, IteratorProxy)
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -95,7 +95,7 @@ def _stay(module: nn.Module, *_args: Any, **_kwargs: Any) -> nn.Module:
     return module
 
 
-def stand_in(replica: Replica, keep: Iterable[object] = ()) -> nn.Module:
+def make_shadow_module(replica: Replica, keep: Iterable[object] = ()) -> nn.Module:
     """A shadow of a replica: it shares the parameters, and has a deep copy of all other state.
 
     For runs that must leave no trace. Every tensor stays on its device, also where parts of the replica are shifted
@@ -370,13 +370,13 @@ class _Functions:
         for cell, made in self._cells.values():
             if _is_filled(cell):
                 made.cell_contents = copy.deepcopy(cell.cell_contents, self._memo)
-        for function, twin in self._made:
-            twin.__defaults__ = copy.deepcopy(function.__defaults__, self._memo)
-            twin.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self._memo)
-            twin.__qualname__ = function.__qualname__
-            twin.__doc__ = function.__doc__
-            twin.__module__ = function.__module__
-            twin.__dict__.update(copy.deepcopy(function.__dict__, self._memo))
+        for function, duplicate in self._made:
+            duplicate.__defaults__ = copy.deepcopy(function.__defaults__, self._memo)
+            duplicate.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self._memo)
+            duplicate.__qualname__ = function.__qualname__
+            duplicate.__doc__ = function.__doc__
+            duplicate.__module__ = function.__module__
+            duplicate.__dict__.update(copy.deepcopy(function.__dict__, self._memo))
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -395,18 +395,21 @@ def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    twin = copy.copy(parameter) if type(parameter) is not nn.Parameter else nn.Parameter(data, parameter.requires_grad)
-    twin.data = data
-    twin.grad = None
+    is_plain = type(parameter) is nn.Parameter
+    duplicate = nn.Parameter(data, parameter.requires_grad) if is_plain else copy.copy(parameter)
+    duplicate.data = data
+    duplicate.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name)
         if hooks:
-            twin.requires_grad_(True)  # torch takes hooks only while it does
-            register = twin.register_hook if name == "_backward_hooks" else twin.register_post_accumulate_grad_hook
+            duplicate.requires_grad_(True)  # torch takes hooks only while it does
+            register = duplicate.register_post_accumulate_grad_hook
+            if name == "_backward_hooks":
+                register = duplicate.register_hook
             for hook in hooks.values():
                 register(hook)  # type: ignore[no-untyped-call]
-            twin.requires_grad_(parameter.requires_grad)
-    return twin
+            duplicate.requires_grad_(parameter.requires_grad)
+    return duplicate
 
 
 def _check_not_parallel(module: nn.Module) -> None:

@@ -42,7 +42,7 @@ class Taken:
         return self if self.error is not None else Taken(value=_copied(self.kept, None), kept=self.kept)
 
 
-class StandIn(Iterator[Any]):
+class IteratorProxy(Iterator[Any]):
     """Shows the attributes of an iterator, and its class to code that asks for it.
 
     Args:
@@ -83,7 +83,7 @@ class StandIn(Iterator[Any]):
         return vars(self)["_iterator"][key]
 
 
-class SharedIterator(StandIn):
+class SharedIterator(IteratorProxy):
     """What replicas have instead of an iterator while they take a step.
 
     Args:
@@ -130,7 +130,7 @@ class IteratorTaken(Exception):  # noqa: N818  ends a rehearsal, and is no fault
     """A rehearsal takes an item of an iterator that cannot be copied, so it could not be given back."""
 
 
-class UntakenIterator(StandIn):
+class UntakenIterator(IteratorProxy):
     """What a shadow has instead of an iterator that cannot be copied.
 
     Args:
@@ -149,7 +149,7 @@ class UntakenIterator(StandIn):
         raise IteratorTaken(state["_path"])
 
 
-class PeekedIterator(StandIn):
+class PeekedIterator(IteratorProxy):
     """Gives the same items to every run of a step that is only tried, and then to the step itself.
 
     Args:
@@ -403,17 +403,17 @@ def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
     peeked: dict[int, PeekedIterator] = {}
     for _, space, key in places:
         iterator = _of_space(space, key)
-        stand_in = peeked.setdefault(id(iterator), PeekedIterator(iterator))
-        _write_to_space(space, key, stand_in)
+        proxy = peeked.setdefault(id(iterator), PeekedIterator(iterator))
+        _write_to_space(space, key, proxy)
     try:
         yield list(peeked.values())
     finally:
         for _, space, key in places:
-            stand_in = _of_space(space, key)
-            if type(stand_in) is PeekedIterator and not stand_in.was_asked:
-                _write_to_space(space, key, vars(stand_in)["_iterator"])
-        for stand_in in peeked.values():
-            stand_in.rewind(is_tried=False)
+            proxy = _of_space(space, key)
+            if type(proxy) is PeekedIterator and not proxy.was_asked:
+                _write_to_space(space, key, vars(proxy)["_iterator"])
+        for proxy in peeked.values():
+            proxy.rewind(is_tried=False)
         left = [place for place in places if type(_of_space(place[1], place[2])) is PeekedIterator]
         if left:
             _PEEKED.setdefault(module, []).extend(left)
@@ -425,10 +425,10 @@ def put_iterators_back(module: nn.Module) -> None:
         return
     left = []
     for place in _PEEKED.pop(module, []):
-        stand_in = _of_space(place[1], place[2])
-        if type(stand_in) is PeekedIterator and stand_in.is_used_up:
-            _write_to_space(place[1], place[2], vars(stand_in)["_iterator"])
-        elif type(stand_in) is PeekedIterator:
+        proxy = _of_space(place[1], place[2])
+        if type(proxy) is PeekedIterator and proxy.is_used_up:
+            _write_to_space(place[1], place[2], vars(proxy)["_iterator"])
+        elif type(proxy) is PeekedIterator:
             left.append(place)
     if left:
         _PEEKED[module] = left

@@ -27,7 +27,7 @@ from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned, stop_tasks
 from lightning_dpx.replicas.collectives import WAIT_SECONDS, Rendezvous
 from lightning_dpx.replicas.context import RendezvousSlot
-from lightning_dpx.replicas.error_notes import note_place
+from lightning_dpx.replicas.error_notes import note_replica
 from lightning_dpx.torch_compat import top_saved_tensors_hooks
 
 
@@ -390,7 +390,7 @@ def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseExce
     failed = [(task, one.error) for task, one in zip(tasks, outcomes, strict=True) if one.error is not None]
     failed.sort(key=lambda item: isinstance(item[1], CollectiveError))
     first, error = failed[0]
-    note_place(error, first.replica, first.device, first.stage)
+    note_replica(error, first.replica, first.device, first.stage)
     for task, other in failed[1:]:
         if other is not error:  # one that was raised where they met
             error.add_note(f"Replica {task.replica} on {task.device} failed too: {describe_error(other)}")

@@ -68,8 +68,8 @@ def unoffload_activations(module: nn.Module) -> None:
 class _Offloaded(OffloadedTensor):
     """An offloaded tensor, for one or more slots."""
 
-    def __init__(self, tensor: torch.Tensor, place: torch.device) -> None:
-        super().__init__(tensor, place)
+    def __init__(self, tensor: torch.Tensor, target: torch.device) -> None:
+        super().__init__(tensor, target)
         self.free_original()
         # as long as this is held, no other storage gets the address
         self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -78,9 +78,9 @@ class _Offloaded(OffloadedTensor):
 class _Offloading:
     """What a module has offloaded."""
 
-    def __init__(self, module: nn.Module, place: torch.device, prefetch_depth: int) -> None:
+    def __init__(self, module: nn.Module, target: torch.device, prefetch_depth: int) -> None:
         self._module = weakref.ref(module)
-        self._place = place
+        self._target = target
         self._prefetch_depth = prefetch_depth
         self._entered: dict[int, list[Any]] = {}  # hooks, by thread
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class _Offloading:
         stay = {key_of(tensor.untyped_storage()) for tensor in tensors if has_storage(tensor)}
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.device == self._place or not has_storage(tensor):
+            if tensor.device == self._target or not has_storage(tensor):
                 return tensor
             return tensor if key_of(tensor.untyped_storage()) in stay else self._pack(tensor)
 
@@ -114,7 +114,7 @@ class _Offloading:
         _, module = copied_part(self._module(), memo)
         if module is None:
             return self  # it is copied without any module
-        offloading = _Offloading(module, self._place, self._prefetch_depth)
+        offloading = _Offloading(module, self._target, self._prefetch_depth)
         _OFFLOADED[module] = offloading
         return offloading
 
@@ -125,7 +125,7 @@ class _Offloading:
             UnsupportedError: always; where it would be loaded, the devices may be others.
         """
         raise UnsupportedError(
-            f"A module whose activations are offloaded to {self._place} cannot be pickled: call "
+            f"A module whose activations are offloaded to {self._target} cannot be pickled: call "
             "unoffload_activations(module) first, or save its state_dict(). copy.deepcopy(module) works; "
             "the copy is offloaded, too."
         )
@@ -136,7 +136,7 @@ class _Offloading:
         with self._lock:
             offloaded = self._offloaded.get(key)
             if offloaded is None or offloaded.storage.expired():  # type: ignore[no-untyped-call]
-                offloaded = self._offloaded[key] = _Offloaded(tensor, self._place)
+                offloaded = self._offloaded[key] = _Offloaded(tensor, self._target)
         return self._fetches.slot_for(offloaded)
 
     def _unpack(self, saved: Any) -> torch.Tensor:

@@ -135,9 +135,9 @@ class ReplicaView:
 
     def total_of(self, parameters: Sequence[Tensor], gradients: list[Any]) -> list[Any]:
         """The sums of all replicas' gradients, on this replica's device."""
-        places = {id(parameter): index for index, parameter in enumerate(self.replica.parameters)}
-        wanted = [places[id(parameter)] for parameter in parameters]
-        column: list[Any] = [None] * len(places)
+        positions = {id(parameter): index for index, parameter in enumerate(self.replica.parameters)}
+        wanted = [positions[id(parameter)] for parameter in parameters]
+        column: list[Any] = [None] * len(positions)
         for index, gradient in zip(wanted, gradients, strict=True):
             column[index] = gradient
         totals = self._manual.meet("torch.autograd.grad", column, self._manual.total_gradients)

@@ -35,7 +35,7 @@ from lightning_dpx.memory import (
     remove_plan,
 )
 from lightning_dpx.progress import shown
-from lightning_dpx.replicas import BatchSlice, Replica, stand_in
+from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
 from lightning_dpx.units import parse_bytes
 
 
@@ -175,21 +175,21 @@ class ActivationPlanner(Callback):
 
     def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         replica = Replica(0, trainer.strategy.root_device, module)
-        twin: Any = stand_in(replica, [trainer, *trainer.loggers])
-        set_trainer(twin, trainer)
+        shadow: Any = make_shadow_module(replica, [trainer, *trainer.loggers])
+        set_trainer(shadow, trainer)
 
-        if not twin.automatic_optimization:
-            hide_optimizers(twin)
+        if not shadow.automatic_optimization:
+            hide_optimizers(shadow)
         guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [replica.device])
 
         def step() -> torch.Tensor | None:
-            visit = nullcontext() if module.automatic_optimization else guest.visit(twin)
-            with visit, StepLog(BatchSlice(replica, 0, batch)).recording(twin):
-                arguments = arguments_of_step(twin.training_step, batch, batch_idx)
-                return end_of_step(twin, twin.training_step(*arguments))
+            visit = nullcontext() if module.automatic_optimization else guest.visit(shadow)
+            with visit, StepLog(BatchSlice(replica, 0, batch)).recording(shadow):
+                arguments = arguments_of_step(shadow.training_step, batch, batch_idx)
+                return end_of_step(shadow, shadow.training_step(*arguments))
 
         return profile_step(
-            twin,
+            shadow,
             step,
             replica.device,
             context=trainer.precision_plugin.train_step_context,

@@ -80,9 +80,9 @@ def _predict(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> tuple[
     traces: list[list[Activation]] = []
     for rows in (2, 4):
         few = _first_rows(replicas, batch_slice, rows)
-        twin: Any = replicas.stand_in()
-        set_trainer(twin, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
-        traces.append(trace_run(twin, lambda t=twin, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
+        shadow: Any = replicas.make_shadow_module()
+        set_trainer(shadow, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
+        traces.append(trace_run(shadow, lambda t=shadow, b=few, n=rows: run(t, b, n), tree_leaves(few)))  # type: ignore[misc]
     kept = scaled(traces[0], traces[1], (2, 4), batch_slice.num_rows)
     return kept, sum(kept.values())
 

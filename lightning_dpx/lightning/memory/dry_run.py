@@ -260,16 +260,16 @@ def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerat
 def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, int], Any]:
     guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [torch.device("cpu")])
 
-    def run(twin: Any, rows: Any, num_rows: int) -> Any:
-        if twin.automatic_optimization:
-            return step(twin, rows, num_rows)
-        with guest.visit(twin):
-            return step(twin, rows, num_rows)
+    def run(shadow: Any, rows: Any, num_rows: int) -> Any:
+        if shadow.automatic_optimization:
+            return step(shadow, rows, num_rows)
+        with guest.visit(shadow):
+            return step(shadow, rows, num_rows)
 
-    def step(twin: Any, rows: Any, num_rows: int) -> Any:
-        with StepLog(BatchSlice(None, num_rows, rows)).recording(twin):  # type: ignore[arg-type]
+    def step(shadow: Any, rows: Any, num_rows: int) -> Any:
+        with StepLog(BatchSlice(None, num_rows, rows)).recording(shadow):  # type: ignore[arg-type]
             with trainer.precision_plugin.train_step_context():
-                return twin.training_step(*arguments_of_step(twin.training_step, rows))
+                return shadow.training_step(*arguments_of_step(shadow.training_step, rows))
 
     return run
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dpx.activations import example_run
 from lightning_dpx.errors import PlanError, ReplicationError, SliceError
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer, set_trainer, trainer_of, transfer_batch
-from lightning_dpx.lightning.memory.profiling import places_of
+from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.memory import Profile, profile_step, sum_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import Replica, ReplicaSet, batch_size, slice_batch
@@ -39,7 +39,7 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
     try:
         with preserve_rng_state(replicas.devices, [module]):
             row = _first_row(before_batch_transfer(module, module.example_input_array), replicas)
-            return [_profile(replicas, replica, row, precision, place) for place in places_of(replica)]
+            return [_profile(replicas, replica, row, precision, device) for device in devices_of(replica)]
     except (PlanError, ReplicationError, SliceError, torch.OutOfMemoryError) as error:
         rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
         return []
@@ -54,11 +54,11 @@ def _first_row(example: Any, replicas: ReplicaSet) -> Any:
     return example if num_rows == 1 else slice_batch(example, [1, num_rows - 1], replicas.batch_dim)[0]
 
 
-def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, place: torch.device) -> Profile:
-    twin: Any = replicas.stand_in(replica)
-    set_trainer(twin, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
-    twin.example_input_array = transfer_batch(twin, row, replica.device)
-    run = example_run(twin, replica.device)
+def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, device: torch.device) -> Profile:
+    shadow: Any = replicas.make_shadow_module(replica)
+    set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
+    shadow.example_input_array = transfer_batch(shadow, row, replica.device)
+    run = example_run(shadow, replica.device)
     assert run is not None, "it was just given one"
     with trial_noted(replica.index, replica.device, "setup", "of example_input_array, to see whether it fits"):
-        return profile_step(twin, lambda: sum_of(run()), place, context=precision.forward_context)
+        return profile_step(shadow, lambda: sum_of(run()), device, context=precision.forward_context)

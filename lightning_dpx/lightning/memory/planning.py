@@ -18,8 +18,8 @@ from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demand
 from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
-from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, Step, places_of
-from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_place, demand, profiled_steps
+from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, Step, devices_of
+from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_device, demand, profiled_steps
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import (
     MemoryPlan,
@@ -29,7 +29,7 @@ from lightning_dpx.memory import (
     apply_plan,
     format_plan,
     make_planner,
-    plan_places,
+    plan_devices,
     plan_shapes,
     remove_plan,
     summary,
@@ -49,13 +49,13 @@ class _Decided:
     """About the replicas on one device.
 
     Attributes:
-        places: The devices that a step of theirs runs on.
+        devices: The devices that a step of theirs runs on.
         seen: Their steps, one of each shape.
-        plans: One for each place; they decide alike.
-        worst: For each place, which of the steps leaves least room there.
+        plans: One for each device; they decide alike.
+        worst: For each device, which of the steps leaves least room there.
     """
 
-    places: tuple[torch.device, ...]
+    devices: tuple[torch.device, ...]
     seen: tuple[SeenStep, ...]
     plans: tuple[MemoryPlan, ...]
     worst: tuple[int, ...]
@@ -136,19 +136,19 @@ class MemoryPlanning:
         gc.collect()  # what is there in circles only is no reason
         firsts = {replica.device: BatchSlice(replica, 0, None) for replica in reversed(replicas.replicas)}
         held = static(list(firsts.values()))
-        places_of_all = by_place(list(firsts.values()))
-        limits = {place: self.budgets.limit(place, replicas.devices) for place in places_of_all}
-        rooms = {place: self._room(place, held, limit) for place, limit in limits.items()}
+        all_devices = by_device(list(firsts.values()))
+        limits = {device: self.budgets.limit(device, replicas.devices) for device in all_devices}
+        rooms = {device: self._room(device, held, limit) for device, limit in limits.items()}
         for home, batch_slice in firsts.items():
-            places = places_of(batch_slice.replica)
+            devices = devices_of(batch_slice.replica)
             profiles = example(batch_slice.replica)
             if not profiles:
                 return  # what one of them cannot try, none can
             try:
-                plan_places(replicas.root.module, profiles, [rooms[place] for place in places], self.planner)
+                plan_devices(replicas.root.module, profiles, [rooms[device] for device in devices], self.planner)
             except BudgetError as error:
-                place = places[error.place]
-                self._explain(error, place, limits[place] - rooms[place], limits[place], 1)
+                device = devices[error.device_index]
+                self._explain(error, device, limits[device] - rooms[device], limits[device], 1)
                 error.add_note("That is for one row of example_input_array, in forward and backward alone.")
                 raise
             rank_zero_info(
@@ -256,9 +256,9 @@ class MemoryPlanning:
             return
         self._provisional = False
         held = static(slices)
-        for place in by_place(slices):
-            needed = held.beside_activations(place) + self.forecast(place)[0]
-            if place in self.plans and needed > self.budgets.limit(place, replicas.devices):
+        for device in by_device(slices):
+            needed = held.beside_activations(device) + self.forecast(device)[0]
+            if device in self.plans and needed > self.budgets.limit(device, replicas.devices):
                 self._take_off(replicas)
                 try:
                     self._plan(replicas, slices, held, {}, "")
@@ -274,7 +274,7 @@ class MemoryPlanning:
         seen: Mapping[torch.device, SeenStep],
         source: str,
     ) -> None:
-        slices_of = by_place(slices)
+        slices_of = by_device(slices)
         decided = dict(self._decided)
         said = dict[torch.device, str]()
         limits = dict(self._limits)
@@ -284,53 +284,53 @@ class MemoryPlanning:
             steps = [*known, seen[home]] if home in seen else list(known)
             if home not in replicas.devices or not steps:
                 continue  # parts are shifted there; it is planned with the replicas that they belong to
-            places = places_of(slices_of[home][0].replica)
-            allowed = [self.budgets.limit(place, replicas.devices) for place in places]
-            free = [self._room(place, static, limit) for place, limit in zip(places, allowed, strict=True)]
+            devices = devices_of(slices_of[home][0].replica)
+            allowed = [self.budgets.limit(device, replicas.devices) for device in devices]
+            free = [self._room(device, static, limit) for device, limit in zip(devices, allowed, strict=True)]
             held = [limit - room for limit, room in zip(allowed, free, strict=True)]
             steps = most_demanding(steps, partial(demand, free=free))
             rooms = [[room // sharing for room, sharing in zip(free, step.sharing, strict=True)] for step in steps]
             now = self._decided[home].plans[0] if home in self._decided else None
             try:
                 profiles = [step.profiles for step in steps]
-                measured = any(self.budgets.is_measured(place, replicas.devices) for place in places)
+                measured = any(self.budgets.is_measured(device, replicas.devices) for device in devices)
                 shared = self._cache.plan_shapes(
                     replicas.root.module, profiles, rooms, self.planner, now, measured=measured
                 )
             except BudgetError as error:
                 if error.smallest is not None:
-                    index = error.place
-                    self._explain(error, places[index], held[index], allowed[index], steps[-1].sharing[index])
+                    index = error.device_index
+                    self._explain(error, devices[index], held[index], allowed[index], steps[-1].sharing[index])
                 raise
-            decided[home] = _Decided(tuple(places), tuple(steps), shared.plans, shared.worst)
-            for index, place in enumerate(places):
+            decided[home] = _Decided(tuple(devices), tuple(steps), shared.plans, shared.worst)
+            for index, device in enumerate(devices):
                 step = steps[shared.worst[index]]
-                limits[place] = (allowed[index], step.sharing[index])
-                helds[place] = held[index]
-                self._passing[place] = static.coming_gradients(place) + static.passing(place)
-                said[place] = _origin(step.profiles[index], source, len(steps))
+                limits[device] = (allowed[index], step.sharing[index])
+                helds[device] = held[index]
+                self._passing[device] = static.coming_gradients(device) + static.passing(device)
+                said[device] = _origin(step.profiles[index], source, len(steps))
         self._decided = decided
         self._limits = limits
         self._other_steps.plan_for(step for one in decided.values() for step in one.seen)
         self._list_plans()
-        for place, remark in said.items():
-            limit, sharing = self._limits[place]
-            rank_zero_info(_announcement(place, self.plans[place], helds[place], limit, sharing, remark))
+        for device, remark in said.items():
+            limit, sharing = self._limits[device]
+            rank_zero_info(_announcement(device, self.plans[device], helds[device], limit, sharing, remark))
 
     def _list_plans(self) -> None:
         self.plans = {}
         self.profiles = {}
         for decided in self._decided.values():
-            for index, (place, plan) in enumerate(zip(decided.places, decided.plans, strict=True)):
-                if place in self.plans and (self.plans[place].peak or 0) >= (plan.peak or 0):
+            for index, (device, plan) in enumerate(zip(decided.devices, decided.plans, strict=True)):
+                if device in self.plans and (self.plans[device].peak or 0) >= (plan.peak or 0):
                     continue  # several replicas are shifted there
-                self.plans[place] = plan
-                self.profiles[place] = decided.seen[decided.worst[index]].profiles[index]
+                self.plans[device] = plan
+                self.profiles[device] = decided.seen[decided.worst[index]].profiles[index]
 
-    def _explain(self, error: BudgetError, place: torch.device, held: int, limit: int, sharing: int) -> None:
+    def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
         least = format_mib(held + sharing * (error.smallest or 0))
         error.add_note(
-            f"On {place}, {self.budgets.told(place)} allows {format_mib(limit)} in all, of which parameters, "
+            f"On {device}, {self.budgets.told(device)} allows {format_mib(limit)} in all, of which parameters, "
             f"gradients, their reduction and optimizer state take {format_mib(held)}; it must allow at least {least}."
         )
 
@@ -382,7 +382,8 @@ class MemoryPlanning:
         except BudgetError as error:
             if len(rooms) == 1:
                 raise
-            rooms[error.place] = now[error.place]  # nobody knows which of the devices ran out; the other one gives more
+            # Which of the devices ran out is not known: the other one gives more.
+            rooms[error.device_index] = now[error.device_index]
             shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
         return replace(decided, plans=shared.plans, worst=shared.worst)
 
@@ -397,11 +398,11 @@ class MemoryPlanning:
         for device, plan in self.plans.items():
             budget = f" for a budget of {format_mib(self._limits[device][0])}" if device in self._limits else ""
             said.append(f"The plan of {device}{budget} predicted {format_mib(plan.peak or 0)} of activations.")
-            decided = next((one for one in self._decided.values() if device in one.places), None)
+            decided = next((one for one in self._decided.values() if device in one.devices), None)
             if decided is None:
                 continue
             try:
-                less = self._tighter(nn.Module(), decided).plans[decided.places.index(device)]
+                less = self._tighter(nn.Module(), decided).plans[decided.devices.index(device)]
             except BudgetError:
                 said.append("No plan takes much less: use a smaller batch.")
                 continue

@@ -112,11 +112,11 @@ class PlanningCache:
         if found is None:
             return None
         plans, numbers = found
-        places = len(steps[0])
+        num_devices = len(steps[0])
         free = [room for step in rooms for room in step]
-        worst = numbers[:places]
-        before = numbers[places:]
-        if len(plans) != places or len(before) != len(free):
+        worst = numbers[:num_devices]
+        before = numbers[num_devices:]
+        if len(plans) != num_devices or len(before) != len(free):
             return None
         # With much more room than then a plan may be found that computes less again.
         if not plans[0].keeps_all and any(now > _MORE_ROOM * then for now, then in zip(free, before, strict=True)):
@@ -127,7 +127,7 @@ class PlanningCache:
             for profile, room in zip(profiles, allowed, strict=True)
         ):
             return None
-        allowed = [rooms[step][place] for place, step in enumerate(worst)]
+        allowed = [rooms[step][device] for device, step in enumerate(worst)]
         now = tuple(replace(plan, budget=budget) for plan, budget in zip(plans, allowed, strict=True))
         return SharedPlan(now, tuple(worst))
 
@@ -183,14 +183,14 @@ def shows_progress(trainer: Trainer | None) -> bool:
     return trainer is not None and trainer.is_global_zero and trainer.progress_bar_callback is not None
 
 
-def key_of_run_step(trainer: Trainer | None, module: nn.Module, batch: Any, place: torch.device, *others: Any) -> str:
-    """The key of a training step of ``module`` on ``batch``, as it is run now, and seen from ``place``.
+def key_of_run_step(trainer: Trainer | None, module: nn.Module, batch: Any, device: torch.device, *others: Any) -> str:
+    """The key of a training step of ``module`` on ``batch``, as it is run now, and seen from ``device``.
 
     Args:
         trainer: What runs it.
         module: What is trained.
         batch: Its data; or a part of them.
-        place: The device whose memory is looked at.
+        device: The device whose memory is looked at.
         others: What else the step depends on.
     """
     run: list[Any] = []
@@ -201,4 +201,4 @@ def key_of_run_step(trainer: Trainer | None, module: nn.Module, batch: Any, plac
             type(data), type(precision).__qualname__, str(trainer.precision), trainer.accumulate_grad_batches,
             trainer.global_rank, trainer.world_size, trainer.global_step == 0,
         ]  # fmt: skip
-    return key_of_step(module, batch, place, *run, *others)
+    return key_of_step(module, batch, device, *run, *others)

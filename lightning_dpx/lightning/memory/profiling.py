@@ -49,7 +49,7 @@ def keeps_gradients(trainer: Trainer) -> bool:
     return scheduled or overridden or trainer.accumulate_grad_batches > 1
 
 
-def places_of(replica: Replica) -> list[torch.device]:
+def devices_of(replica: Replica) -> list[torch.device]:
     """The devices that a step of ``replica`` runs on: its own, and that of the parts that are shifted."""
     shift = applied_shift(replica.module)
     return [replica.device] if shift is None else [replica.device, shift.target]
@@ -59,7 +59,7 @@ def profile_slice(
     replicas: ReplicaSet,
     batch_slice: BatchSlice,
     run: Step,
-    place: torch.device | None = None,
+    device: torch.device | None = None,
     *,
     accumulates: bool = False,
 ) -> Profile:
@@ -69,7 +69,7 @@ def profile_slice(
         replicas: All of them.
         batch_slice: What one of them gets.
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
-        place: The device whose memory is looked at; the replica's own unless given.
+        device: The device whose memory is looked at; the replica's own unless given.
         accumulates: Whether gradients are added to those of earlier batches.
 
     Raises:
@@ -77,19 +77,19 @@ def profile_slice(
     """
 
     with trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE):
-        return _profile_slice(replicas, batch_slice, run, place or batch_slice.replica.device, accumulates)
+        return _profile_slice(replicas, batch_slice, run, device or batch_slice.replica.device, accumulates)
 
 
 def _profile_slice(
-    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, place: torch.device, accumulates: bool
+    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, device: torch.device, accumulates: bool
 ) -> Profile:
     def on_rows(batch: Any, rows: int) -> Profile:
-        twin = _twin_of(replicas, batch_slice)
+        shadow = _shadow_of(replicas, batch_slice)
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
-                twin,
-                lambda: end_of_step(twin, run(twin, batch, rows)),
-                place,
+                shadow,
+                lambda: end_of_step(shadow, run(shadow, batch, rows)),
+                device,
                 accumulates=accumulates,
             )
 
@@ -134,31 +134,31 @@ def profile_absent_slice(
     Raises:
         PlanError: the step cannot be planned for.
     """
-    twin = _twin_of(replicas, batch_slice)
+    shadow = _shadow_of(replicas, batch_slice)
     noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
     with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
         return profile_absent(
-            twin,
+            shadow,
             batch_slice.batch,
             target,
-            lambda batch: lambda: end_of_step(twin, run(twin, batch, batch_slice.num_rows)),
+            lambda batch: lambda: end_of_step(shadow, run(shadow, batch, batch_slice.num_rows)),
             here=torch.device("cpu"),
             few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
             accumulates=accumulates,
         )
 
 
-def end_of_step(twin: Any, output: Any) -> torch.Tensor | None:
+def end_of_step(shadow: Any, output: Any) -> torch.Tensor | None:
     """What the profile shall run a backward of; a step by hand has run its own."""
-    return loss_to_plan_from(output) if twin.automatic_optimization else None
+    return loss_to_plan_from(output) if shadow.automatic_optimization else None
 
 
-def _twin_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
-    twin: Any = replicas.stand_in(batch_slice.replica)
-    set_trainer(twin, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
-    if not twin.automatic_optimization:
-        hide_optimizers(twin)
-    return twin
+def _shadow_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
+    shadow: Any = replicas.make_shadow_module(batch_slice.replica)
+    set_trainer(shadow, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
+    if not shadow.automatic_optimization:
+        hide_optimizers(shadow)
+    return shadow
 
 
 def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, places_of, profile_slice
+from lightning_dpx.lightning.memory.profiling import Step, devices_of, profile_slice
 from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
@@ -31,12 +31,12 @@ class SeenStep:
     sharing: tuple[int, ...]
 
 
-def by_place(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlice]]:
+def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlice]]:
     """The slices that every device has a part in; the largest first."""
     slices_of: dict[torch.device, list[BatchSlice]] = {}
     for batch_slice in sorted(slices, key=lambda batch_slice: -batch_slice.num_rows):
-        for place in places_of(batch_slice.replica):
-            slices_of.setdefault(place, []).append(batch_slice)
+        for device in devices_of(batch_slice.replica):
+            slices_of.setdefault(device, []).append(batch_slice)
     return slices_of
 
 
@@ -61,7 +61,7 @@ def profiled_steps(
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
     """
-    slices_of = by_place(slices)
+    slices_of = by_device(slices)
     largest = {home: here[0] for home, here in slices_of.items() if home in replicas.devices}
 
     def profiled() -> list[list[Profile]]:
@@ -74,7 +74,7 @@ def profiled_steps(
     found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
     seen: dict[torch.device, SeenStep] = {}
     for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
-        sharing = tuple(len(slices_of[place]) for place in places_of(batch_slice.replica))
+        sharing = tuple(len(slices_of[device]) for device in devices_of(batch_slice.replica))
         seen[home] = SeenStep(tuple(profiles), sharing)
     return seen
 
@@ -87,7 +87,7 @@ def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], accumulates: bo
         shift = applied_shift(batch_slice.replica.module)
         module = batch_slice.replica.module
         shifted = () if shift is None else tuple(shift.chosen)
-        others = places_of(batch_slice.replica), batch_slice.num_rows, rows, shifted, accumulates
+        others = devices_of(batch_slice.replica), batch_slice.num_rows, rows, shifted, accumulates
         found.append(key_of_run_step(trainer, module, batch_slice.batch, batch_slice.replica.device, *others))
     return found
 
@@ -98,7 +98,7 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
     Not in proportion to one: weights that a library repacks and gradients do not grow with the rows.
     """
     shift = applied_shift(batch_slice.replica.module)
-    places = places_of(batch_slice.replica)
+    devices = devices_of(batch_slice.replica)
     alike = known.setdefault(() if shift is None else tuple(shift.chosen), {})
     if batch_slice.num_rows in alike:
         return alike[batch_slice.num_rows]
@@ -107,9 +107,9 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
         more = max(alike)
         pairs = zip(alike[few], alike[more], strict=True)
         return [extrapolate(first, second, (few, more), batch_slice.num_rows) for first, second in pairs]
-    for place in places:
-        rank_zero_info(f"dpx: profiles a step on {batch_slice.num_rows} rows to plan the memory of {place} ...")
-        alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, place=place))
+    for device in devices:
+        rank_zero_info(f"dpx: profiles a step on {batch_slice.num_rows} rows to plan the memory of {device} ...")
+        alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, device=device))
     return alike[batch_slice.num_rows]
 
 

@@ -61,8 +61,8 @@ def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRu
         raise GatherError("The replicas gave different numbers of arguments.")
     first_args, first_kwargs = calls[0]
     args = [
-        join([args[place] for args, _ in calls], settings, rules, f"argument {place}")
-        for place in range(len(first_args))
+        join([args[position] for args, _ in calls], settings, rules, f"argument {position}")
+        for position in range(len(first_args))
     ]
     kwargs = {name: join([one[name] for _, one in calls], settings, rules, name) for name in first_kwargs}
     return tuple(args), kwargs
@@ -74,8 +74,8 @@ def learn_calls(whole: Arguments, parts: Sequence[Arguments], settings: JoinSett
     if any(len(theirs) != len(args) or named.keys() != kwargs.keys() for theirs, named in parts):
         return ["the number of arguments"]
     missing = []
-    for place, value in enumerate(args):
-        missing += learn(value, [theirs[place] for theirs, _ in parts], settings, rules, f"argument {place}")
+    for position, value in enumerate(args):
+        missing += learn(value, [theirs[position] for theirs, _ in parts], settings, rules, f"argument {position}")
     for name, value in kwargs.items():
         missing += learn(value, [named[name] for _, named in parts], settings, rules, name)
     return missing

@@ -251,7 +251,7 @@ class ReplicaMetrics:
         def act(present: list[tuple[int, _Call]]) -> SharedValue:
             self._call_pending()
             shared = shared_value(
-                {place: self._at_home(one, step.slices[place]) for place, one in present},
+                {rank: self._at_home(one, step.slices[rank]) for rank, one in present},
                 lambda arguments: self._join(call, number, arguments, step),
                 lambda arguments: self._call_own(call.metric, call.method, arguments),
                 differentiable=getattr(call.metric, "is_differentiable", None) is not False,

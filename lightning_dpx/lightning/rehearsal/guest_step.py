@@ -30,15 +30,15 @@ _HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a 
 _HIDDEN: "weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, Any]]]" = weakref.WeakKeyDictionary()
 
 
-def hide_optimizers(twin: nn.Module) -> None:
+def hide_optimizers(shadow: nn.Module) -> None:
     """Takes optimizers and schedulers that a stand-in holds out of it, until a guest's step puts copies in their place.
 
     They lead to the strategy and all that it holds, which a profile would look through for what a step changes.
     """
-    hidden = [(vars(child), key, value) for child in twin.modules() for key, value in attributes_stepped_in(child)]
+    hidden = [(vars(child), key, value) for child in shadow.modules() for key, value in attributes_stepped_in(child)]
     for attributes, key, _ in hidden:
         attributes[key] = None
-    _HIDDEN[twin] = hidden
+    _HIDDEN[shadow] = hidden
 
 
 class ManualGuest:
@@ -60,26 +60,26 @@ class ManualGuest:
         self._devices = devices
 
     @contextmanager
-    def visit(self, twin: Any) -> Iterator[None]:
-        """A step of ``twin`` in here; nobody who watches operators or saved tensors sees what is prepared for it.
+    def visit(self, shadow: Any) -> Iterator[None]:
+        """A step of ``shadow`` in here; nobody who watches operators or saved tensors sees what is prepared for it.
 
         Raises:
             PlanError: no copies of the optimizers can be made.
         """
         strategy = self._strategy
-        trainer: Any = twin.trainer
+        trainer: Any = shadow.trainer
         with disable_current_modes(), torch.no_grad():
-            vars(twin).pop(_HELD, None)
-            state = StepSnapshot(twin, [], self._devices, parameters=False)
-            for attributes, key, value in _HIDDEN.get(twin, ()):
+            vars(shadow).pop(_HELD, None)
+            state = StepSnapshot(shadow, [], self._devices, parameters=False)
+            for attributes, key, value in _HIDDEN.get(shadow, ()):
                 attributes[key] = copy.copy(value) if type(value) in (list, dict) else value
-            values = [parameter.data for parameter in twin.parameters()]
-            for parameter, value in zip(twin.parameters(), values, strict=True):
+            values = [parameter.data for parameter in shadow.parameters()]
+            for parameter, value in zip(shadow.parameters(), values, strict=True):
                 parameter.data = value.clone()
                 # As after an earlier step that has not forgotten its gradients; one that does forgets these as well.
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             try:
-                optimizers = with_copied_optimizers(strategy, self._module, [twin], self._owners)
+                optimizers = with_copied_optimizers(strategy, self._module, [shadow], self._owners)
             except Exception as error:
                 raise PlanError(
                     "A step by hand is profiled with copies of its optimizers and schedulers, which cannot be made "
@@ -89,12 +89,12 @@ class ManualGuest:
         try:
             with (
                 guest.visit(calls_hooks=True),
-                pointing_at(strategy, **pointing_at_shadow(strategy, twin), **optimizers),
+                pointing_at(strategy, **pointing_at_shadow(strategy, shadow), **optimizers),
             ):
                 yield
         finally:
             with disable_current_modes(), torch.no_grad():
-                for parameter, value in zip(twin.parameters(), values, strict=True):
+                for parameter, value in zip(shadow.parameters(), values, strict=True):
                     parameter.data = value
                 state.restore()
-                vars(twin)[_HELD] = optimizers
+                vars(shadow)[_HELD] = optimizers

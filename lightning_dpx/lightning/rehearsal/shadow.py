@@ -201,7 +201,7 @@ def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool)
         ReplicationError: something cannot be copied; names the attribute.
     """
     iterators = iterators_that_cannot_be_copied(replicas.root.module)
-    shadow: Any = replicas.stand_in(keep=iterators)
+    shadow: Any = replicas.make_shadow_module(keep=iterators)
     guard_iterators(shadow, iterators, asked)
     set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
     if own_parameters:
@@ -327,14 +327,14 @@ def copy_optimizers(
         # Not by copy.deepcopy: an optimizer hands out only its state and its groups, without the attributes of a
         # subclass; and a scheduler has put a ``step`` on the instance that is bound to the original.
         kind: type[Any] = type(optimizer)
-        twin: Any = object.__new__(kind)
-        memo[id(optimizer)] = twin
-        copied.append(twin)
-    for optimizer, twin in zip(optimizers, copied, strict=True):
+        duplicate: Any = object.__new__(kind)
+        memo[id(optimizer)] = duplicate
+        copied.append(duplicate)
+    for optimizer, duplicate in zip(optimizers, copied, strict=True):
         for key, value in vars(optimizer).items():
             if key != "step":
-                vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
-        _follow_parameters(twin, optimizer)
+                vars(duplicate)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
+        _follow_parameters(duplicate, optimizer)
     return copied, copy.deepcopy(list(schedulers), memo)
 
 

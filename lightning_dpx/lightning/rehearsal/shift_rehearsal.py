@@ -36,15 +36,15 @@ def rehearse_shifts(
     if getattr(module, "example_input_array", None) is None or shifted is None:
         return
     try:
-        twin: Any = replicas.stand_in(shifted)
+        shadow: Any = replicas.make_shadow_module(shifted)
     except ReplicationError as error:
         rank_zero_info(f"dpx: the shifts are checked in the first step, not on example_input_array: {error}")
         return
-    set_trainer(twin, trainer_of(module))  # LightningModule drops it from its copies
+    set_trainer(shadow, trainer_of(module))  # LightningModule drops it from its copies
     example = before_batch_transfer(module, module.example_input_array)
-    twin.example_input_array = transfer_batch(module, example, shifted.device)
+    shadow.example_input_array = transfer_batch(module, example, shifted.device)
     noted = trial_noted(shifted.index, shifted.device, "setup", "of example_input_array in which shifts are checked")
     with noted, preserve_rng_state(replicas.devices, [module]), precision.forward_context():
-        shift_activations(twin, parts, {shifted.device: shifts[shifted.device]})
-    del twin
+        shift_activations(shadow, parts, {shifted.device: shifts[shifted.device]})
+    del shadow
     gc.collect()  # modules refer to themselves in circles, and what it held on the target is needed there

@@ -146,9 +146,9 @@ class Argument:
 
     def apart(self) -> "Argument":
         """The same one, without the graph that leads to it."""
-        twin = copy.copy(self)
-        twin.source = None
-        return twin
+        duplicate = copy.copy(self)
+        duplicate.source = None
+        return duplicate
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Keeps count of what is written to it, also through others once it is gone itself; not its memory."""
@@ -226,11 +226,11 @@ class Call:
 
     def apart(self) -> "Call":
         """The same one, for those who keep it longer than the graph that it stands in."""
-        twin = copy.copy(self)
+        duplicate = copy.copy(self)
         own = {id(argument): argument.apart() for argument in self.arguments}
-        twin.arguments = list(own.values())
-        twin._given = [own.get(id(leaf), leaf) for leaf in self._given]
-        return twin
+        duplicate.arguments = list(own.values())
+        duplicate._given = [own.get(id(leaf), leaf) for leaf in self._given]
+        return duplicate
 
     def left(self, output: Any) -> None:
         """It is over, with this result."""

@@ -307,8 +307,8 @@ class _Replay:
         """The event at which the last value of every offloaded storage has left for the host."""
         values = self._profile.values
         left = dict[int, int]()
-        for place, index in enumerate(self._offloaded):
-            later = place + self._profile.prefetch_depth
+        for position, index in enumerate(self._offloaded):
+            later = position + self._profile.prefetch_depth
             event = (
                 values[self._offloaded[later]].saved if later < len(self._offloaded) else self._profile.forward_events
             )

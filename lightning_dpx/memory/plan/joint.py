@@ -19,7 +19,7 @@ from lightning_dpx.memory.profile.data import Profile
 _ATTEMPTS = 4  # to make room on each device for what the other one drops
 
 
-def plan_places(
+def plan_devices(
     module: Model, profiles: Sequence[Profile], budgets: Sequence[int], planner: str | Planner = "auto"
 ) -> list[MemoryPlan]:
     """Plans that decide alike about every value, one per device with the figures of that device.
@@ -31,7 +31,7 @@ def plan_places(
         planner: Who decides.
 
     Raises:
-        BudgetError: a budget cannot be met; :attr:`BudgetError.place` tells which one.
+        BudgetError: a budget cannot be met; :attr:`BudgetError.device_index` tells which one.
     """
     if len(profiles) > 1:  # a call may have parts on both
         profiles = [replace(profile, calls=(), holds=()) for profile in profiles]
@@ -39,11 +39,11 @@ def plan_places(
     peaks = [profile.peak for profile in profiles]
     for _ in range(_ATTEMPTS):
         plans = []
-        for place, (profile, room) in enumerate(zip(profiles, rooms, strict=True)):
+        for device_index, (profile, room) in enumerate(zip(profiles, rooms, strict=True)):
             try:
                 plans.append(plan_profile(module, profile, room, planner))
             except BudgetError as error:
-                error.place = place
+                error.device_index = device_index
                 raise
         if len(plans) == 1:
             return plans
@@ -56,12 +56,12 @@ def plan_places(
                 for plan, profile, budget, result in zip(plans, profiles, budgets, found, strict=True)
             ]
         rooms = [room - max(0, peak - budget) for room, peak, budget in zip(rooms, peaks, budgets, strict=True)]
-    place = max(range(len(peaks)), key=lambda index: peaks[index] - budgets[index])
+    device_index = max(range(len(peaks)), key=lambda index: peaks[index] - budgets[index])
     raise BudgetError(
-        f"A budget of {budgets[place]} bytes for activations was not met together with that of the other device: plans "
-        f"that meet each take {peaks[place]}. Allow more on either, or choose another cut.",
-        peaks[place],
-        place,
+        f"A budget of {budgets[device_index]} bytes for activations was not met together with that of the "
+        f"other device: plans that meet each take {peaks[device_index]}. Allow more on either, or choose another cut.",
+        peaks[device_index],
+        device_index,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.fake import RooflineCosts, faked, place_for
+from lightning_dpx.memory.profile.fake import RooflineCosts, fake_device_for, faked
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
@@ -135,7 +135,7 @@ def target_of(device: torch.device | str) -> torch.device:
     """
     try:
         target = torch.device(device)
-        place_for(target)
+        fake_device_for(target)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ConfigurationError(f"device={device!r} is not allowed; give 'cuda', 'cuda:1' or 'cpu'.") from error
     return target

@@ -23,9 +23,9 @@ class AsOnAccelerators(TorchFunctionMode):
             if training and 0 < p < 1 and not given.get("inplace"):
                 return torch.native_dropout(given["input"], p, True)[0]
         if func in _DROPOUT_OF and not (func is F.multi_head_attention_forward and kwargs.get("need_weights", True)):
-            place = _DROPOUT_OF[func]
-            kwargs = kwargs if len(args) > place else {**kwargs, "dropout_p": 0.0}
-            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
+            position = _DROPOUT_OF[func]
+            kwargs = kwargs if len(args) > position else {**kwargs, "dropout_p": 0.0}
+            args = (*args[:position], 0.0, *args[position + 1 :]) if len(args) > position else args
         return func(*args, **kwargs)
 
 

@@ -278,7 +278,7 @@ class FakeCosts(RooflineCosts):
         return span in self._traces[-1].masks
 
 
-def place_for(target: torch.device) -> torch.device:
+def fake_device_for(target: torch.device) -> torch.device:
     """Where the fakes of a step for ``target`` are; see [Note: where fakes are]."""
     there = is_host(target) or torch.get_device_module(target).is_available()
     return canonical_device(target if there else "cpu")

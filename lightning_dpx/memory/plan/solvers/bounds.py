@@ -176,8 +176,8 @@ class Relaxation:
         rates = self.shared_seconds[useful] / freed[useful]
         order = np.argsort(rates, kind="stable")
         new = np.concatenate([[True], np.diff(rates[order]) != 0])[: len(order)]
-        place = np.arange(len(order)) - np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
-        result: np.ndarray = useful[order[np.lexsort((self._spread[place], np.cumsum(new)))]]
+        position = np.arange(len(order)) - np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
+        result: np.ndarray = useful[order[np.lexsort((self._spread[position], np.cumsum(new)))]]
         return result
 
     def freed(self, event: int) -> np.ndarray:
