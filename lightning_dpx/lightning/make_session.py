@@ -127,7 +127,7 @@ def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_rep
     counts = gather_objects("counting the replicas", num_replicas)
     rank = strategy.process_rank
     first = sum(counts[:rank])
-    strategy.count_replicas(first, sum(counts))
+    strategy.ranks.count_replicas(first, sum(counts))
     make_step_aware(strategy, rank, first)
     start_equal(module)
 

@@ -42,7 +42,7 @@ def new_replicas(
         "skip": KINDS,
         "deadline": float(given.timeout),
         "check_every": given.check_replicas_every_n_steps,
-        "beyond": strategy.reach_other_processes if strategy.num_processes > 1 else None,
+        "beyond": strategy.ranks.reach_other_processes if strategy.num_processes > 1 else None,
     }
     return kind(module, devices, **{**options, **changes})
 

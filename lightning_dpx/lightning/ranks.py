@@ -1,9 +1,8 @@
 """Who a strategy says it is: a replica inside a step, a process outside; and the collectives among those."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_dpx.errors import CollectiveError
@@ -13,73 +12,94 @@ from lightning_dpx.reducers import between_processes
 from lightning_dpx.replicas import ReplicaRank, collectives, current_rank
 from lightning_dpx.torch_compat import tree_map_only
 
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
 
-class RanksOfReplicas(ParallelStrategy):
-    """What code written for DDP asks a strategy, answered for replicas as well."""
 
-    def __init__(self, *args: Any) -> None:
-        self._replica_offset = 0
-        self._all_replicas = 0  # among the replicas of all processes
+class Ranks:
+    """What code written for DDP asks a strategy, answered for replicas as well.
+
+    Args:
+        strategy: Whose processes and replicas are counted.
+
+    Attributes:
+        rows_of_step: What the slices of this process count in the step that is under way.
+    """
+
+    def __init__(self, strategy: "DPXStrategy") -> None:
+        self._strategy = strategy
+        self._first_replica = 0
+        self._num_replicas = 0
         self.rows_of_step = 0.0
-        super().__init__(*args)
 
     def count_replicas(self, first: int, total: int) -> None:
         """The replicas of all processes are counted.
 
         Args:
-            first: The place of the first one of this process among them.
+            first: The index of the first one of this process among them.
             total: How many there are.
         """
-        self._replica_offset = first
-        self._all_replicas = total
+        self._first_replica = first
+        self._num_replicas = total
+
+    def of_shadow(self, num_replicas: int) -> "Ranks":
+        """Those of a rehearsal with this many replicas, which no other process takes part in."""
+        ranks = Ranks(self._strategy)
+        ranks.count_replicas(0, num_replicas)
+        return ranks
 
     @property
     def num_processes(self) -> int:
         """Processes that train together, each with its own replicas."""
-        return super().world_size
+        environment = self._strategy.cluster_environment
+        return 1 if environment is None else environment.world_size()
 
     @property
     def process_rank(self) -> int:
         """This process among them."""
-        return super().global_rank
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
-        return self.num_processes > 1
+        environment = self._strategy.cluster_environment
+        return 0 if environment is None else environment.global_rank()
 
     @property
     def global_rank(self) -> int:
         """The replica inside a step, the process outside."""
         rank = current_rank()
-        return super().global_rank if rank is None else self._replica_offset + rank.rank
+        return self.process_rank if rank is None else self._first_replica + rank.rank
 
     @property
     def local_rank(self) -> int:
-        """The replica inside a step, the process outside."""
+        """The replica inside a step, the process of this machine outside."""
         rank = current_rank()
-        return super().local_rank if rank is None else rank.rank
+        if rank is not None:
+            return rank.rank
+        environment = self._strategy.cluster_environment
+        return 0 if environment is None else environment.local_rank()
 
     @property
     def world_size(self) -> int:
         """The replicas that take part in the step, or the number of processes outside."""
         rank = current_rank()
         if rank is None:
-            return super().world_size
-        return rank.world_size if self.num_processes == 1 else self._all_replicas
+            return self.num_processes
+        return rank.world_size if self.num_processes == 1 else self._num_replicas
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there are other processes, and a process group to reach them."""
+        return self.num_processes > 1 and torch.distributed.is_initialized()
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for the other replicas inside a step, for the other processes outside."""
-        if (rank := self._rank_with_peers()) is not None:
+        if (rank := _rank_with_peers()) is not None:
             rank.meet_all("barrier", None)
-        elif current_rank() is None and self._is_connected:
+        elif current_rank() is None and self.is_connected:
             between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Replica ``src``'s object inside a step, process ``src``'s outside."""
-        if (rank := self._rank_with_peers()) is not None:
+        if (rank := _rank_with_peers()) is not None:
             return collectives.broadcast(rank, obj, src)
-        if current_rank() is not None or not self._is_connected:
+        if current_rank() is not None or not self.is_connected:
             return obj
         box = [obj]
         between_processes("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
@@ -89,9 +109,9 @@ class RanksOfReplicas(ParallelStrategy):
         """The mean (sum, min, max) over the replicas inside a step, over the processes outside."""
         if not isinstance(tensor, Tensor):
             return tensor
-        if (rank := self._rank_with_peers()) is not None:
+        if (rank := _rank_with_peers()) is not None:
             return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
-        if current_rank() is not None or not self._is_connected:
+        if current_rank() is not None or not self.is_connected:
             return tensor
         wire = on_wire(tensor)
         reduced = between_processes("reduce", lambda: reduce_processes(wire, group, reduce_op))
@@ -99,9 +119,9 @@ class RanksOfReplicas(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """(K, ...) from (...) of K replicas inside a step, of K processes outside."""
-        if (rank := self._rank_with_peers()) is not None:
+        if (rank := _rank_with_peers()) is not None:
             return collectives.all_gather(rank, tensor, sync_grads)
-        if current_rank() is not None or not self._is_connected:
+        if current_rank() is not None or not self.is_connected:
             return tensor
         wire = on_wire(tensor)
         gathered: Tensor = between_processes("all_gather", lambda: all_gather_processes(wire, group, sync_grads))
@@ -109,25 +129,13 @@ class RanksOfReplicas(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) say yes: replicas inside a step, processes outside."""
-        if (rank := self._rank_with_peers()) is not None:
+        if (rank := _rank_with_peers()) is not None:
             votes, _ = rank.meet_all("reduce_boolean_decision", bool(decision))
             return sum(votes) == len(votes) if all else any(votes)
-        if current_rank() is not None or not self._is_connected:
+        if current_rank() is not None or not self.is_connected:
             return decision
-        return super().reduce_boolean_decision(decision, all)
-
-    @property
-    def _loss_is_sum(self) -> bool:
-        """Whether the losses of slices add up to that of the batch."""
-        raise NotImplementedError
-
-    @property
-    def _is_connected(self) -> bool:
-        return self.num_processes > 1 and torch.distributed.is_initialized()
-
-    def _rank_with_peers(self) -> ReplicaRank | None:
-        rank = current_rank()
-        return None if rank is None or rank.is_alone else rank
+        votes_of_all = self.reduce(torch.tensor(int(decision), device=self._strategy.root_device), reduce_op="sum")
+        return bool(votes_of_all == self.num_processes) if all else bool(votes_of_all)
 
     def reach_other_processes(
         self, kind: str, values: list[Any], *, each: bool, gradients: bool
@@ -144,16 +152,21 @@ class RanksOfReplicas(ParallelStrategy):
             calls = ", ".join(f"process {process} calls {theirs}" for process, theirs in enumerate(kinds))
             raise CollectiveError(f"The processes do not agree inside a step: {calls}.")
         counts = [len(theirs) for _, _, theirs in everyone]
-        if each and sum(counts) != self._all_replicas:
+        if each and sum(counts) != self._num_replicas:
             raise CollectiveError(
-                f"{kind} inside a step needs all {self._all_replicas} replicas of {self.num_processes} processes; in "
+                f"{kind} inside a step needs all {self._num_replicas} replicas of {self.num_processes} processes; in "
                 f"this short batch {sum(counts)} have rows. Use drop_last=True."
             )
         # Each process's gradients count by its rows in the end; what crosses over must count by those it came from.
-        weigh = gradients and not self._loss_is_sum
+        weigh = gradients and not self._strategy.session.loss_is_sum
         found = []
         for process, (_, rows, theirs) in enumerate(everyone):
             factor = rows / self.rows_of_step if weigh else 1.0
             own = process == self.process_rank
             found += values if own else theirs if factor == 1 else [value * factor for value in theirs]
         return found, sum(counts[: self.process_rank])
+
+
+def _rank_with_peers() -> ReplicaRank | None:
+    rank = current_rank()
+    return None if rank is None or rank.is_alone else rank

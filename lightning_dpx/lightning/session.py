@@ -119,6 +119,11 @@ class OneDevice(Run):
         self.training = _TrainingAlone(self)
         self.evaluation = _EvaluationAlone(self)
 
+    @property
+    def loss_is_sum(self) -> bool:
+        """Losses of slices are never merged here."""
+        return False
+
 
 class _TrainingAlone:
     """Stands for a :class:`TrainingFlow`."""
@@ -193,6 +198,11 @@ class Session(Run):
         shadow.whole_batches = self.whole_batches
         shadow.memory = self.memory
         return shadow
+
+    @property
+    def loss_is_sum(self) -> bool:
+        """Whether the losses of slices add up to that of the batch."""
+        return self.step.rules.loss_reduction == "sum"
 
     # ---- before and after a step ----
 

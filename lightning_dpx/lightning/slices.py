@@ -40,7 +40,7 @@ class Slices:
             num_rows = rows_to_weigh_by(batch) if self._reads_rows else 1
             slices = [session.replicas.whole_slice(batch, num_rows)]
         slices = self.weighted(slices, session.module)
-        session.strategy.rows_of_step = sum(weights_of(slices).of_loss)
+        session.strategy.ranks.rows_of_step = sum(weights_of(slices).of_loss)
         return slices
 
     def weighted(self, slices: list[BatchSlice], module: pl.LightningModule) -> list[BatchSlice]:

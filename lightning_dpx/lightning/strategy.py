@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -44,7 +44,7 @@ from lightning_dpx.lightning.precision import DPXPrecision
 from lightning_dpx.lightning.processes.connect import agree, complete_slurm, connect, share
 from lightning_dpx.lightning.processes.rank_zero import forget_steps, make_step_aware
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
-from lightning_dpx.lightning.ranks import RanksOfReplicas
+from lightning_dpx.lightning.ranks import Ranks
 from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals, Verify
 from lightning_dpx.lightning.session import OneDevice, Session
 from lightning_dpx.memory import MemoryPlan, Planner, Profile
@@ -61,7 +61,7 @@ from lightning_dpx.shifting import BetweenSteps
 from lightning_dpx.step import LossReduction
 
 
-class DPXStrategy(RanksOfReplicas):
+class DPXStrategy(ParallelStrategy):
     """Trains one LightningModule on all devices of a machine from one process.
 
     The result is that of one device: replicas only share the work. With one device everything runs as in Lightning's
@@ -185,6 +185,7 @@ class DPXStrategy(RanksOfReplicas):
         self.hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         self.one_device = OneDevice(self)
         self.session: Session | OneDevice = self.one_device
+        self.ranks = Ranks(self)
         self.num_nodes = 1  # Lightning sets it
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
@@ -379,6 +380,58 @@ class DPXStrategy(RanksOfReplicas):
         """Whether ``Trainer(sync_batchnorm=True)`` was given."""
         return layer_sync_of(self) is not None
 
+    # ---- a replica inside a step, the process outside ----
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together, each with its own replicas."""
+        return self.ranks.num_processes
+
+    @property
+    def process_rank(self) -> int:
+        """This process among them."""
+        return self.ranks.process_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
+        return self.ranks.num_processes > 1
+
+    @property
+    def global_rank(self) -> int:
+        """The replica's among all, or the process's."""
+        return self.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The replica's in this process, or the process's on this machine."""
+        return self.ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The replicas that take part in the step, or the processes."""
+        return self.ranks.world_size
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for the others."""
+        self.ranks.barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of the one with rank ``src``."""
+        return self.ranks.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (sum, min, max) over all."""
+        return self.ranks.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """(K, ...) from (...) of each of K."""
+        return self.ranks.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) say yes."""
+        return self.ranks.reduce_boolean_decision(decision, all)
+
     # ---- set-up and tear-down ----
 
     def _configure_launcher(self) -> None:
@@ -500,9 +553,9 @@ class DPXStrategy(RanksOfReplicas):
                 exception.add_note(self.stopping.reason)
         if isinstance(exception, torch.OutOfMemoryError) and not isinstance(exception, BudgetError):
             exception.add_note(self.planning.advice())
-        if self._is_connected and is_loss_of_a_process(exception):  # in a collective that is not ours
+        if self.ranks.is_connected and is_loss_of_a_process(exception):  # in a collective that is not ours
             exception.add_note(describe_loss("the run"))
-        elif self._is_connected and not isinstance(exception, CollectiveError):
+        elif self.ranks.is_connected and not isinstance(exception, CollectiveError):
             declare_failed(exception)
         super().on_exception(exception)
 
@@ -579,7 +632,7 @@ class DPXStrategy(RanksOfReplicas):
         Raises:
             ReplicationError: they have not, and some would wait for the others in vain.
         """
-        if batch_idx == 0 and self._is_connected and self.lightning_module is not None:
+        if batch_idx == 0 and self.ranks.is_connected and self.lightning_module is not None:
             agree({"the number of batches": self.lightning_module.trainer.num_training_batches})
 
     def _mark_changed(self) -> None:
@@ -588,7 +641,7 @@ class DPXStrategy(RanksOfReplicas):
 
     def _leave_training(self) -> None:
         self._mark_changed()
-        if self._is_connected and (module := self.lightning_module) is not None:
+        if self.ranks.is_connected and (module := self.lightning_module) is not None:
             share("sharing buffers", list(module.buffers()))
         if self._replicas is not None:
             self._replicas.release_cores()
@@ -623,10 +676,6 @@ class DPXStrategy(RanksOfReplicas):
         if text not in self._announced:
             self._announced.add(text)
             rank_zero_info(text)
-
-    @property
-    def _loss_is_sum(self) -> bool:
-        return isinstance(self.session, Session) and self.session.step.rules.loss_reduction == "sum"
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

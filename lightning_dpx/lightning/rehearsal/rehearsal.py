@@ -723,7 +723,7 @@ class _Rehearsal:
         call = self._call
         attributes = pointing_at_shadow(strategy, shadow)
         if session is not None:
-            attributes |= {"session": session, "_all_replicas": len(session.replicas.replicas)}
+            attributes |= {"session": session, "ranks": strategy.ranks.of_shadow(len(session.replicas.replicas))}
         if self._by_hand:
             attributes |= self._optimizers_for(shadow, session, seen)
             if session is not None:

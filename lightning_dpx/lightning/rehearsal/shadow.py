@@ -226,13 +226,9 @@ def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str,
 
 def pointing_at_shadow(strategy: Any, shadow: nn.Module) -> dict[str, Any]:
     """The attributes by which a strategy, and through it the trainer, has ``shadow`` for its module, on one device."""
-    attributes: dict[str, Any] = {
-        "_lightning_module": shadow,
-        "_model": shadow,
-        "session": vars(strategy).get("one_device"),
-        "_replica_offset": 0,
-        "_all_replicas": 1,
-    }
+    attributes: dict[str, Any] = {"_lightning_module": shadow, "_model": shadow}
+    if "ranks" in vars(strategy):  # a strategy of ours
+        attributes |= {"session": strategy.one_device, "ranks": strategy.ranks.of_shadow(1)}
     return {name: value for name, value in attributes.items() if name in vars(strategy)}
 
 
