@@ -117,8 +117,8 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="global hooks see every call", without="calls would be replayed although a hook watches them"
     ),
     "torch.autograd.graph._engine_run_backward": PrivateName(
-        why="its frame tells that a value is made inside a backward",
-        without="memory of the backward would be counted as the forward's",
+        why="its frame tells that a value is made inside a backward; and it spares the checks of torch.autograd.backward",
+        without="memory of the backward would be counted as the forward's, and K losses cost 5 us each",
     ),
     "torch.autograd.Variable._execution_engine.run_backward": PrivateName(
         why="enters the engine without torch's Python, for backwards of nothing that end others",
@@ -338,6 +338,18 @@ post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attr
 compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")
 
 
+def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """``torch.autograd.backward`` for gradients that are known to have the shapes of their tensors.
+
+    Its checks of that, in Python, are a third of the time of a small backward: 20 of 60 us for four losses.
+    """
+    if is_torch_function_mode_enabled() or any(type(tensor) is not torch.Tensor for tensor in tensors):
+        torch.autograd.backward(tensors, gradients)  # modes and subclasses have a say in it
+        return
+    options = {"allow_unreachable": True, "accumulate_grad": True}
+    _graph._engine_run_backward(tuple(tensors), tuple(gradients), False, False, (), **options)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` looks at the memory of another one."""
     return tensor._is_view()
@@ -451,7 +463,7 @@ __all__ = [
     "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "output_metadata",
     "overload_name", "parameters_of", "pop_saved_tensors_hooks", "post_accumulate_hooks_of",
     "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks", "pynvml_handler", "pytree",
-    "register_device_module", "saved_tensors_hooks_enabled", "schema_of", "start_legacy_profiler",
+    "register_device_module", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "start_legacy_profiler",
     "submodules_of", "top_saved_tensors_hooks", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
     "tree_unflatten", "unflatten_dense", "user_cache_dir", "version_counter", "view_base", "weak_storage",
 ]  # fmt: skip

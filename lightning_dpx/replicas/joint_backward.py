@@ -5,11 +5,13 @@ end, then the one before; a hook on every root tells whose turn it is.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_dpx.replicas.context import ReplicaRank, as_rank, become_rank
+from lightning_dpx.torch_compat import run_backward
 
 Roots = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors, and the gradient of each
 
@@ -22,31 +24,43 @@ def joint_backward(ranks: Sequence[ReplicaRank], roots: Sequence[Roots], failed:
         roots: K pairs of the tensors to start from, made in this order, and their gradients.
         failed: Told the place (0 to K - 1) of the replica that raised an error, and the error, which is raised on.
     """
-    place = len(ranks) - 1
-
-    def enter(index: int) -> Callable[[Any], None]:
-        def hook(_: Any) -> None:
-            nonlocal place
-            place = index
-            become_rank(ranks[index])
-
-        return hook
-
+    # The last replica with anything to do begins, so nobody need tell it: a hook is 5 us of a step.
+    first = max((index for index, (tensors, _) in enumerate(roots) if tensors), default=len(roots) - 1)
+    turns = _Turns(ranks, first)
     handles = [
-        tensor.grad_fn.register_prehook(enter(index))
-        for index, (tensors, _) in enumerate(roots)
+        tensor.grad_fn.register_prehook(partial(turns.enter, index))
+        for index, (tensors, _) in enumerate(roots[:first])
         for tensor in tensors
         if tensor.grad_fn is not None
     ]
-    with as_rank(ranks[place]):
+    with as_rank(ranks[turns.place]):
         try:
-            torch.autograd.backward(
+            run_backward(
                 [tensor for tensors, _ in roots for tensor in tensors],
                 [gradient for _, gradients in roots for gradient in gradients],
             )
         except BaseException as error:
-            failed(place, error)
+            failed(turns.place, error)
             raise
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Turns:
+    """Whose turn it is in a joint backward.
+
+    Attributes:
+        place: The replica's, from 0 to K - 1.
+    """
+
+    __slots__ = ("_ranks", "place")
+
+    def __init__(self, ranks: Sequence[ReplicaRank], first: int) -> None:
+        self._ranks = ranks
+        self.place = first
+
+    def enter(self, place: int, _gradients: object) -> None:
+        """Called before the node of a replica's root."""
+        self.place = place
+        become_rank(self._ranks[place])
