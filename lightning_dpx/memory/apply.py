@@ -307,7 +307,7 @@ class AppliedPlan:
 
 
 def _values_of(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
-    """What follows ``plan``; with calls that are made again, or compiled parts, call by call for good."""
+    """What follows ``plan``; with compiled parts call by call for good."""
     names = CallNames(module, again=plan.calls)
     dropped = plan.names("recompute", "recompute each time")
     uncached = plan.uncached
@@ -319,7 +319,7 @@ def _values_of(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Remater
         plan.prefetch_depth,
         frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
     )
-    if plan.calls or names.compiled:
+    if names.compiled:
         return Rematerialisation(names, *options)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
     return Practised(names, trusted, *options, watched=_WATCHED if watches else 1)

@@ -177,6 +177,7 @@ class Call:
         arguments: The tensors that it is given.
         num_bytes: Of these.
         outcome: The value that the call has become, weakly, once something is to be picked from it.
+        is_counted: Whether all that autograd has saved since it began was counted.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Call:
         self.module = module
         self.name = name
         self.saved = saved
+        self.is_counted = True
         self.outcome: Callable[[], Any] | None = None
         leaves, self._spec = _flattened(args, kwargs)
         self._states = States() if states is None else states

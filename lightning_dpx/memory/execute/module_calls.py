@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,10 @@ class _Running:
         noted: The calls that may have to be made again.
         given: The name of the next value, where somebody else gives names.
         watch: Told of every call.
+        hears: Whether all that autograd saves is counted.
     """
 
-    __slots__ = ("given", "noted", "saved", "stack", "watch")
+    __slots__ = ("given", "hears", "noted", "saved", "stack", "watch")
 
     def __init__(self) -> None:
         self.stack: list[list[Any]] = [["", 0, None]]
@@ -33,6 +34,7 @@ class _Running:
         self.noted: list[weakref.ref[Call]] = []
         self.given: str | None = None
         self.watch: Callable[[str, int], None] | None = None
+        self.hears = True
 
 
 class Listener(Protocol):
@@ -75,9 +77,11 @@ class CallNames:
                 self.parts[path] = child
         self.install()
 
-    def install(self) -> None:
-        """Puts the hooks on."""
+    def install(self, paths: Collection[str] | None = None) -> None:
+        """Puts the hooks on: on all parts, or on those with these ``paths``."""
         for path, part in self.parts.items():
+            if paths is not None and path not in paths:
+                continue
             enter = _Enter(self, path)
             self._handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._handles.append(part.register_forward_hook(enter.leave, always_call=True))
@@ -142,17 +146,30 @@ class CallNames:
         """A call that begins, and that may have to be made again."""
         with DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
             call = Call(module, name, args, kwargs, self.saved, self._states)
+        call.is_counted = self._local.running.hears
         self._local.running.noted.append(weakref.ref(call))
         if self.listener is not None:
             self.listener.begins(call)
         return call
 
     def call_that_makes(self, storage: int) -> Call | None:
-        """The innermost of the running calls that was not given that memory, if it is noted."""
+        """The innermost of the running calls that was not given that memory, if it is noted, and heard all along."""
         for _, _, call in reversed(self.stack or ()):
             if call is not None and not any(argument.is_in(storage) for argument in call.arguments):
-                return call  # type: ignore[no-any-return]
+                return call if call.is_counted else None
         return None
+
+    def hear(self, *, hears: bool) -> None:
+        """Whether :meth:`count` is told of all that is saved from now on; without that, nobody knows numbers in calls
+        that are running."""
+        running = self._saving
+        if running is None:
+            return
+        running.hears = hears
+        if not hears:
+            for _, _, call in running.stack:
+                if call is not None:
+                    call.is_counted = False
 
     def end(self) -> None:
         """The step is over."""

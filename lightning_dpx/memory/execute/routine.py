@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.calls import Passive, repeating
+from lightning_dpx.memory.execute.calls import Passive, repeating, select_output
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
@@ -50,23 +50,25 @@ _MOST_PATIENCE = 1024  # forwards
 _OF_ANOTHER = "another step:"
 
 
+class Entered(NamedTuple):
+    """A call of a module that began: which module, and which of its calls, from 0."""
+
+    path: str
+    number: int
+
+
 class Saved(NamedTuple):
     """A tensor that was saved.
 
     Attributes:
         name: Of its value; empty where it has none.
         node: The operator that produced the tensor; empty for a leaf.
+        call: The module call that is made again for it: it knows the tensor by its number among those that it saves.
     """
 
     name: str
     node: str
-
-
-class Entered(NamedTuple):
-    """A call of a module that began: which module, and which of its calls, from 0."""
-
-    path: str
-    number: int
+    call: Entered | None = None
 
 
 class Noted(NamedTuple):
@@ -136,22 +138,36 @@ def make_routine(
     crossed = False
     passing = list[Entered]()
     passed = set[Entered]()
-    for event in events:
+    counted = _where_to_count(events, wanted)
+    counted_until = -1
+    for at, event in enumerate(events):
         if isinstance(event, Entered):
-            last_entry = event
-            quiet_before = len(quiet)
-            crossed = crossed or event.path in containers
-            passing.append(event)
+            if at in counted and at > counted_until:  # from here on everything is heard
+                if entries:
+                    stretches[start] = tuple(entries)
+                start = event
+                entries = []
+                quiet = []
+                passing.clear()
+                last_entry = None
+                crossed = False
+            else:
+                last_entry = event
+                quiet_before = len(quiet)
+                crossed = crossed or event.path in containers
+                passing.append(event)
+            counted_until = max(counted_until, counted.get(at, -1))
             continue
         if isinstance(event, Noted):
             continue
         if event.name not in wanted:
             quiet.append(None)
             continue
-        if last_entry is not None and (not entries or crossed or quiet_before >= _WORTH_A_BREAK):
+        may_break = last_entry is not None and at > counted_until
+        if may_break and (not entries or crossed or quiet_before >= _WORTH_A_BREAK):
             if entries:
                 stretches[start] = tuple(entries)
-            start = last_entry
+            start = last_entry or start
             entries = []
             quiet = quiet[quiet_before:]
         else:
@@ -171,6 +187,18 @@ def make_routine(
         if path and which.number >= calls.get(path, 0):
             unseen.add(which)
     return Routine(stretches, calls, frozenset(unseen), frozenset(passed), _where_to_note(events, asked))
+
+
+def _where_to_count(events: Sequence[Event], wanted: Collection[str]) -> dict[int, int]:
+    """Where calls begin that are made again for a tensor that they save, and where the last such tensor is saved."""
+    begun = dict[Entered, int]()
+    found = dict[int, int]()
+    for at, event in enumerate(events):
+        if isinstance(event, Entered):
+            begun[event] = at
+        elif isinstance(event, Saved) and event.call in begun and event.name in wanted:
+            found[begun[event.call]] = at
+    return found
 
 
 def _where_to_note(events: Sequence[Event], asked: Collection[int]) -> dict[Entered, bool]:
@@ -259,7 +287,7 @@ class _Followed(_Forward):
     def _save(self, tensor: torch.Tensor) -> Any:
         packed = self._pack(tensor)
         value = packed if type(packed) is Value else packed.value if isinstance(packed, View) else None
-        self.events.append(Saved("" if value is None else value.name, _node_of(tensor)))
+        self.events.append(Saved("" if value is None else value.name, _node_of(tensor), _call_for(value)))
         if value is not None and value.dropped:
             self.dropped.add(value.name)
         return packed
@@ -284,8 +312,11 @@ class _Routinely(_Forward):
         self._operands = UntrackedInputs()
         self._modes = len_torch_function_stack()
         self._is_noting = False
+        self._counts = bool(names.again)
 
     def start(self) -> None:
+        if self._counts:
+            self._names.hear(hears=False)
         self._begin(_ROOT)
         self._note_from(_ROOT)
 
@@ -319,6 +350,19 @@ class _Routinely(_Forward):
         else:
             self.stop_noting()
 
+    def on(self, hook: Pack) -> bool:
+        """Likewise; from here on tensors are counted, for the calls that begin now."""
+        is_on = super().on(hook)
+        if is_on and self._counts:
+            self._names.hear(hears=True)
+        return is_on
+
+    def off(self) -> None:
+        """Likewise; in calls that are under way numbers are no longer known."""
+        super().off()
+        if self._counts:
+            self._names.hear(hears=False)
+
     def stop_noting(self) -> None:
         """Untracked inputs are no longer noted."""
         if self._is_noting:
@@ -338,18 +382,24 @@ class _Routinely(_Forward):
         at = self._at
         if at >= len(entries):
             self.changed = True
-            return keep(tensor)
+            return self._kept(tensor)
         entry = entries[at]
         self._at = at = at + 1
         if entry is None:
-            return keep(tensor)
+            return self._kept(tensor)
         if entry.node != _node_of(tensor):
             self._lose()
             return self._lost(tensor)
+        self._names.give(entry.name)
+        packed = self._pack(tensor)
         if at == len(entries):
             self.off()
-        self._names.give(entry.name)
-        return self._pack(tensor)
+        return packed
+
+    def _kept(self, tensor: torch.Tensor) -> Any:
+        if self._counts:
+            self._names.count()
+        return keep(tensor)
 
     def _lose(self) -> None:
         """It is another forward than the one that was noted."""
@@ -372,6 +422,14 @@ def _as_it_is(pack: Pack) -> Pack:
     return pack
 
 
+def _call_for(value: Value | None) -> Entered | None:
+    """The call that is made again for it, and that it is saved in."""
+    if value is None or not value.dropped or value.make is not select_output or value.inputs[1].kind != "saved":
+        return None
+    path, _, number = value.inputs[0].make.call.name.partition("#")
+    return Entered(path, int(number or 1) - 1)
+
+
 def _node_of(tensor: torch.Tensor) -> str:
     node = tensor.grad_fn
     return "" if node is None else node.name()
@@ -391,6 +449,8 @@ class Practised(Rematerialisation):
     def __init__(self, names: CallNames, trusted: Collection[str], *options: Any, watched: int = 1) -> None:
         super().__init__(names, *options)
         self._containers = {path.rpartition(".")[0] for path in names.parts}
+        again = names.again if isinstance(names.again, Collection) else ()
+        self._called_again = {name.partition("#")[0] for name in again}
         self._trusted = trusted
         self._current = threading.local()
         self._routine: Routine | None = None
@@ -455,6 +515,7 @@ class Practised(Rematerialisation):
             return
         assert self._routine is not None, "without one it is followed"
         routine = self._routine
+        self._names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
         paths = {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
         for path in sorted(paths & self._names.parts.keys()):
             enter = _Enter(self, path)

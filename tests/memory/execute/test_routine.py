@@ -261,6 +261,70 @@ def test_stretches_end_with_what_matters_and_stay_within_calls() -> None:
     assert found.unseen == {Entered("e", 1)}
 
 
+def test_all_is_counted_from_the_beginning_of_a_call_that_is_made_again() -> None:
+    kept, dropped = Saved("", ""), Saved("b:1", "TanhBackward0")
+    by_call = Saved("cell:2", "", Entered("cell", 0))
+    events = [
+        Entered("b", 0), dropped, kept, Entered("cell", 0), kept, kept, Entered("cell.part", 0), kept, kept, by_call,
+        kept, Entered("c", 0), kept, kept,
+    ]  # fmt: skip
+    found = make_routine(events, dict.fromkeys(("b", "cell", "cell.part", "c"), 1), {"b:1", "cell:2"}, {"cell"})
+    assert found.stretches == {Entered("b", 0): (dropped,), Entered("cell", 0): (*[None] * 4, by_call)}
+    assert found.passed == {Entered("cell.part", 0)}
+
+
+class Recurrent(nn.Module):
+    """What an LSTM saves only a call makes again; it is one of several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (
+            nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh()))) for _ in range(2)
+        )
+        self.cell = Cell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(4):
+            x = self.cell(x)
+        return self.after(x)
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 64, batch_first=True)
+        self.more: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "before" in self.more:
+            x = torch.sin(x)
+        x = self.lstm(x.unflatten(0, (8, 8)))[0].flatten(0, 1)
+        return torch.cos(x) if "after" in self.more else x
+
+
+def test_only_the_calls_that_are_made_again_have_hooks_for_it() -> None:
+    torch.manual_seed(0)
+    module, x = Recurrent(), torch.randn(ROWS, 64)
+    plain = copy.deepcopy(module)
+    plan = dpx.search_plan(module, x, budget=0.75, planner="optimal")
+    plan = plan.with_actions({d.name: "keep" for d in plan.decisions if not d.calls})
+    assert plan.calls
+    applied = dpx.apply_plan(module, plan)
+    peaks = [peak_of(module, x) for _ in range(3)]
+    assert peaks[0] == peaks[1] == peaks[2] < 0.97 * peak_of(plain, x)
+    for more in ([], ["before"], ["after"], ["before", "after"], [], []):
+        module.cell.more = more
+        plain.cell.more = more
+        assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x))), more
+    for _ in range(8):  # until it is trusted again
+        gradients_of(module, x)
+    values = values_of(applied)
+    assert values._is_routine
+    hooked = [path for path, part in module.named_modules() if part._forward_pre_hooks]
+    assert len(hooked) <= 5, "of 22; the root's own, the call's, and where what is given to it is saved"
+
+
 class Shifted(nn.Module):
     """Norms whose eps, and operators with numbers, only the call itself knows; they change from step to step."""
 
