@@ -156,7 +156,7 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         UnsupportedError: the config shifts parts of the model.
     """
     own = strategy if isinstance(strategy, DPXStrategy) else DPXStrategy()
-    if own.shifts_activations:
+    if own.options.shifts_activations:
         raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
     parsed = parse_devices(devices)
     given = budget if budget is not None else own.memory_budget

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
+from lightning_dpx.lightning.lightning_compat import WrappingCheckpointIO
 from lightning_dpx.units import format_mib
 
 
@@ -53,6 +54,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except Exception as error:
             error.add_note(f"While reading {path}.")
             raise
+
+
+def with_whole_files(given: CheckpointIO | None) -> CheckpointIO:
+    """The plugin that was given, or whole files; one that wraps another, and was given none, wraps whole files."""
+    if given is None:
+        return AtomicCheckpointIO()
+    if isinstance(given, WrappingCheckpointIO):
+        given.checkpoint_io = AtomicCheckpointIO()  # does nothing where it has one
+    return given
 
 
 def _describe_failed_save(target: Path, size: int) -> str:

@@ -18,7 +18,8 @@ from lightning_dpx.lightning.processes.connect import agree, fingerprint, gather
 from lightning_dpx.lightning.processes.rank_zero import make_step_aware
 from lightning_dpx.lightning.processes.stop import CoordinatedStop
 from lightning_dpx.lightning.rehearsal.shift_rehearsal import rehearse_shifts
-from lightning_dpx.lightning.session import OneDevice, Session, give_trainer
+from lightning_dpx.lightning.run import OneDevice
+from lightning_dpx.lightning.session import Session, give_trainer
 from lightning_dpx.reducers import ProcessReducer, choose_reducer
 from lightning_dpx.replicas import ReplicaSet, synchronize_batch_norm
 from lightning_dpx.step import TrainingStep

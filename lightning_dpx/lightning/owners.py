@@ -61,6 +61,12 @@ def _why_all_on_first(session: "Session") -> str | None:
     return None
 
 
+def load_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+    """Loads the state of every parameter to where the optimizer has it."""
+    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+        optimizer.load_state_dict(state)
+
+
 def optimize_owners(session: "Session") -> None:
     """Optimizers change the owners' copies, also in groups that they got later."""
     step = session.step

@@ -305,3 +305,12 @@ def _paths(node: Any, path: str = "") -> list[str]:
     return [
         found for name, child in children_of(node) or () for found in _paths(child, f"{path}.{name}" if path else name)
     ]
+
+
+def wrap_precision(plugin: Precision | None, after_backward: Callable[[], None]) -> DPXPrecision | None:
+    """The plugin that Lightning chose, as one that calls ``after_backward`` after its own; ``None`` for none."""
+    if plugin is None:
+        return None
+    wrapped = plugin if isinstance(plugin, DPXPrecision) else DPXPrecision(plugin)
+    wrapped.attach(after_backward)
+    return wrapped

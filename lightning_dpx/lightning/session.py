@@ -1,4 +1,5 @@
-"""What a run is made of, from setup to teardown: a :class:`Session` of replicas, or :class:`OneDevice`.
+"""What a run is made of, from setup to teardown: a :class:`Session` of replicas, or
+:class:`lightning_dpx.lightning.run.OneDevice`.
 
 strategy --hooks of Lightning's--> session.training    batch -> loss, and after Lightning's backward the gradients
                                    session.evaluation  batch -> outputs
@@ -6,11 +7,11 @@ strategy --hooks of Lightning's--> session.training    batch -> loss, and after 
                                      +-- slices, replicas, step, metrics, rules, memory: one object for each concern
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Module
 
@@ -21,133 +22,20 @@ from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
-from lightning_dpx.lightning.owners import move_optimizers
+from lightning_dpx.lightning.options import StrategyOptions
+from lightning_dpx.lightning.owners import begin_optimizers, load_states, move_optimizers, optimize_owners
+from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals
+from lightning_dpx.lightning.run import Run
 from lightning_dpx.lightning.slices import Slices
 from lightning_dpx.lightning.thread_choice import ThreadChoice
 from lightning_dpx.lightning.training_step import TrainingFlow
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
-from lightning_dpx.memory import planned
-from lightning_dpx.replicas import BatchSlice, ReplicaSet
-from lightning_dpx.shifting import applied_shift
+from lightning_dpx.replicas import BatchSlice, ReplicaSet, StepTimes
 from lightning_dpx.step import TrainingStep
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
-
-_PRECISION_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
-
-
-class Run:
-    """What all runs have: the user's module, and what its steps run in.
-
-    Args:
-        strategy: Lightning's face of the run.
-    """
-
-    def __init__(self, strategy: "DPXStrategy") -> None:
-        self.strategy = strategy
-        self.options = strategy.options
-        self.shifts = strategy.options.shifts_activations
-
-    @property
-    def has_contexts(self) -> bool:
-        """Whether anything is shifted or planned, so that :meth:`context` is more than nothing."""
-        return self.shifts or bool(self.strategy.planning.plans)
-
-    def context(self, module: Module) -> AbstractContextManager[None]:
-        """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
-        if not self.has_contexts:
-            return nullcontext()
-        shift = applied_shift(module) if self.shifts else None
-        return planned(module) if shift is None else _both(shift.active(), planned(module))
-
-    def alone(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step of the user's module as on one device, and its end hook.
-
-        Args:
-            name: Of the step.
-            args: The batch, on its device, and the indices.
-            kwargs: What it gets beside.
-        """
-        strategy = self.strategy
-        module = strategy.lightning_module
-        if self.has_contexts:
-            with self.context(module):  # type: ignore[arg-type]  # connect() sets the module first
-                return self.finished(name, self.lightnings_step(name, args, kwargs))
-        with getattr(strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
-            outputs = getattr(module, name)(*args, **kwargs)
-        return self.finished(name, outputs)
-
-    def lightnings_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step in the precision's context, without its end hook."""
-        with getattr(self.strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
-            return getattr(self.strategy.lightning_module, name)(*args, **kwargs)
-
-    def end_hook(self, name: str) -> Callable[[Any], Any] | None:
-        """The user's hook that sees the merged outputs of a step, such as ``training_step_end``, if there is one."""
-        module = self.strategy.lightning_module
-        if getattr(type(module), f"{name}_end", None) is None:  # asked of the class: a miss costs a module much more
-            return None
-        hook: Callable[[Any], Any] = getattr(module, f"{name}_end")
-        return hook
-
-    def finished(self, name: str, outputs: Any) -> Any:
-        """What the end hook makes of the outputs of a step."""
-        finish = self.end_hook(name)
-        if finish is None or outputs is None:
-            return outputs
-        precision = self.strategy.precision_plugin
-        with precision.train_step_context() if name == "training_step" else precision.val_step_context():
-            return finish(outputs)
-
-
-class OneDevice(Run):
-    """A run on one device, or none at all: steps are Lightning's own. It stands wherever there are no replicas.
-
-    Args:
-        strategy: Lightning's face of the run.
-    """
-
-    def __init__(self, strategy: "DPXStrategy") -> None:
-        super().__init__(strategy)
-        self.training = _TrainingAlone(self)
-        self.evaluation = _EvaluationAlone(self)
-
-    @property
-    def loss_is_sum(self) -> bool:
-        """Losses of slices are never merged here."""
-        return False
-
-
-class _TrainingAlone:
-    """Stands for a :class:`TrainingFlow`."""
-
-    def __init__(self, run: OneDevice) -> None:
-        self._run = run
-        self.accumulates = False
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run.alone("training_step", args, kwargs)
-
-    def after_backward(self) -> None:
-        """Nothing is summed."""
-
-
-class _EvaluationAlone:
-    """Stands for an :class:`EvaluationFlow`."""
-
-    def __init__(self, run: OneDevice) -> None:
-        self._run = run
-
-    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._run.strategy.before_evaluation_batch()
-        return self._run.alone(name, args, kwargs)
 
 
 class Session(Run):
@@ -161,7 +49,7 @@ class Session(Run):
 
     Attributes:
         module: The user's own module.
-        rehearsals: What finds out how results are merged.
+        has_processes: Whether gradients are summed with those of other processes.
         whole_batches: Which stages get their batches whole.
         batch_writes: What steps write into their batches.
         gradient_hooks: What hooks of the user's find in gradients.
@@ -180,9 +68,7 @@ class Session(Run):
         self.metrics = metrics
         self.step = step
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
-        self.trainer: Any = self.module.trainer
         self.has_processes = strategy.num_processes > 1
-        self.rehearsals = strategy.rehearsals
         self.whole_batches = WholeBatches()
         self.batch_writes = BatchWrites()
         self.gradient_hooks = GradientHooks()
@@ -198,6 +84,26 @@ class Session(Run):
         shadow.whole_batches = self.whole_batches
         shadow.memory = self.memory
         return shadow
+
+    @property
+    def options(self) -> StrategyOptions:
+        """What the strategy was asked for."""
+        return self.strategy.options
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer of the user's module."""
+        return self.module.trainer
+
+    @property
+    def rehearsals(self) -> Rehearsals:
+        """What finds out how results are merged."""
+        return self.strategy.rehearsals
+
+    @property
+    def modules(self) -> list[Module]:
+        """The modules of all replicas, the user's own first."""
+        return [replica.module for replica in self.replicas.replicas]
 
     @property
     def loss_is_sum(self) -> bool:
@@ -269,7 +175,7 @@ class Session(Run):
             rank_zero_warn(f"dpx: everything runs on {device} from here on, the other devices idle: {error}")
             move_optimizers(optimizers, homes)
             replicas.close()
-            self.strategy.end_session()
+            self.strategy.session = self.strategy.one_device
             return False
         move_optimizers(optimizers, homes)
         give_trainer(replicas, self.trainer)
@@ -295,7 +201,104 @@ class Session(Run):
             reason = f"Parameter {name} got or lost a hook, which replicas with shifted parts cannot follow."
             self.whole_batches.give_whole("training_step", reason, "Register hooks before fit.")
 
+    # ---- optimizers ----
+
+    def plan_ahead(self) -> None:
+        """Plans a fit from the example batch, if there is one."""
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.memory.plan_ahead()
+
+    def begin_optimizers(self) -> None:
+        """The user's optimizers are made: they change the owners' copies, where that is possible."""
+        begin_optimizers(self)
+
+    def optimize_owners(self) -> None:
+        """Optimizers change the owners' copies, also in groups that they got later."""
+        optimize_owners(self)
+
+    def load_optimizer_states(self, lightnings: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
+        """As Lightning does where all is on one device; otherwise the state of each parameter goes to its owner.
+
+        Args:
+            lightnings: What Lightning would do.
+            checkpoint: As it was saved.
+        """
+        if self.shifts or self.step.has_other_owners:
+            load_states(self.strategy.optimizers, checkpoint)
+        else:
+            lightnings(checkpoint)
+
+    def batch_to_device(self, lightnings: Callable[..., Any], batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """The batch stays as the loader gave it; each replica moves its own slice.
+
+        Args:
+            lightnings: What Lightning would do, where a device is named.
+            batch: From the loader.
+            device: Where to; ``None`` for where it is used.
+            dataloader_idx: Which loader gave it.
+        """
+        if device is None:
+            return self.show_batch(batch)
+        return lightnings(batch, device, dataloader_idx)
+
+    def step_optimizer(
+        self, lightnings: Callable[..., Any], optimizer: Any, closure: Any, model: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Steps on the owners; the replicas follow before their next forward.
+
+        Args:
+            lightnings: Runs the closure and steps the optimizer.
+            optimizer: The user's.
+            closure: Forward and backward of a step, if automatic.
+            model: The user's module.
+            kwargs: What the optimizer gets beside.
+        """
+        optimize_owners(self)
+        if self.module.automatic_optimization:
+            closure = self.gradient_hooks.closure(optimizer, closure, self.replicas, self.step)
+        with self.gradient_hooks.round_step(self.strategy.dpx_precision.wrapped):
+            result = lightnings(optimizer, closure, model, **kwargs)
+        manual = self.training.manual
+        # The step that the optimizer's closure has just run may have ended the session.
+        if self.strategy.session is self and (manual is None or not manual.is_shared):
+            self.replicas.state.optimizer_stepped()
+        return result
+
+    # ---- replicas, looked at from outside of steps ----
+
+    def check_replicas(self) -> None:
+        """Compares the parameters of all replicas, to the bit.
+
+        Raises:
+            ReplicationError: they differ; names the parameters and replicas.
+        """
+        differing = self.replicas.state.differing()
+        if differing:
+            names = ", ".join(f"{name} on replica {replica}" for name, replica in differing)
+            raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")
+
+    def watch(self) -> StepTimes:
+        """Times the next step of every replica."""
+        self.replicas.times = StepTimes(self.replicas.devices)
+        return self.replicas.times
+
+    def stop_watching(self) -> None:
+        """The following steps are not timed."""
+        self.replicas.times = None
+
+    def mark_changed(self) -> None:
+        """Parameters may have been written without a trace: the replicas get them again."""
+        self.replicas.state.mark_changed()
+
+    def release_cores(self) -> None:
+        """Workers leave the processor's cores to others."""
+        self.replicas.release_cores()
+
     # ---- the end ----
+
+    def end_workers(self) -> None:
+        """Threads end; what runs replicas after this starts them again."""
+        self.replicas.close()
 
     def close(self) -> None:
         """Ends the workers and takes everything of a run off the module."""
@@ -310,9 +313,3 @@ def give_trainer(replicas: ReplicaSet, trainer: Any) -> None:
     """Replicas have the trainer of the user's module, which LightningModule drops from its copies."""
     for replica in replicas.replicas[1:]:
         set_trainer(replica.module, trainer)
-
-
-@contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Any:
-    with first, second:
-        yield

@@ -1,64 +1,55 @@
-"""``Trainer(strategy="dpx")``: one process, one Trainer, K replicas."""
+"""``Trainer(strategy="dpx")``: one process, one Trainer, K replicas.
+
+Lightning's face of a run: arguments, properties, and hooks of one line. What they do is in ``lifecycle.py`` (before and
+after steps), ``session.py`` (steps on replicas), ``run.py`` (on one device) and ``ranks.py`` (who is who).
+"""
 
 import os
-import signal
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_dpx.errors import BudgetError, CollectiveError, ConfigurationError, ReplicationError
-from lightning_dpx.lightning.adoption import Adoption, asking_connector
-from lightning_dpx.lightning.checkpoint_io import AtomicCheckpointIO
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning import lifecycle
+from lightning_dpx.lightning.adoption import Adoption
+from lightning_dpx.lightning.checkpoint_io import with_whole_files
 from lightning_dpx.lightning.launcher import InThisProcess
-from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
-from lightning_dpx.lightning.lightning_compat import (
-    WrappingCheckpointIO,
-    accelerator_connector,
-    initialize_strategy_again,
-    layer_sync_of,
-    module_of,
-    take_signals,
-    trainer_of,
-)
-from lightning_dpx.lightning.make_session import make_session
+from lightning_dpx.lightning.lightning_compat import layer_sync_of, module_of
 from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
-from lightning_dpx.lightning.owners import begin_optimizers, optimize_owners
-from lightning_dpx.lightning.precision import DPXPrecision
-from lightning_dpx.lightning.processes.connect import agree, complete_slurm, connect, share
-from lightning_dpx.lightning.processes.rank_zero import forget_steps, make_step_aware
+from lightning_dpx.lightning.precision import DPXPrecision, wrap_precision
+from lightning_dpx.lightning.processes.connect import with_nodes
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
 from lightning_dpx.lightning.ranks import Ranks
 from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals, Verify
-from lightning_dpx.lightning.session import OneDevice, Session
+from lightning_dpx.lightning.run import OneDevice
+from lightning_dpx.lightning.session import Session
 from lightning_dpx.memory import MemoryPlan, Planner, Profile
-from lightning_dpx.reducers import (
-    REDUCERS,
-    GradientReducer,
-    declare_failed,
-    describe_loss,
-    is_loss_of_a_process,
-    stop_roll_call,
-)
-from lightning_dpx.replicas import BufferMode, Execution, ReplicaSet, Slicer, StepTimes
+from lightning_dpx.reducers import REDUCERS, GradientReducer
+from lightning_dpx.replicas import BufferMode, Execution, Slicer, StepTimes
 from lightning_dpx.shifting import BetweenSteps
 from lightning_dpx.step import LossReduction
+
+# What a Trainer sets; see adoption.py.
+_SET_BY_TRAINERS = (
+    "_own_accelerator",
+    "_precision_plugin",
+    "_checkpoint_io",
+    "cluster_environment",
+    "parallel_devices",
+)
 
 
 class DPXStrategy(ParallelStrategy):
@@ -181,17 +172,15 @@ class DPXStrategy(ParallelStrategy):
         self.planning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
         self.out_of_memory = OutOfMemory(on_oom)
         self.rehearsals = Rehearsals(self, verify, loss_reduction)
+        self.ranks = Ranks(self)
         self.stopping: CoordinatedStop | NoStop = NoStop()
         self.hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         self.one_device = OneDevice(self)
         self.session: Session | OneDevice = self.one_device
-        self.ranks = Ranks(self)
+        self.module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
         self.num_nodes = 1  # Lightning sets it
-        self._trainer: weakref.ref[pl.Trainer] | None = None
-        self._module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
         self._announced: set[str] = set()
-        names = ("_own_accelerator", "_precision_plugin", "_checkpoint_io", "cluster_environment", "parallel_devices")
-        self._adoption = Adoption(*names)
+        self.adoption = Adoption(self, *_SET_BY_TRAINERS)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     # ---- what was asked for ----
@@ -228,76 +217,21 @@ class DPXStrategy(ParallelStrategy):
         return self.planning.planner
 
     @property
-    def shifts_activations(self) -> bool:
-        """Whether parts of the replicas run, or may run, on other devices."""
-        return self.options.shifts_activations
-
-    @property
     def plans_memory(self) -> bool:
         """Whether steps are planned, or may be."""
         return self.planning.wanted or self.out_of_memory.repeats_steps
 
-    # ---- what belongs to the Trainer ----
+    # ---- what is known of a run ----
 
     @property
-    def _accelerator(self) -> Accelerator | None:
-        """Lightning's own attribute; a new Trainer looks at it first of all.
-
-        Raises:
-            ConfigurationError: another Trainer is running with this strategy.
-        """
-        connector = asking_connector()
-        if connector is not None:
-            self._belong_to(connector)
-        return self._own_accelerator
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        self._own_accelerator = accelerator
-
-    def _belong_to(self, connector: Any) -> None:
-        if self.is_running:
-            raise ConfigurationError(
-                "This strategy object belongs to a Trainer that is running; give every Trainer a strategy of its own, "
-                "or make the second one when the first has ended."
-            )
-        self._adoption.begin(self, connector)
-
-    def _return_to_trainer(self, model: "pl.LightningModule") -> None:
-        """A Trainer that runs again after another one took its strategy object takes it back."""
-        trainer = trainer_of(model)
-        connector = None if trainer is None else accelerator_connector(trainer)
-        if connector is not None and not self._adoption.is_by(connector):
-            self._belong_to(connector)
-            initialize_strategy_again(connector)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that was given, or whole files; one that wraps another, and was given none, wraps whole files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # does nothing where it has one
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    # ---- what Lightning asks about the process ----
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where the user's module and the optimizer live: the first device."""
-        if not self.parallel_devices:
-            raise ConfigurationError("DPXStrategy has no devices; give Trainer(devices=...) at least one.")
-        return self.parallel_devices[0]
+    def is_running(self) -> bool:
+        """Whether a Trainer is in the middle of a run with this strategy."""
+        return self.adoption.is_running
 
     @property
     def replica_modules(self) -> list[Module]:
         """The modules of all replicas during a run, the user's own first; empty with one device."""
-        replicas = self._replicas
-        return [] if replicas is None else [replica.module for replica in replicas.replicas]
+        return self.session.modules
 
     @property
     def memory_plans(self) -> dict[torch.device, tuple[MemoryPlan, Profile | None]]:
@@ -314,39 +248,43 @@ class DPXStrategy(ParallelStrategy):
         Raises:
             ReplicationError: they differ; names the parameters and replicas.
         """
-        differing = [] if self._replicas is None else self._replicas.state.differing()
-        if differing:
-            names = ", ".join(f"{name} on replica {replica}" for name, replica in differing)
-            raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")
+        self.session.check_replicas()
 
     def watch_replicas(self) -> StepTimes | None:
         """Times the next step of every replica; ``None`` with one device."""
-        if self._replicas is None:
-            return None
-        self._replicas.times = StepTimes(self._replicas.devices)
-        return self._replicas.times
+        return self.session.watch()
 
     def stop_watching(self) -> None:
         """The following steps are not timed."""
-        if self._replicas is not None:
-            self._replicas.times = None
+        self.session.stop_watching()
+
+    def announce(self, text: str) -> None:
+        """Says something once."""
+        if text not in self._announced:
+            self._announced.add(text)
+            rank_zero_info(text)
+
+    # ---- what a Trainer sets and asks ----
 
     @property
-    def _replicas(self) -> ReplicaSet | None:
-        return self.session.replicas if isinstance(self.session, Session) else None
+    def _accelerator(self) -> Accelerator | None:
+        """Lightning's own attribute; a new Trainer looks at it first of all."""
+        self.adoption.follow_caller()
+        return self._own_accelerator
 
-    def set_world_ranks(self) -> None:
-        """Where no launcher says otherwise, there is one process per node."""
-        if isinstance(self.cluster_environment, SLURMEnvironment):
-            self.cluster_environment = complete_slurm(self.cluster_environment, self.num_nodes)
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_world_size(self.num_nodes)
-            self.cluster_environment.set_global_rank(self.node_rank)
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Counts processes: replicas share one loader."""
-        return {"num_replicas": self.num_processes, "rank": self.process_rank}
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plugin that was given, or one that writes whole files."""
+        self._checkpoint_io = with_whole_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def precision_plugin(self) -> Precision:
@@ -355,11 +293,7 @@ class DPXStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None:
-            if not isinstance(precision_plugin, DPXPrecision):
-                precision_plugin = DPXPrecision(precision_plugin)
-            precision_plugin.attach(self._after_backward)
-        self._precision_plugin = precision_plugin
+        self._precision_plugin = wrap_precision(precision_plugin, self._after_backward)
 
     @property
     def dpx_precision(self) -> DPXPrecision:
@@ -368,17 +302,38 @@ class DPXStrategy(ParallelStrategy):
         return self._precision_plugin
 
     @property
+    def root_device(self) -> torch.device:
+        """Where the user's module and the optimizer live: the first device."""
+        if not self.parallel_devices:
+            raise ConfigurationError("DPXStrategy has no devices; give Trainer(devices=...) at least one.")
+        return self.parallel_devices[0]
+
+    @property
     def lightning_module(self) -> "pl.LightningModule | None":
         """The user's module; inside a manual step of several replicas, that of the replica."""
-        if not OPEN_VIEWS:
-            return module_of(self)
-        view = current_view()
+        view = current_view() if OPEN_VIEWS else None
         return module_of(self) if view is None else view.module
+
+    @property
+    def connected_module(self) -> "pl.LightningModule":
+        """The user's module, once :meth:`connect` was called."""
+        module = module_of(self)
+        assert module is not None, "connect() sets the module first"
+        return module
 
     @property
     def synchronizes_batch_norm(self) -> bool:
         """Whether ``Trainer(sync_batchnorm=True)`` was given."""
         return layer_sync_of(self) is not None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Counts processes: replicas share one loader."""
+        return {"num_replicas": self.num_processes, "rank": self.process_rank}
+
+    def set_world_ranks(self) -> None:
+        """Where no launcher says otherwise, there is one process per node."""
+        self.cluster_environment = with_nodes(self.cluster_environment, self.num_nodes)
 
     # ---- a replica inside a step, the process outside ----
 
@@ -432,140 +387,63 @@ class DPXStrategy(ParallelStrategy):
         """Whether all (or any) say yes."""
         return self.ranks.reduce_boolean_decision(decision, all)
 
-    # ---- set-up and tear-down ----
+    # ---- before and after steps: lifecycle.py ----
 
     def _configure_launcher(self) -> None:
-        self._launcher = InThisProcess(self._between_steps, self._end_launch)
-
-    def _between_steps(self) -> AbstractContextManager[Any]:
-        """What hooks run in."""
-        if not self.shifts_activations:
-            return nullcontext()
-        self.hooks_mode = BetweenSteps()  # a run within a run has its own
-        return self.hooks_mode
-
-    def _end_launch(self) -> None:
-        """A run has failed: Lightning may leave out the teardown, so threads and patches of the process end here."""
-        if self._replicas is not None:
-            self._replicas.close()
-        forget_steps(self)
+        self._launcher = InThisProcess(partial(lifecycle.run_context, self), partial(lifecycle.end_failed_run, self))
 
     def connect(self, model: "pl.LightningModule") -> None:
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
-        self.give_up_replicas()
-        self._return_to_trainer(model)
-        take_over(model, self)
+        lifecycle.clear_earlier_run(self, model)
         super().connect(model)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a Trainer is in the middle of a run with this strategy."""
-        trainer = None if self._trainer is None else self._trainer()
-        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     def setup_environment(self) -> None:
         """Sets up the root device and joins the other processes, if there are any."""
         super().setup_environment()
-        if self.num_processes > 1:
-            assert self.cluster_environment is not None, "it said that there are others"
-            options = self.options
-            timeout = float(options.timeout)
-            connect(self.cluster_environment, options.process_group_backend, self.root_device, timeout)
-        if isinstance(self.precision_plugin, DPXPrecision):
-            self.precision_plugin.place(self.root_device)
-        make_step_aware(self, self.process_rank)
+        lifecycle.join_processes(self)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
-        self._trainer = weakref.ref(trainer)
-        if self.num_processes > 1:
-            self.stopping = CoordinatedStop(trainer)
-            take_signals(trainer, self.stopping)
+        lifecycle.begin_run(self, trainer)
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and isinstance(self.session, Session):
-            self.session.memory.plan_ahead()
+        self.session.plan_ahead()
 
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
-        assert self.model is not None, "connect() sets the model first"
-        begin_unshifted(self.model, self.shifts_activations, self.plans_memory)
-        self.model.to(self.root_device)
+        lifecycle.move_module(self)
 
     def _setup_model(self, model: Module) -> Module:
-        """Makes the replicas, after the module reached its device and before the optimizers exist."""
-        module = self.lightning_module
-        assert module is not None, "connect() sets the module first"
-        self._module_in_use = module
-        self.session = make_session(self, module)
+        lifecycle.begin_session(self)
         return model
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """The user's optimizers, each over the copies of its parameters that the owners hold."""
         super().setup_optimizers(trainer)
-        if isinstance(self.session, Session):
-            begin_optimizers(self.session)
-
-    def optimize_owners(self) -> None:
-        """Optimizers change the owners' copies, also in groups that they got later."""
-        if isinstance(self.session, Session):
-            optimize_owners(self.session)
+        self.session.begin_optimizers()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of every parameter to where its owner is."""
-        has_other_owners = isinstance(self.session, Session) and self.session.step.has_other_owners
-        if not self.shifts_activations and not has_other_owners:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-
-    def end_session(self) -> None:
-        """From here on the run is that of one device."""
-        self.session = self.one_device
+        self.session.load_optimizer_states(super().load_optimizer_state_dict, checkpoint)
 
     def give_up_replicas(self) -> None:
         """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
-        if isinstance(self.session, Session):
-            self.session.close()
-        if self._module_in_use is not None:
-            leave(self._module_in_use, "cpu")  # where all of it goes now; the source of a shift may be full
-        self._module_in_use = None
-        self.end_session()
-        self.one_device.training.accumulates = False
-        self.stopping = NoStop()
-        self.planning.forget()
+        lifecycle.give_up_replicas(self)
 
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
-        self.give_up_replicas()
-        forget_steps(self)
-        stop_roll_call()
+        lifecycle.end_run(self)
         Strategy.teardown(self)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Adds what would help against OOM, and which process is lost or was told to stop; after SIGTERM the run fails.
-
-        Lightning up to 2.6 would exit with 0 then.
-        """
-        if isinstance(exception, SIGTERMException) and exception.code is None:
-            exception.code = 128 + signal.SIGTERM
-            if self.stopping.reason:
-                exception.add_note(self.stopping.reason)
-        if isinstance(exception, torch.OutOfMemoryError) and not isinstance(exception, BudgetError):
-            exception.add_note(self.planning.advice())
-        if self.ranks.is_connected and is_loss_of_a_process(exception):  # in a collective that is not ours
-            exception.add_note(describe_loss("the run"))
-        elif self.ranks.is_connected and not isinstance(exception, CollectiveError):
-            declare_failed(exception)
+        """Adds what would help."""
+        lifecycle.explain_failure(self, exception)
         super().on_exception(exception)
 
-    # ---- steps ----
+    # ---- steps: session.py, on one device run.py ----
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
-        if device is None and isinstance(self.session, Session):
-            return self.session.show_batch(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        return self.session.batch_to_device(super().batch_to_device, batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The merged result of the replicas' training steps.
@@ -598,84 +476,50 @@ class DPXStrategy(ParallelStrategy):
         """Called by the precision plugin after its own backward."""
         self.session.training.after_backward()
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Gradients stay on the replicas while they accumulate."""
-        training = self.session.training
-        training.accumulates = True
-        try:
-            yield
-        finally:
-            training.accumulates = False
+        return self.session.accumulating()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Steps on the owners; the replicas follow before their next forward."""
-        session = self.session
-        if not isinstance(session, Session):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        optimize_owners(session)
-        if session.module.automatic_optimization:
-            closure = session.gradient_hooks.closure(optimizer, closure, session.replicas, session.step)
-        with session.gradient_hooks.round_step(self.dpx_precision.wrapped):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        manual = session.training.manual
-        # The step that the optimizer's closure has just run may have ended the session.
-        if self.session is session and (manual is None or not manual.is_shared):
-            session.replicas.state.optimizer_stepped()
-        return result
+        return self.session.step_optimizer(super().optimizer_step, optimizer, closure, model, kwargs)
 
-    # ---- moments after which parameters may have been written without a trace ----
+    # ---- moments after which parameters may have been written without a trace, and processes meet ----
+
+    def on_train_start(self) -> None:
+        """Callbacks may have written parameters."""
+        self.session.mark_changed()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """At the start of an epoch, several processes must have as many batches as each other.
+        """At the start of an epoch, processes compare how many batches they have."""
+        if batch_idx == 0:
+            lifecycle.begin_epoch(self)
 
-        Raises:
-            ReplicationError: they have not, and some would wait for the others in vain.
-        """
-        if batch_idx == 0 and self.ranks.is_connected and self.lightning_module is not None:
-            agree({"the number of batches": self.lightning_module.trainer.num_training_batches})
+    def on_train_end(self) -> None:
+        """Other stages see what training left; a signal that came too late for its last step ends the run."""
+        lifecycle.leave_training(self)
+        self.stopping.end()
 
-    def _mark_changed(self) -> None:
-        if self._replicas is not None:
-            self._replicas.state.mark_changed()
+    def on_validation_start(self) -> None:
+        """An evaluation begins, perhaps in the middle of training."""
+        lifecycle.enter_evaluation(self)
 
-    def _leave_training(self) -> None:
-        self._mark_changed()
-        if self.ranks.is_connected and (module := self.lightning_module) is not None:
-            share("sharing buffers", list(module.buffers()))
-        if self._replicas is not None:
-            self._replicas.release_cores()
-
-    def _enter_evaluation(self) -> None:
-        self._leave_training()
-        self.stopping.begin_evaluation()
+    on_test_start = on_predict_start = on_validation_start
 
     def before_evaluation_batch(self) -> None:
         """Several processes may be told to stop between two batches."""
         self.stopping.before_batch()
 
-    def _end_run(self) -> None:
-        self.stopping.end()
-
-    def on_train_end(self) -> None:
-        """Shares what training left; a signal that came too late for its last step ends the run."""
-        self._leave_training()
-        self._end_run()
-
     def on_validation_end(self) -> None:
         """Callbacks may have written parameters, and signals may have come."""
-        self._mark_changed()
+        self.session.mark_changed()
         self.stopping.meet_after_validation()
 
-    on_train_start = _mark_changed
-    on_validation_start = on_test_start = on_predict_start = _enter_evaluation
-    on_test_end = on_predict_end = _end_run
+    def on_test_end(self) -> None:
+        """Signals may have come."""
+        self.stopping.end()
 
-    def announce(self, text: str) -> None:
-        """Says something once."""
-        if text not in self._announced:
-            self._announced.add(text)
-            rank_zero_info(text)
+    on_predict_end = on_test_end
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

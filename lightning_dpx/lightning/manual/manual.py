@@ -90,7 +90,7 @@ class ManualOptimization:
         weights = self.step.weights(slices)
         self.active = [batch_slice.replica for batch_slice in slices]
         self._rows = sum(weights_of(slices).of_loss)
-        self.strategy.optimize_owners()
+        self.strategy.session.optimize_owners()
         self.gradients.begin(self.active)
         if self._works_on_root:
             yield

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import distributed, nn
 
 from lightning_dpx.devices import default_backend, wire_device
@@ -147,7 +148,22 @@ def share(what: str, tensors: list[torch.Tensor]) -> None:
         tensor.copy_(wire)
 
 
-def complete_slurm(environment: ClusterEnvironment, num_nodes: int) -> ClusterEnvironment:
+def with_nodes(environment: ClusterEnvironment | None, num_nodes: int) -> ClusterEnvironment | None:
+    """The environment to use, which counts one process per node where no launcher says otherwise.
+
+    Raises:
+        ConfigurationError: there are several tasks of SLURM, and this process cannot tell which it is.
+    """
+    if environment is None:
+        return None
+    if isinstance(environment, SLURMEnvironment):
+        environment = _complete_slurm(environment, num_nodes)
+    environment.set_world_size(num_nodes)
+    environment.set_global_rank(environment.node_rank())
+    return environment
+
+
+def _complete_slurm(environment: ClusterEnvironment, num_nodes: int) -> ClusterEnvironment:
     """SLURM's environment, or Lightning's own where SLURM has one task and this process is no part of a step.
 
     A shell of ``salloc`` and a batch script know the number of tasks, and not which of them they are.

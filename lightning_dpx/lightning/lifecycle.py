@@ -1,0 +1,161 @@
+"""What happens to a strategy round its steps, in this order; :class:`DPXStrategy` calls it from Lightning's hooks.
+
+    launch             hooks of the whole run in one context        run_context, end_failed_run
+    connect            what an earlier run left goes                clear_earlier_run
+    setup_environment  the other processes are joined               join_processes
+    setup              signals; module to its device; replicas      begin_run, move_module, begin_session
+    ... steps ...      between its stages                           begin_epoch, leave_training, enter_evaluation
+    on_exception       what would help                              explain_failure
+    teardown           workers end, the module is as it was         give_up_replicas, end_run
+
+Lightning leaves the teardown out where a callback fails in ``on_exception``; what must not stay then ends with the
+launch, or at the latest when the next run is connected.
+"""
+
+import signal
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_dpx.errors import BudgetError, CollectiveError
+from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
+from lightning_dpx.lightning.lightning_compat import take_signals
+from lightning_dpx.lightning.make_session import make_session
+from lightning_dpx.lightning.precision import DPXPrecision
+from lightning_dpx.lightning.processes.connect import agree, connect, share
+from lightning_dpx.lightning.processes.rank_zero import forget_steps, make_step_aware
+from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
+from lightning_dpx.reducers import declare_failed, describe_loss, is_loss_of_a_process, stop_roll_call
+from lightning_dpx.shifting import BetweenSteps
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
+# ---- a run begins ----
+
+
+def run_context(strategy: "DPXStrategy") -> AbstractContextManager[Any]:
+    """What hooks of the whole run are in: where parts are shifted, tensors of both devices meet in them."""
+    if not strategy.options.shifts_activations:
+        return nullcontext()
+    strategy.hooks_mode = BetweenSteps()  # a run within a run has its own
+    return strategy.hooks_mode
+
+
+def clear_earlier_run(strategy: "DPXStrategy", model: pl.LightningModule) -> None:
+    """What an earlier run has left, in the strategy or on the module, goes; another Trainer may take it back."""
+    give_up_replicas(strategy)
+    strategy.adoption.return_to_trainer_of(model)
+    take_over(model, strategy)
+
+
+def join_processes(strategy: "DPXStrategy") -> None:
+    """The process group, if there are several processes; and ranks that know of steps."""
+    environment = strategy.cluster_environment
+    if environment is not None and strategy.num_processes > 1:
+        options = strategy.options
+        connect(environment, options.process_group_backend, strategy.root_device, float(options.timeout))
+    if isinstance(strategy.precision_plugin, DPXPrecision):
+        strategy.precision_plugin.place(strategy.root_device)
+    make_step_aware(strategy, strategy.process_rank)
+
+
+def begin_run(strategy: "DPXStrategy", trainer: pl.Trainer) -> None:
+    """Remembers whose run it is; of several processes the Trainer's handlers of signals are exchanged."""
+    strategy.adoption.begin_run(trainer)
+    if strategy.num_processes > 1:
+        strategy.stopping = CoordinatedStop(trainer)
+        take_signals(trainer, strategy.stopping)
+
+
+def move_module(strategy: "DPXStrategy") -> None:
+    """The user's module goes to the first device as a whole."""
+    model = strategy.connected_module
+    begin_unshifted(model, strategy.options.shifts_activations, strategy.plans_memory)
+    model.to(strategy.root_device)
+
+
+def begin_session(strategy: "DPXStrategy") -> None:
+    """The replicas are made, after the module reached its device and before the optimizers exist."""
+    module = strategy.connected_module
+    strategy.module_in_use = module  # until the run ends, whatever fails on the way
+    strategy.session = make_session(strategy, module)
+
+
+# ---- between its stages ----
+
+
+def begin_epoch(strategy: "DPXStrategy") -> None:
+    """At the start of an epoch, several processes must have as many batches as each other.
+
+    Raises:
+        ReplicationError: they have not, and some would wait for the others in vain.
+    """
+    module = strategy.lightning_module
+    if strategy.ranks.is_connected and module is not None:
+        agree({"the number of batches": module.trainer.num_training_batches})
+
+
+def leave_training(strategy: "DPXStrategy") -> None:
+    """What other stages see is what training left: parameters and buffers of rank 0, all cores free."""
+    strategy.session.mark_changed()
+    module = strategy.lightning_module
+    if strategy.ranks.is_connected and module is not None:
+        share("sharing buffers", list(module.buffers()))
+    strategy.session.release_cores()
+
+
+def enter_evaluation(strategy: "DPXStrategy") -> None:
+    """An evaluation begins, perhaps in the middle of training."""
+    leave_training(strategy)
+    strategy.stopping.begin_evaluation()
+
+
+# ---- a run ends ----
+
+
+def explain_failure(strategy: "DPXStrategy", error: BaseException) -> None:
+    """Adds what would help against OOM, and which process is lost or was told to stop; after SIGTERM the run fails.
+
+    Lightning up to 2.6 would exit with 0 then.
+    """
+    if isinstance(error, SIGTERMException) and error.code is None:
+        error.code = 128 + signal.SIGTERM
+        if strategy.stopping.reason:
+            error.add_note(strategy.stopping.reason)
+    if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, BudgetError):
+        error.add_note(strategy.planning.advice())
+    if not strategy.ranks.is_connected:
+        return
+    if is_loss_of_a_process(error):  # in a collective that is not ours
+        error.add_note(describe_loss("the run"))
+    elif not isinstance(error, CollectiveError):
+        declare_failed(error)
+
+
+def end_failed_run(strategy: "DPXStrategy") -> None:
+    """Lightning may leave out the teardown, so threads and patches of the process end here."""
+    strategy.session.end_workers()
+    forget_steps(strategy)
+
+
+def give_up_replicas(strategy: "DPXStrategy") -> None:
+    """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
+    strategy.session.close()
+    if strategy.module_in_use is not None:
+        leave(strategy.module_in_use, "cpu")  # where all of it goes now; the source of a shift may be full
+    strategy.module_in_use = None
+    strategy.session = strategy.one_device
+    strategy.one_device.training.accumulates = False
+    strategy.stopping = NoStop()
+    strategy.planning.forget()
+
+
+def end_run(strategy: "DPXStrategy") -> None:
+    """A run has ended as it should."""
+    give_up_replicas(strategy)
+    forget_steps(strategy)
+    stop_roll_call()

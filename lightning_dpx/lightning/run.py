@@ -1,0 +1,201 @@
+"""What every run has, whatever its steps are like; and a run on one device, where there are no replicas."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from lightning_dpx.lightning.owners import load_states
+from lightning_dpx.memory import planned
+from lightning_dpx.shifting import applied_shift
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
+_PRECISION_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+class Run:
+    """What all runs have: the user's module, and what its steps run in.
+
+    Args:
+        strategy: Lightning's face of the run.
+
+    Attributes:
+        shifts: Whether parts of the replicas run, or may run, on other devices.
+        training: The flow of a training step.
+    """
+
+    training: Any
+
+    def __init__(self, strategy: "DPXStrategy") -> None:
+        self.strategy = strategy
+        self.shifts = strategy.options.shifts_activations
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Gradients stay on the replicas in here."""
+        training = self.training
+        training.accumulates = True
+        try:
+            yield
+        finally:
+            training.accumulates = False
+
+    @property
+    def has_contexts(self) -> bool:
+        """Whether anything is shifted or planned, so that :meth:`context` is more than nothing."""
+        return self.shifts or bool(self.strategy.planning.plans)
+
+    def context(self, module: Module) -> AbstractContextManager[None]:
+        """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
+        if not self.has_contexts:
+            return nullcontext()
+        shift = applied_shift(module) if self.shifts else None
+        return planned(module) if shift is None else _both(shift.active(), planned(module))
+
+    def alone(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step of the user's module as on one device, and its end hook.
+
+        Args:
+            name: Of the step.
+            args: The batch, on its device, and the indices.
+            kwargs: What it gets beside.
+        """
+        strategy = self.strategy
+        module = strategy.lightning_module
+        if self.has_contexts:
+            with self.context(module):  # type: ignore[arg-type]  # connect() sets the module first
+                return self.finished(name, self.lightnings_step(name, args, kwargs))
+        with getattr(strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
+            outputs = getattr(module, name)(*args, **kwargs)
+        return self.finished(name, outputs)
+
+    def lightnings_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step in the precision's context, without its end hook."""
+        with getattr(self.strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
+            return getattr(self.strategy.lightning_module, name)(*args, **kwargs)
+
+    def end_hook(self, name: str) -> Callable[[Any], Any] | None:
+        """The user's hook that sees the merged outputs of a step, such as ``training_step_end``, if there is one."""
+        module = self.strategy.lightning_module
+        if getattr(type(module), f"{name}_end", None) is None:  # asked of the class: a miss costs a module much more
+            return None
+        hook: Callable[[Any], Any] = getattr(module, f"{name}_end")
+        return hook
+
+    def finished(self, name: str, outputs: Any) -> Any:
+        """What the end hook makes of the outputs of a step."""
+        finish = self.end_hook(name)
+        if finish is None or outputs is None:
+            return outputs
+        precision = self.strategy.precision_plugin
+        with precision.train_step_context() if name == "training_step" else precision.val_step_context():
+            return finish(outputs)
+
+
+class OneDevice(Run):
+    """A run on one device, or none at all: steps are Lightning's own. It stands wherever there are no replicas.
+
+    Args:
+        strategy: Lightning's face of the run.
+    """
+
+    def __init__(self, strategy: "DPXStrategy") -> None:
+        super().__init__(strategy)
+        self.training = _TrainingAlone(self)
+        self.evaluation = _EvaluationAlone(self)
+
+    @property
+    def modules(self) -> list[Module]:
+        """There are no replicas."""
+        return []
+
+    @property
+    def loss_is_sum(self) -> bool:
+        """Losses of slices are never merged here."""
+        return False
+
+    def plan_ahead(self) -> None:
+        """Nothing is planned."""
+
+    def begin_optimizers(self) -> None:
+        """The user's optimizers are as they were made."""
+
+    def optimize_owners(self) -> None:
+        """The optimizers change the only parameters that there are."""
+
+    def load_optimizer_states(self, lightnings: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
+        """As Lightning does, on one device; where parts are shifted each state goes to its parameter."""
+        if self.shifts:
+            load_states(self.strategy.optimizers, checkpoint)
+        else:
+            lightnings(checkpoint)
+
+    def step_optimizer(
+        self, lightnings: Callable[..., Any], optimizer: Any, closure: Any, model: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """As Lightning does."""
+        return lightnings(optimizer, closure, model, **kwargs)
+
+    def batch_to_device(self, lightnings: Callable[..., Any], batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """As Lightning does."""
+        return lightnings(batch, device, dataloader_idx)
+
+    def check_replicas(self) -> None:
+        """There is nothing to compare."""
+
+    def watch(self) -> None:
+        """There is nothing to compare the times of."""
+
+    def stop_watching(self) -> None:
+        """Nothing was timed."""
+
+    def mark_changed(self) -> None:
+        """Nobody has copies of the parameters."""
+
+    def release_cores(self) -> None:
+        """There are no workers."""
+
+    def end_workers(self) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """There is nothing to take off the module."""
+
+
+class _TrainingAlone:
+    """Stands for a :class:`TrainingFlow`."""
+
+    def __init__(self, run: OneDevice) -> None:
+        self._run = run
+        self.accumulates = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run.alone("training_step", args, kwargs)
+
+    def after_backward(self) -> None:
+        """Nothing is summed."""
+
+
+class _EvaluationAlone:
+    """Stands for an :class:`EvaluationFlow`."""
+
+    def __init__(self, run: OneDevice) -> None:
+        self._run = run
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._run.strategy.before_evaluation_batch()
+        return self._run.alone(name, args, kwargs)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Any:
+    with first, second:
+        yield
