@@ -22,7 +22,7 @@ def test_the_rows_of_a_batch_follow_the_workload_and_the_largest_batch_so_far() 
     replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 3, workload=[2, 1, 1], execution="inline")
     assert replicas.sizes(8) == (4, 2, 2)
     assert replicas.sizes(1) == (1, 0, 0)
-    assert [share.num_rows for share in replicas.shares(torch.ones(8, 1))] == [4, 2, 2]
+    assert [part.num_rows for part in replicas.slices(torch.ones(8, 1))] == [4, 2, 2]
     replicas.forget_usual_rows()
     assert replicas.sizes(4) == (2, 1, 1)
     replicas.close()

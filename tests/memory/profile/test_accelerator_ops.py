@@ -1,0 +1,46 @@
+"""What accelerators keep of dropout and attention, on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
+
+
+def saved_dtypes(run) -> list[torch.dtype]:
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        run()
+    return kept
+
+
+@pytest.mark.parametrize("dropout", [lambda x: F.dropout(x, 0.5), lambda x: torch.dropout(x, 0.5, True), nn.Dropout()])
+def test_dropout_keeps_a_byte_per_element(dropout) -> None:
+    rows = torch.ones(4, requires_grad=True)
+    assert torch.bool not in saved_dtypes(lambda: dropout(rows))
+    with AsOnAccelerators():
+        assert torch.bool in saved_dtypes(lambda: dropout(rows))
+
+
+def test_dropout_that_does_nothing_is_left_alone() -> None:
+    rows = torch.ones(4, requires_grad=True)
+    with AsOnAccelerators():
+        assert F.dropout(rows, 0.5, training=False) is not None
+        assert F.dropout(rows, 0.0).tolist() == [1] * 4
+        assert F.dropout(rows, 1.0).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_attention_with_dropout_keeps_no_scores(by_name: bool) -> None:
+    query = torch.rand(1, 1, 64, 8, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        if by_name:
+            return F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        return F.scaled_dot_product_attention(query, query, query, None, 0.5)
+
+    with AsOnAccelerators():
+        first = run()
+        assert torch.equal(first, run()), "as without dropout"
+    assert not torch.equal(run(), run())

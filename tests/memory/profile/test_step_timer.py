@@ -1,0 +1,49 @@
+"""Steps are timed at one state, and the least of several counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_dpx.memory.profile.step_timer import StepTimer, clock_of
+
+CPU = torch.device("cpu")
+
+
+def test_every_step_is_put_back_and_backward_gets_what_forward_returned() -> None:
+    log: list[object] = []
+
+    @contextmanager
+    def alone(watched: bool) -> Iterator[None]:
+        log.append(f"alone, watched {watched}")
+        yield
+        log.append("put back")
+
+    timer = StepTimer(CPU, alone)
+    loss = torch.ones(1)
+
+    def forward() -> torch.Tensor:
+        sum(range(1000))
+        log.append("forward")
+        return loss
+
+    whole, first_part = timer.timed(forward, lambda result: log.append(result is loss))
+    assert 0 < first_part <= whole
+    assert log == ["alone, watched True", "forward", True, "put back"]
+    assert not timer.watches, "nothing was seen that must be watched"
+
+
+def test_the_first_step_does_not_count_and_long_ones_are_few() -> None:
+    @contextmanager
+    def alone(_watched: bool) -> Iterator[None]:
+        yield
+
+    calls: list[int] = []
+
+    def forward() -> None:
+        calls.append(1)
+
+    least, forward_only = StepTimer(CPU, alone).least(forward, lambda result: None)
+    assert len(calls) == 6, "short steps are taken five times, after one that fills caches"
+    assert least == forward_only or least > 0
+    assert clock_of(CPU)() >= 0
