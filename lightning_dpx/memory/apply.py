@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,13 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.micro_batches import (
+    MicroBatchNumber,
+    PlanOf,
+    check_micro_batch_number,
+    plan_fixed_micro_batches,
+    plan_in_micro_batches,
+)
 from lightning_dpx.memory.plan.forecast import Forecast, forecast, timeline, with_replaying
 from lightning_dpx.memory.plan.make_plan import make_planner
 from lightning_dpx.memory.plan.offload import as_planned
@@ -46,6 +53,7 @@ def search_plan(
     device: torch.device | str | None = None,
     progress: bool = True,
     plan_cache: bool | str | os.PathLike[str] = False,
+    micro_batches: MicroBatchNumber = 1,
 ) -> MemoryPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
@@ -72,6 +80,9 @@ def search_plan(
         plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
             versions is found again, and in which folder: ``True`` for the user's own. Nothing looks at the step then.
         progress: Whether a bar on standard error, if that is a terminal, shows how far it is after two seconds.
+        micro_batches: Into how many micro-batches (of dim 0) a step is cut, each of which runs forward and backward
+            before the next; ``"auto"`` is the number with which a step is fastest within the budget. The plan is for
+            one of them, and says how many. Cutting is the caller's, or that of a strategy or group with the plan.
 
     Raises:
         PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
@@ -80,14 +91,51 @@ def search_plan(
     """
     chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
+    check_micro_batch_number(micro_batches)
     with shown("planning memory", enabled=progress):
         cache = PlanCache(plan_cache, _LOG.warning)
-        key = key_of_step(module, batch, device_of(module, batch), str(device)) if cache.is_on else ""
-        profile = cache.profile(key, lambda: profile_module(module, *batch, device=device))
-        plan, found = found_or_planned(cache, module, profile, bytes_of_budget(budget, profile.peak), chosen)
-        if found:
-            _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
-        return plan
+
+        def profile_of(inputs: tuple[Any, ...], accumulates: bool) -> Profile:
+            place = device_of(module, inputs)
+            key = key_of_step(module, inputs, place, str(device), *[accumulates] * accumulates) if cache.is_on else ""
+            return cache.profile(key, lambda: profile_module(module, *inputs, device=device, accumulates=accumulates))
+
+        def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:
+            plan, found = found_or_planned(cache, module, profile, allowed, chosen)
+            if found:
+                _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
+            return plan
+
+        whole = profile_of(batch, False)
+        allowed = bytes_of_budget(budget, whole.peak)
+        if micro_batches == 1:
+            return plan_of(whole, allowed)
+        return _planned_in_parts(batch, whole, allowed, micro_batches, profile_of, plan_of)
+
+
+def _planned_in_parts(
+    batch: tuple[Any, ...],
+    whole: Profile,
+    budget: int | None,
+    micro_batches: MicroBatchNumber,
+    profile_of: Callable[[tuple[Any, ...], bool], Profile],
+    plan_of: PlanOf,
+) -> MemoryPlan:
+    """The plan of a step that is cut; see :func:`search_plan`.
+
+    Raises:
+        ConfigurationError: the number is to be chosen, and there is nothing to choose it for.
+    """
+    rows, cut = first_rows(batch)
+
+    def of_rows(count: int, accumulates: bool) -> Profile:
+        return whole if count == rows else profile_of(cut(count), accumulates)
+
+    if micro_batches != "auto":
+        return plan_fixed_micro_batches(micro_batches, rows, of_rows, plan_of, lambda _: budget)
+    if budget is None:
+        raise ConfigurationError('micro_batches="auto" needs a budget: the fewest bytes are those of single rows.')
+    return plan_in_micro_batches(rows, of_rows, plan_of, lambda _: budget, whole)[0]
 
 
 def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
@@ -105,8 +153,10 @@ def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
     return int(budget * peak) if budget <= 1 else int(budget)
 
 
-def profile_module(module: nn.Module, *batch: Any, device: torch.device | str | None = None) -> Profile:
-    """What a step of ``module`` on ``batch`` saves; see :func:`search_plan`."""
+def profile_module(
+    module: nn.Module, *batch: Any, device: torch.device | str | None = None, accumulates: bool = False
+) -> Profile:
+    """What a step of ``module`` on ``batch`` saves; see :func:`search_plan` and :func:`profile_step`."""
     if device is not None:
         target = target_of(device)
         return profile_absent(
@@ -116,10 +166,11 @@ def profile_module(module: nn.Module, *batch: Any, device: torch.device | str | 
             lambda inputs: loss_of(module, *inputs),
             here=fake_device_for(target),
             few=lambda: first_rows(batch),
+            accumulates=accumulates,
         )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
-    return profile_step(module, loss_of(module, *batch), device_of(module, batch))
+    return profile_step(module, loss_of(module, *batch), device_of(module, batch), accumulates=accumulates)
 
 
 def loss_of(module: nn.Module, *batch: Any) -> Run:

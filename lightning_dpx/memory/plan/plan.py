@@ -77,6 +77,9 @@ class MemoryPlan:
         prefetch_depth: How many offloaded values are on their way beside the computation, in each direction; with 0 the
             device waits for every copy.
         basis: What the figures rest on, if not on a step that was run and measured.
+        micro_batches: Into how many micro-batches a step is cut, each of which follows the decisions. Extra times are
+            those of all of them together over a step in one piece.
+        micro_batch_rows: Rows of the largest of them; 0 where the step is not cut.
     """
 
     model: str
@@ -91,6 +94,8 @@ class MemoryPlan:
     decisions: tuple[Decision, ...]
     prefetch_depth: int = 0
     basis: str = ""
+    micro_batches: int = 1
+    micro_batch_rows: int = 0
 
     def names(self, *actions: Action) -> frozenset[str]:
         """The values with one of these actions."""
@@ -227,11 +232,14 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
 
 _VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
 _NUMBER = (int, float)
-_OF_BEFORE: dict[str, Any] = {"prefetch_depth": 0, "basis": ""}  # what older files lack
+_OF_BEFORE: dict[str, Any] = {  # what older files lack
+    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0,
+}  # fmt: skip
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
     "least_share": (*_NUMBER, type(None)), "prefetch_depth": int, "basis": str,
+    "micro_batches": int, "micro_batch_rows": int,
 }  # fmt: skip
 
 
@@ -292,6 +300,8 @@ def _checksum(plan: MemoryPlan) -> str:
     text = "\n".join(f"{decision.name} {decision.action}" for decision in plan.decisions)
     if plan.prefetch_depth:
         text += f"\noverlap {plan.prefetch_depth}"
+    if plan.micro_batches > 1:
+        text += f"\nmicro-batches {plan.micro_batches}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -332,8 +342,12 @@ def summary(plan: MemoryPlan) -> str:
         least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
     sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "offload"]
     offloaded = f", {format_mib(sum(sizes))} offloaded to the host" if sizes else ""
+    cut = ""
+    if plan.micro_batches > 1:
+        number = sum(decision.action != "keep" for decision in plan.decisions)
+        cut = f"{plan.micro_batches} micro-batches of {plan.micro_batch_rows} rows, {number} values recomputed; "
     return (
-        f"activations: peak {format_mib(plan.peak)} of {format_mib(plan.unplanned_peak)} without a plan, "
+        f"{cut}activations: peak {format_mib(plan.peak)} of {format_mib(plan.unplanned_peak)} without a plan, "
         f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{offloaded} ({plan.planner}{least}){basis}"
     )
 

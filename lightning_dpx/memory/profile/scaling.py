@@ -1,4 +1,4 @@
-"""The profile of a batch that is too large to be tried, from two small ones."""
+"""The profile of a batch that is too large to be tried, or was not, from two others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +16,13 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
     def line(low: float, high: float) -> float:
         return max(0.0, high + (high - low) / (rows[1] - rows[0]) * (target - rows[1]))
 
+    def time(low: float, high: float) -> float:
+        """More rows never take less time, and fewer none that is less in proportion: measured times jitter."""
+        found = line(low, high)
+        if target >= rows[1]:
+            return max(found, high)
+        return max(min(found, high), high * target / rows[1])
+
     same = (
         len(few.curve) == len(more.curve)
         and list(map(_described, few.values)) == list(map(_described, more.values))
@@ -31,7 +38,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
             replace(
                 b,
                 num_bytes=round(line(a.num_bytes, b.num_bytes)),
-                seconds=line(a.seconds, b.seconds),
+                seconds=time(a.seconds, b.seconds) if target < rows[1] else line(a.seconds, b.seconds),
                 compact=round(line(a.compact, b.compact)),
                 copying=line(a.copying, b.copying),
                 beside=round(line(a.beside, b.beside)),
@@ -44,9 +51,9 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
             for a, b in zip(few.storages, more.storages, strict=True)
         ),
         curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
-        step_seconds=max(line(few.step_seconds, more.step_seconds), more.step_seconds),  # measured times jitter
+        step_seconds=time(few.step_seconds, more.step_seconds),
         scale=target / rows[1],
-        forward_seconds=max(line(few.forward_seconds, more.forward_seconds), more.forward_seconds),
+        forward_seconds=time(few.forward_seconds, more.forward_seconds),
         calls=tuple(_between(a, b, line) for a, b in zip(few.calls, more.calls, strict=True)),
     )
 

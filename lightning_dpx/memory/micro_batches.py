@@ -1,0 +1,136 @@
+"""The plan of a step that may be cut into micro-batches: profiled on few sizes, chosen, and profiled as it will run.
+
+whole step --fits?--> one piece, nothing planned
+    |
+a half and a quarter of the rows --choose_micro_batches--> a number --profile of its rows--> the plan
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.memory.plan.micro_batches import (
+    Candidate,
+    MicroBatchChoice,
+    ProfilesByRows,
+    candidate_of,
+    candidates_of,
+    choose_micro_batches,
+    largest_rows,
+)
+from lightning_dpx.memory.plan.plan import MemoryPlan
+from lightning_dpx.memory.profile.data import Profile
+
+MicroBatchNumber = int | Literal["auto"]
+ProfileOf = Callable[[int, bool], Profile]  # of so many rows, and whether gradients are added to earlier ones
+PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
+BudgetOf = Callable[[int], int | None]  # bytes of activations that a step in so many micro-batches is allowed
+
+
+def check_micro_batch_number(micro_batches: object) -> None:
+    """Whether this says into how many micro-batches a step is cut.
+
+    Raises:
+        ConfigurationError: neither a positive integer nor ``"auto"``.
+    """
+    is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool) and micro_batches >= 1
+    if not is_number and micro_batches != "auto":
+        raise ConfigurationError(
+            f'micro_batches={micro_batches!r} is not allowed; give a positive number of micro-batches, or "auto".'
+        )
+
+
+def plan_fixed_micro_batches(
+    number: int, rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget_of: BudgetOf
+) -> MemoryPlan:
+    """The plan of a step that is cut into ``number`` micro-batches, or as many as it has rows.
+
+    Args:
+        number: M, the micro-batches.
+        rows: Of the whole step.
+        profile_of: Profiles a step.
+        plan_of: Plans a profile.
+        budget_of: What is allowed.
+
+    Raises:
+        BudgetError: the budget cannot be met.
+    """
+    number = min(number, rows)
+    if number == 1:
+        return plan_of(profile_of(rows, False), budget_of(1))
+    small, larger = divmod(rows, number)
+    sizes = {small, small + 1} if larger else {small}
+    parts = {size: profile_of(size, True) for size in sizes}
+    profiles = ProfilesByRows(profile_of(rows, False), rows, parts)
+    budget = budget_of(number)
+    candidate = candidate_of(profiles, number, budget)
+    plan = plan_of(candidate.profile, budget)
+    return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
+
+
+def plan_in_micro_batches(
+    rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget_of: Callable[[int], int], whole: Profile | None = None
+) -> tuple[MemoryPlan, MicroBatchChoice]:
+    """The number of micro-batches that is fastest within the budget, and their plan.
+
+    Args:
+        rows: Of the whole step.
+        profile_of: Profiles a step.
+        plan_of: Plans a profile.
+        budget_of: What is allowed.
+        whole: The profile of the step in one piece, if it is known.
+
+    Returns:
+        The plan, whose figures are those of all micro-batches together beside the step in one piece; and what was
+        considered.
+
+    Raises:
+        BudgetError: the budget cannot be met, whatever the number.
+    """
+    whole = whole or profile_of(rows, False)
+    profiles = ProfilesByRows(whole, rows, {})
+    if rows > 1 and whole.peak > budget_of(1):
+        sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
+        profiles = ProfilesByRows(whole, rows, {size: profile_of(size, True) for size in sizes})
+    candidates = candidates_of(profiles, budget_of)
+    known = dict[int, MemoryPlan | BudgetError]()
+
+    def planned(candidate: Candidate) -> MemoryPlan:
+        if candidate.number not in known:
+            try:
+                known[candidate.number] = plan_of(candidate.profile, candidate.budget)
+            except BudgetError as error:
+                known[candidate.number] = error
+        found = known[candidate.number]
+        if isinstance(found, BudgetError):
+            raise found
+        return found
+
+    while True:
+        choice = choose_micro_batches(candidates, planned)
+        chosen = choice.candidate
+        if chosen.number == 1 or profiles.knows(chosen.rows):
+            return _with_figures(choice.plan, whole, chosen, choice.seconds, choice.least), choice
+        # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
+        profiles = profiles.with_part(chosen.rows, profile_of(chosen.rows, True))
+        exact = candidate_of(profiles, chosen.number, chosen.budget)
+        candidates = [exact if one.number == chosen.number else one for one in candidates]
+        del known[chosen.number]
+
+
+def _with_figures(
+    plan: MemoryPlan, whole: Profile, candidate: Candidate, seconds: float, least: float | None = None
+) -> MemoryPlan:
+    """The plan with what all micro-batches cost together."""
+    if candidate.number == 1:
+        return plan
+    usual = whole.step_seconds
+    return replace(
+        plan,
+        unplanned_peak=whole.peak,
+        recompute_share=max(0.0, seconds / usual - 1),
+        least_share=None if least is None else max(0.0, least / usual - 1),
+        micro_batches=candidate.number,
+        micro_batch_rows=candidate.rows,
+    )

@@ -1,0 +1,212 @@
+"""Into how many micro-batches a step is cut, and the plan that each of them follows: the fastest mix within a budget.
+
+    profiles of the step on all, a half and a quarter of its rows
+        |  lines through two of them
+    a candidate for every number of micro-batches: its largest one's profile, and the time of all
+        |  planner x budget, the most promising first
+    the candidate whose micro-batches, with their plan, take least time together
+
+A micro-batch keeps activations of fewer rows, and costs what a step costs whatever its rows: launches, weights that are
+read once more, gradients that are added. A plan costs what it computes again. Which is cheaper depends on the model and
+on the device, so both are priced in seconds of the same profiles. Where recomputation is the better way at first and
+micro-batches later, the best is in between.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dpx.errors import BudgetError
+from lightning_dpx.memory.plan.make_plan import lower_bound
+from lightning_dpx.memory.plan.plan import MemoryPlan
+from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.scaling import extrapolate, scaled
+
+MOST_PLANS = 3  # that are searched, beside the candidate that needs none
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step in so many micro-batches, before anything is planned.
+
+    Attributes:
+        number: M, the micro-batches.
+        rows: Of the largest of them.
+        profile: Of the largest of them.
+        seconds: Of all of them, if nothing is computed again.
+        least: The same for the fastest plan that the budget may allow.
+        budget: Bytes of activations that one micro-batch may take; as few as can be unless given.
+    """
+
+    number: int
+    rows: int
+    profile: Profile
+    seconds: float
+    least: float
+    budget: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing need be computed again."""
+        return self.budget is not None and self.profile.peak <= self.budget
+
+    def seconds_with(self, plan: MemoryPlan) -> float:
+        """Of all micro-batches with a plan."""
+        return self.seconds * (1 + (plan.recompute_share or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchChoice:
+    """What is done, and what else was looked at.
+
+    Attributes:
+        candidate: The one that was chosen.
+        plan: What each of its micro-batches follows.
+        seconds: Of the step in micro-batches, with the plan.
+        considered: Seconds by number of micro-batches, of all that were planned; infinite where the budget is not met.
+        least: Seconds that no plan goes below with any number of micro-batches.
+    """
+
+    candidate: Candidate
+    plan: MemoryPlan
+    seconds: float
+    considered: Mapping[int, float]
+    least: float
+
+
+class ProfilesByRows:
+    """The profile of a step on any number of rows, from some that were run.
+
+    Args:
+        whole: The step on all rows, as it is in one piece.
+        rows: How many those are.
+        parts: Steps on fewer rows, whose gradients are added to those of the micro-batches before, by rows.
+    """
+
+    def __init__(self, whole: Profile, rows: int, parts: Mapping[int, Profile]) -> None:
+        self.rows = rows
+        self.whole = whole
+        self._parts = dict(sorted(parts.items()))
+
+    def knows(self, rows: int) -> bool:
+        """Whether micro-batches of so many rows were run."""
+        return rows in self._parts
+
+    def with_part(self, rows: int, profile: Profile) -> "ProfilesByRows":
+        """Beside these, one more that was run."""
+        return ProfilesByRows(self.whole, self.rows, {**self._parts, rows: profile})
+
+    def of_part(self, rows: int) -> Profile:
+        """A micro-batch of so many rows."""
+        if rows in self._parts:
+            return self._parts[rows]
+        known = list(self._parts)
+        if len(known) == 1:
+            return scaled(self._parts[known[0]], rows / known[0])
+        few = max((one for one in known[:-1] if one < rows), default=known[0])  # those on both sides, or the nearest
+        more = known[known.index(few) + 1]
+        found = extrapolate(self._parts[few], self._parts[more], (few, more), rows)
+        return replace(found, scale=1.0)
+
+
+def largest_rows(rows: int, number: int) -> int:
+    """Rows of the largest of ``number`` micro-batches of nearly equal size."""
+    return -(-rows // number)
+
+
+def numbers_worth_trying(rows: int, most: int | None = None) -> list[int]:
+    """Every number of micro-batches whose largest one has fewer rows than that of any smaller number."""
+    limit = rows if most is None else min(rows, most)
+    sizes = sorted({largest_rows(rows, number) for number in range(1, limit + 1)}, reverse=True)
+    return [largest_rows(rows, size) for size in sizes]
+
+
+def candidates_of(
+    profiles: ProfilesByRows, budget_of: Callable[[int], int], most: int | None = None
+) -> list[Candidate]:
+    """One for every number of micro-batches that may be the best; from the first that needs no plan on, more cost more.
+
+    Args:
+        profiles: Of the step.
+        budget_of: Bytes of activations that a step in so many micro-batches allows: gradients are there during all
+            forwards but the first.
+        most: The largest number that is allowed; as many as there are rows unless given.
+    """
+    found = list[Candidate]()
+    for number in numbers_worth_trying(profiles.rows, most):
+        candidate = candidate_of(profiles, number, budget_of(number))
+        found.append(candidate)
+        if candidate.fits:
+            break
+    return found
+
+
+def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> Candidate:
+    """The step in ``number`` micro-batches, each of which may take ``budget`` bytes, or as few as can be."""
+    rows = largest_rows(profiles.rows, number)
+    profile = profiles.whole if number == 1 else profiles.of_part(rows)
+    seconds = _seconds_of_all(profiles, number)
+    least = seconds
+    if budget is not None and profile.peak > budget:
+        least = seconds * (1 + lower_bound(profile, max(1, budget)) / profile.step_seconds)
+    return Candidate(number, rows, profile, seconds, least, budget)
+
+
+def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
+    """Of a step in ``number`` micro-batches, some of which may have one row less than the others."""
+    if number == 1:
+        return profiles.whole.step_seconds
+    small, larger = divmod(profiles.rows, number)
+    seconds = larger * profiles.of_part(small + 1).step_seconds if larger else 0.0
+    return seconds + (number - larger) * profiles.of_part(small).step_seconds
+
+
+def choose_micro_batches(
+    candidates: Sequence[Candidate], plan: Callable[[Candidate], MemoryPlan], most_plans: int = MOST_PLANS
+) -> MicroBatchChoice:
+    """The candidate that is fastest with its plan.
+
+    The one that needs no plan is priced first, for nothing. The others follow, those of the least lower bound first,
+    until none can be faster, or ``most_plans`` were searched.
+
+    Args:
+        candidates: As :func:`candidates_of` gives them.
+        plan: Plans for a candidate.
+        most_plans: Searches at the most.
+
+    Raises:
+        BudgetError: no candidate meets its budget; names the smallest that one could.
+    """
+    least = min(candidate.least for candidate in candidates)
+    order = sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.least, candidate.number))
+    considered = dict[int, float]()
+    best: tuple[float, Candidate, MemoryPlan] | None = None
+    failed: BudgetError | None = None
+    searches = 0
+    for candidate in order:
+        if best is not None and (candidate.least >= best[0] or searches >= most_plans):
+            continue
+        searches += not candidate.fits
+        try:
+            found = plan(candidate)
+        except BudgetError as error:
+            considered[candidate.number] = float("inf")
+            failed = _easier(failed, error)
+            continue
+        seconds = candidate.seconds_with(found)
+        considered[candidate.number] = seconds
+        if best is None or (seconds, candidate.number) < (best[0], best[1].number):
+            best = (seconds, candidate, found)
+    if best is None:
+        assert failed is not None, "there is always one candidate"
+        raise failed
+    seconds, candidate, found = best
+    return MicroBatchChoice(candidate, found, seconds, considered, least)
+
+
+def _easier(one: BudgetError | None, other: BudgetError) -> BudgetError:
+    """The refusal of the candidate that would need less."""
+    if one is None or one.smallest is None:
+        return other
+    if other.smallest is None or other.smallest >= one.smallest:
+        return one
+    return other

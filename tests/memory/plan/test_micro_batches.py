@@ -1,0 +1,120 @@
+"""The number of micro-batches and their plan are chosen together, by the seconds of both."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+import lightning_dpx as dpx
+from lightning_dpx.memory import Profile, plan_profile, scaled
+from lightning_dpx.memory.plan.micro_batches import (
+    Candidate,
+    ProfilesByRows,
+    candidates_of,
+    choose_micro_batches,
+    numbers_worth_trying,
+)
+from lightning_dpx.memory.plan.plan import MemoryPlan
+from tests.memory.chains import chain_profile
+
+ROWS = 24
+WHOLE = replace(chain_profile("equal", 12), step_seconds=400.0)
+
+
+class Chain:
+    """What the plans are made for, as far as plans know it."""
+
+    def named_parameters(self) -> list[tuple[str, object]]:
+        return []
+
+    def named_modules(self) -> list[tuple[str, object]]:
+        return []
+
+
+def part(rows: int, fixed: float) -> Profile:
+    """A micro-batch: everything in proportion to its rows, and ``fixed`` seconds in any case."""
+    profile = scaled(WHOLE, rows / ROWS)
+    return replace(profile, step_seconds=profile.step_seconds + fixed, scale=1.0)
+
+
+def profiles(fixed: float) -> ProfilesByRows:
+    return ProfilesByRows(replace(WHOLE, step_seconds=400.0 + fixed), ROWS, {12: part(12, fixed), 6: part(6, fixed)})
+
+
+def planned(candidate: Candidate) -> MemoryPlan:
+    return plan_profile(Chain(), candidate.profile, candidate.budget, "optimal")
+
+
+def budget(share: float) -> Callable[[int], int]:
+    return lambda _number: int(share * WHOLE.peak)
+
+
+def test_numbers_that_only_make_small_micro_batches_smaller_are_not_tried() -> None:
+    assert numbers_worth_trying(24) == [1, 2, 3, 4, 5, 6, 8, 12, 24]
+    assert numbers_worth_trying(13) == [1, 2, 3, 4, 5, 7, 13]
+    assert numbers_worth_trying(24, 4) == [1, 2, 3, 4]
+    assert numbers_worth_trying(1) == [1]
+
+
+def test_sizes_between_those_that_were_run_are_on_a_line() -> None:
+    found = profiles(10.0)
+    for rows in (2, 6, 8, 12):
+        assert found.of_part(rows).step_seconds == pytest.approx(400 * rows / ROWS + 10)
+        assert found.of_part(rows).peak == pytest.approx(WHOLE.peak * rows / ROWS, abs=2)
+
+
+def test_a_step_whose_rows_do_not_divide_takes_the_time_of_both_sizes() -> None:
+    five = next(one for one in candidates_of(profiles(10.0), budget(0.21)) if one.number == 5)
+    assert five.rows == 5
+    assert five.seconds == pytest.approx(400 + 5 * 10)
+
+
+def test_where_micro_batches_cost_nothing_they_replace_the_plan() -> None:
+    choice = choose_micro_batches(candidates_of(profiles(0.0), budget(0.34)), planned)
+    assert choice.candidate.number == 3
+    assert choice.plan.keeps_all
+    assert choice.considered == {3: pytest.approx(400)}, "nothing else was planned"
+
+
+def test_where_they_cost_much_the_plan_replaces_them() -> None:
+    choice = choose_micro_batches(candidates_of(profiles(1000.0), budget(0.5)), planned)
+    assert choice.candidate.number == 1
+    assert not choice.plan.keeps_all
+
+
+@pytest.mark.parametrize("fixed", [2.0, 8.0, 20.0, 60.0])
+@pytest.mark.parametrize("share", [0.5, 0.3, 0.2])
+def test_the_choice_is_the_best_of_all_numbers(fixed: float, share: float) -> None:
+    candidates = candidates_of(profiles(fixed), budget(share))
+    choice = choose_micro_batches(candidates, planned)
+    best = inf
+    for candidate in candidates:
+        try:
+            best = min(best, candidate.seconds_with(planned(candidate)))
+        except dpx.BudgetError:
+            continue
+    assert choice.seconds == pytest.approx(best)
+    assert choice.least <= best
+
+
+def test_a_mix_is_found_where_it_is_below_both() -> None:
+    candidates = candidates_of(profiles(20.0), budget(0.2))
+    choice = choose_micro_batches(candidates, planned)
+    alone = candidates[0].seconds_with(planned(candidates[0])) if candidates[0].least < inf else inf
+    without = next(candidate.seconds for candidate in candidates if candidate.fits)
+    assert choice.seconds < min(alone, without)
+    assert 1 < choice.candidate.number < 6
+    assert not choice.plan.keeps_all
+
+
+def test_gradients_that_are_there_during_forwards_are_room_that_is_not() -> None:
+    candidates = candidates_of(profiles(0.0), lambda number: int((0.34 if number == 1 else 0.26) * WHOLE.peak))
+    assert choose_micro_batches(candidates, planned).candidate.number == 4
+
+
+def test_a_budget_that_no_number_meets_is_refused_with_the_least_that_one_could() -> None:
+    with pytest.raises(dpx.BudgetError) as caught:
+        choose_micro_batches(candidates_of(profiles(0.0), lambda _number: 10), planned)
+    alone = plan_profile(Chain(), part(1, 0.0), None, "optimal")
+    assert caught.value.smallest == alone.peak
