@@ -117,7 +117,7 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="global hooks see every call", without="calls would be replayed although a hook watches them"
     ),
     "torch.autograd.graph._engine_run_backward": PrivateName(
-        why="its frame tells that a value is made inside a backward; and it spares the checks of torch.autograd.backward",
+        why="its frame tells that a value is made inside a backward; it spares torch.autograd.backward's checks",
         without="memory of the backward would be counted as the forward's, and K losses cost 5 us each",
     ),
     "torch.autograd.Variable._execution_engine.run_backward": PrivateName(
