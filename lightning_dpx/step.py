@@ -11,8 +11,8 @@ over the whole batch works in the same way: it is computed from leaves that hold
 
 import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
@@ -24,12 +24,15 @@ from lightning_dpx.memory import MemoryTrace
 from lightning_dpx.reducers import GradientReducer, OverlappedReduction, ProcessReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchSlice,
+    EarlyBackward,
+    ExpectedGradient,
     MergeRules,
     Replica,
     ReplicaSet,
     Roots,
     Weights,
     check_choice,
+    loss_of,
     weighted_mean,
     weights_of,
 )
@@ -129,10 +132,11 @@ class TrainingStep:
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._rows_of_active: list[int] = []
+        self._early: EarlyBackward | None = None  # of a step whose micro-batches have run theirs
         self._unreduced = self._said_none = False
 
     def _take_replicas(self) -> None:
-        parameters = [replica.parameters for replica in self._replicas.replicas]
+        parameters = [replica.parameters for replica in self._replicas.primaries]
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         self._replicas.state.set_owners(self._owners)
@@ -194,6 +198,40 @@ class TrainingStep:
         self._replicas.state.synchronize()
         self._replicas.state.remember_buffers()
 
+    def run_early(
+        self,
+        slices: Sequence[BatchSlice],
+        call: Callable[[BatchSlice], Any],
+        expected: ExpectedGradient,
+        zeroed: Collection[int],
+        *,
+        last: bool,
+    ) -> list[Any]:
+        """Runs ``call`` on every batch_slice, each with its backward before the next one on its device begins.
+
+        Args:
+            slices: The micro-batches.
+            call: A replica's step.
+            expected: What the merged loss's gradient will be.
+            zeroed: See :meth:`EarlyBackward.put_aside`.
+            last: See :meth:`backward`.
+        """
+        replicas = self._replicas
+        indices = [batch_slice.replica.index for batch_slice in slices]
+        weights = dict(zip(indices, self.weights(slices), strict=True))
+        last_of_device = {replicas.device_of[index]: index for index in indices}
+        early = EarlyBackward(replicas.primaries, expected, weights)
+        # Gradients of earlier batches travel with those of this one, which they are added to at the end.
+        travelling: AbstractContextManager[Any] = nullcontext()
+        if not early.put_aside(zeroed) and last and self._overlapped is not None:
+            travelling = self._overlapped.during_backward(sorted(last_of_device), waits_for_last=True)
+            early.begin_last = self._overlapped.begin_last
+        self._early = early
+        with travelling:
+            outputs = self._replicas.run("training_step", slices, early.call(call, last_of_device))
+        early.take()
+        return outputs
+
     def merge(
         self, slices: Sequence[BatchSlice], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None
     ) -> Any:
@@ -223,7 +261,7 @@ class TrainingStep:
         if finish is not None:
             return finish(self._merge_outputs([batch_slice for batch_slice, _ in kept], [output for _, output in kept]))
         for _, output in kept:
-            loss = _loss_of(output)
+            loss = loss_of(output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return output  # Lightning has its own words for a step that returns something else
         if len({isinstance(output, torch.Tensor) for _, output in kept}) > 1:
@@ -241,7 +279,7 @@ class TrainingStep:
         self._said_none = True
 
     def _merge(self, slices: list[BatchSlice], outputs: list[Any]) -> Any:
-        losses = [_loss_of(output) for output in outputs]
+        losses = [loss_of(output) for output in outputs]
         device = self._replicas.root.device
         counts = weights_of(slices)
         values = [loss.detach() for loss in losses]
@@ -298,7 +336,7 @@ class TrainingStep:
     @property
     def owner_parameters(self) -> list[torch.nn.Parameter]:
         """Every parameter's copy on its owner, which is what an optimizer changes."""
-        replicas = self._replicas.replicas
+        replicas = self._replicas.primaries
         return [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
 
     @property
@@ -324,17 +362,29 @@ class TrainingStep:
         """
         pending = self._pending
         self._pending = []
+        early = self._early
+        self._early = None
         if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
         self._unreduced = True
         slices = [waiting.batch_slice for waiting in pending]
-        active = sorted(batch_slice.replica.index for batch_slice in slices)
+        if early is not None:
+            self._hand_in(early, pending)
+            return
+        active = sorted({self._replicas.device_of[batch_slice.replica.index] for batch_slice in slices})
         overlapped = (
             self._overlapped.during_backward(active) if last and self._overlapped is not None else nullcontext()
         )
         with overlapped:
             weighted: dict[tuple[int, float], torch.Tensor] = {}
             self._replicas.backward(slices, [waiting.roots(weighted) for waiting in pending])
+        self._collect_buffers()
+
+    def _hand_in(self, early: EarlyBackward, pending: Sequence[Pending]) -> None:
+        """The micro-batches have run their backwards; their gradients are those of the loss now."""
+        gradient = pending[0].leaves[0].grad
+        assert gradient is not None, "asked before"
+        early.hand_in(gradient, {waiting.batch_slice.replica.index: waiting.weight for waiting in pending})
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:
@@ -403,7 +453,7 @@ class TrainingStep:
     def _bucket(self, indices: list[int]) -> "_Bucket":
         """The parameters at ``indices``; looked up again only where they are not those of the last step."""
         known = self._known_buckets.get(indices[0])
-        everything = [replica.parameters for replica in self._replicas.replicas]
+        everything = [replica.parameters for replica in self._replicas.primaries]
         if known is None or known.indices != indices or not all(map(operator.is_, known.everything, everything)):
             owners = [self._owners[index] for index in indices]
             known = self._known_buckets[indices[0]] = _Bucket(
@@ -455,7 +505,7 @@ class TrainingStep:
         Args:
             active: The replicas that have gradients.
         """
-        columns = [replica.parameters for replica in self._replicas.replicas]
+        columns = [replica.parameters for replica in self._replicas.primaries]
         places = {canonical_device(parameter.device) for column in columns for parameter in column}
         most = dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
         if len(columns) == 1:  # nothing travels
@@ -494,11 +544,16 @@ class TrainingStep:
     @property
     def holds_gradients(self) -> bool:
         """Whether any replica has gradients, of earlier batches."""
-        return any(p.grad is not None for replica in self._replicas.replicas for p in replica.parameters)
+        return any(p.grad is not None for replica in self._replicas.primaries for p in replica.parameters)
 
     def discard_forward(self) -> None:
         """After an error in forward: forgets it. Gradients of earlier batches stay."""
         self._pending = []
+        if self._early is not None:
+            self._early.abandon()
+            self._early = None
+            if self._overlapped is not None:
+                self._overlapped.forget()
         self._replicas.state.restore_buffers()
 
     def keep_earlier_batches(self) -> None:
@@ -508,11 +563,12 @@ class TrainingStep:
 
     def discard(self) -> None:
         """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
+        self._early = None
         self._unreduced = False
         self._rows = 0.0
         if self._overlapped is not None:
             self._overlapped.forget()
-        for replica in self._replicas.replicas:
+        for replica in self._replicas.primaries:
             for parameter in replica.parameters:
                 parameter.grad = None
         self.discard_forward()
@@ -527,13 +583,6 @@ def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> No
     if source is not target and source.grad is not None:
         target.grad = source.grad.to(target.device)
         source.grad = None
-
-
-def _loss_of(output: Any) -> Any:
-    """What a step returned, or has under ``"loss"``."""
-    if isinstance(output, torch.Tensor):  # asked first: it is much cheaper than to ask for any kind of mapping
-        return output
-    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _parts_of_loss(reduction: str, weights: Weights) -> list[float]:

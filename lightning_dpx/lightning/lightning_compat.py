@@ -112,6 +112,9 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         "hooks between backward and step", "hooks would see gradients of one owner only"
     ),
     "Precision()._clip_gradients": _name("Trainer(gradient_clip_val)", "clipping would see one owner's gradients only"),
+    "_AutomaticOptimization()._skip_backward": _name(
+        "steps without a backward (stochastic weight averaging)", "gradients that are not zeroed would be freed"
+    ),
     "Metric()._defaults": _name("the names of a metric's states", "metrics cannot be compared", "torchmetrics 1.9.0"),
     "lightning.pytorch.cli.LightningCLI._get": _name(
         "looks an option up under a subcommand or without one", "dpx plan and dpx fit cannot read the configuration"
@@ -130,6 +133,7 @@ lightning_optimizers_of: Any = attrgetter("_lightning_optimizers")
 layer_sync_of: Any = attrgetter("_layer_sync")
 module_of: Callable[[Any], "pl.LightningModule | None"] = attrgetter("_lightning_module")
 states_of: Any = attrgetter("_defaults")
+skips_backward: Callable[[Any], bool] = attrgetter("fit_loop.epoch_loop.automatic_optimization._skip_backward")
 
 
 def trainer_of(module: Any) -> Any:

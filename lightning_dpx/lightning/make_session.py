@@ -13,7 +13,8 @@ from lightning_dpx.errors import ConfigurationError, ReplicationError
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
-from lightning_dpx.lightning.new_replicas import new_replicas
+from lightning_dpx.lightning.micro_batches import MicroBatchSteps
+from lightning_dpx.lightning.new_replicas import new_replicas, replicas_by_hand
 from lightning_dpx.lightning.processes.connect import agree, fingerprint, gather_objects, start_equal
 from lightning_dpx.lightning.processes.rank_zero import make_step_aware
 from lightning_dpx.lightning.processes.stop import CoordinatedStop
@@ -50,7 +51,8 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     several = strategy.num_processes > 1
     if several:
         _meet_processes(strategy, module, replicas.num_active)
-    if len(replicas.devices) == 1 and not (several or options.chooses_shifts or strategy.plans_memory):
+    needs_session = several or options.chooses_shifts or strategy.plans_memory or replicas.has_micro_batches
+    if len(replicas.devices) == 1 and not needs_session:
         return OneDevice(strategy)
     metrics.dim = replicas.output_dim
     step = TrainingStep(
@@ -63,6 +65,8 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     )
     step.rules = strategy.rehearsals.rules("training_step", 0)
     session = Session(strategy, replicas, metrics, step)
+    if replicas.has_micro_batches:
+        session.micro_batches = MicroBatchSteps(session)
     if strategy.plans_memory or options.chooses_shifts:
         session.memory = StepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)
     if not several and not strategy.plans_memory:  # a plan is for slices of one size
@@ -77,10 +81,13 @@ def _replicas_where_possible(
     """One replica per device; only the first where the module cannot be copied, which is announced."""
     devices = strategy.parallel_devices or []
     try:
+        if not module.automatic_optimization:
+            return replicas_by_hand(strategy, module, devices, metrics)
         return new_replicas(strategy, module, devices, metrics)
     except ReplicationError as error:
-        rank_zero_warn(f"dpx: everything runs on {devices[0]}, the other devices idle: {error}")
-        return new_replicas(strategy, module, devices[:1], metrics, workload="even")
+        what = "the other devices idle" if len(devices) > 1 else "and its batches are not cut"
+        rank_zero_warn(f"dpx: everything runs on {devices[0]}, {what}: {error}")
+        return new_replicas(strategy, module, devices[:1], metrics, workload="even", micro_batches=1)
 
 
 def _shift(strategy: "DPXStrategy", replicas: ReplicaSet) -> None:

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
-from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.replicas import ReplicaSet, parse_micro_batches
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
@@ -35,6 +36,7 @@ def new_replicas(
         "batch_slicer": given.batch_slicer,
         "execution": given.execution,
         "buffers": given.buffers,
+        "micro_batches": given.micro_batches,
         "merge": True,
         "keep": [item for item in keep if item is not None],
         "private": private_attributes(),
@@ -45,6 +47,31 @@ def new_replicas(
         "beyond": strategy.ranks.reach_other_processes if strategy.num_processes > 1 else None,
     }
     return kind(module, devices, **{**options, **changes})
+
+
+def replicas_by_hand(
+    strategy: "DPXStrategy", module: pl.LightningModule, devices: Sequence[torch.device], metrics: ReplicaMetrics
+) -> ReplicaSet:
+    """Replicas of a module that optimizes by hand.
+
+    Micro-batches of one device are replicas there that take turns, with gradients of their own: they meet in
+    ``optimizer.step()`` and the like, and what a ``manual_backward`` has freed is free before the next one runs. With
+    several devices slices are not cut, which is announced.
+
+    Raises:
+        ReplicationError: the module cannot be copied faithfully.
+    """
+    numbers = parse_micro_batches(strategy.options.micro_batches, len(devices))
+    if max(numbers) == 1:
+        return new_replicas(strategy, module, devices, metrics)
+    if len(devices) > 1:
+        rank_zero_warn(
+            "dpx: micro_batches cuts no slices here: steps by hand are cut into micro-batches on one device only."
+        )
+        return new_replicas(strategy, module, devices, metrics, micro_batches=1)
+    turns = list(devices) * numbers[0]
+    alone: dict[str, Any] = {"micro_batches": 1, "workload": "even", "merge": False, "execution": "inline"}
+    return new_replicas(strategy, module, turns, metrics, **alone)
 
 
 def private_attributes() -> frozenset[str]:

@@ -13,9 +13,11 @@ from lightning_dpx.reducers import REDUCERS, GradientReducer
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
+    MicroBatches,
     Slicer,
     check_batch_dim,
     check_choice,
+    check_micro_batches,
     check_workload,
     make_slicer,
 )
@@ -62,6 +64,7 @@ class StrategyOptions:
     timeout: float
     check_replicas_every_n_steps: int
     verify: Verify
+    micro_batches: MicroBatches
     device_shifts: dict[torch.device, torch.device] = field(init=False)
     shifted_parts: list[str] = field(init=False)
 
@@ -76,6 +79,7 @@ class StrategyOptions:
         _check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps)
         check_workload(self.workload)
         check_batch_dim(self.batch_dim)
+        check_micro_batches(self.micro_batches)
         if self.batch_slicer is not None:
             make_slicer("batch_slicer", self.batch_slicer)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):

@@ -35,6 +35,7 @@ from lightning_dpx.replicas import BatchSlice, ReplicaSet, StepTimes
 from lightning_dpx.step import TrainingStep
 
 if TYPE_CHECKING:
+    from lightning_dpx.lightning.micro_batches import MicroBatchSteps
     from lightning_dpx.lightning.strategy import DPXStrategy
 
 
@@ -54,6 +55,7 @@ class Session(Run):
         batch_writes: What steps write into their batches.
         gradient_hooks: What hooks of the user's find in gradients.
         memory: What is done about memory round a step.
+        micro_batches: Runs the micro-batches of training steps, where slices are cut into such.
         slices: Cuts batches.
         threads: Whether replicas of one host run in threads.
         training: The flow of a training step.
@@ -73,6 +75,7 @@ class Session(Run):
         self.batch_writes = BatchWrites()
         self.gradient_hooks = GradientHooks()
         self.memory = NoStepMemory()
+        self.micro_batches: MicroBatchSteps | None = None
         self.slices = Slices(self)
         self.threads = ThreadChoice(self)
         self.training = TrainingFlow(self)

@@ -108,6 +108,10 @@ class DPXStrategy(ParallelStrategy):
             all that it changes in them, the trainer and random generators; what a step does outside (prints, files,
             requests) happens again. Steps by hand run with copies of their optimizers, and are compared by the new
             weights.
+        micro_batches: M, or a list of one M for each device: a device's slice of a batch is cut into M micro-batches of
+            nearly equal rows, of which each runs forward and backward before the next one begins, so that only its
+            activations are held. Outside the step nothing changes: it is one step on one batch. Evaluation and
+            prediction are cut likewise. A training step by hand, and one with training_step_end, runs in one piece.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -143,6 +147,7 @@ class DPXStrategy(ParallelStrategy):
         check_replicas_every_n_steps: int = 100,
         batch_slicer: Slicer | Callable[[Any, list[int]], list[Any]] | None = None,
         verify: Verify = "warn",
+        micro_batches: int | list[int] = 1,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -168,6 +173,7 @@ class DPXStrategy(ParallelStrategy):
             timeout=timeout,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             verify=verify,
+            micro_batches=micro_batches,
         )
         self.planning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
         self.out_of_memory = OutOfMemory(on_oom)
@@ -204,6 +210,12 @@ class DPXStrategy(ParallelStrategy):
     def batch_slicer(self) -> Slicer | Callable[[Any, list[int]], list[Any]] | None:
         """As given."""
         return self.options.batch_slicer
+
+    @property
+    def micro_batches(self) -> int | list[int]:
+        """As given."""
+        given: Any = self.options.micro_batches
+        return given  # type: ignore[no-any-return]
 
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:

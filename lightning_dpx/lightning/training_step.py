@@ -5,6 +5,8 @@
                                    |
                                    +-- slice to its device -> the user's own training_step -> what it logged
 
+        micro-batches: every ReplicaCall with its own backward, see MicroBatchSteps
+
     after_backward  the leaf's gradient --TrainingStep.backward--> gradients of every replica
                                         --TrainingStep.reduce---> their sums on the owners
 
@@ -106,7 +108,10 @@ class TrainingFlow:
                 if by_hand:
                     return session.finished(NAME, self._run_by_hand(slices, call))
                 step.begin()
-                outputs = session.replicas.run(NAME, slices, call)
+                if session.micro_batches is None or finish is not None:
+                    outputs = session.replicas.run(NAME, slices, call)
+                else:
+                    outputs = session.micro_batches.run(slices, call)
                 return step.merge(slices, outputs, finish)
         except BaseException:
             step.discard_forward()
@@ -142,6 +147,14 @@ class TrainingFlow:
         else:
             self._session.step.discard()
 
+    @property
+    def sums_now(self) -> bool:
+        """Whether this step's gradients are summed; not if they only accumulate.
+
+        But hooks that look at gradients in the middle of an accumulation window must find those of one device.
+        """
+        return not self.accumulates or self._session.gradient_hooks.within_window
+
     def after_backward(self) -> None:
         """After Lightning's backward of the merged loss: every replica's own, and the sums of their gradients."""
         self._session.memory.guard_backward(self._backward)
@@ -150,8 +163,7 @@ class TrainingFlow:
         session = self._session
         step = self._session.step
         hooks = session.gradient_hooks
-        # Hooks that look at gradients in the middle of an accumulation window must find those of one device.
-        sums_now = not self.accumulates or hooks.within_window
+        sums_now = self.sums_now
         try:
             hooks.before_backward()
             step.backward(last=sums_now)

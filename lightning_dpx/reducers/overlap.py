@@ -62,13 +62,18 @@ class OverlappedReduction:
         return frozenset(self._done)
 
     @contextmanager
-    def during_backward(self, active: Sequence[int]) -> Iterator[None]:
-        """For one backward of these replicas."""
+    def during_backward(self, active: Sequence[int], *, waits_for_last: bool = False) -> Iterator[None]:
+        """For one backward of these replicas.
+
+        Args:
+            active: Their places.
+            waits_for_last: Each runs several backwards, of which the last counts: see :meth:`begin_last`.
+        """
         if not self._handles:
             self._install()
         self._done = set()
         self._num_gradients = self._none_yet()
-        self._is_active = [replica in active for replica in range(len(self._columns))]
+        self._is_active = [replica in active and not waits_for_last for replica in range(len(self._columns))]
         self._unfilled = [len(active) * len(self._expected.intersection(split)) for split in self._members]
         self._during_backward = True
         try:
@@ -78,6 +83,12 @@ class OverlappedReduction:
         counts = zip(*(self._num_gradients[replica] for replica in active), strict=True)
         once = (1,) * len(active)
         self._expected = {index for index, column in enumerate(counts) if column == once}
+
+    def begin_last(self, replica: int) -> None:
+        """This replica's gradients are complete with the backward that begins now."""
+        with self._lock:
+            self._num_gradients[replica] = [0] * len(self._columns[replica])
+            self._is_active[replica] = True
 
     @property
     def is_during_backward(self) -> bool:

@@ -4,9 +4,11 @@ from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
+from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.merging import Weights, weighted_mean
+from lightning_dpx.replicas.micro_batches import MicroBatches, check_micro_batches, parse_micro_batches
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
     BatchSlice,
@@ -43,9 +45,12 @@ __all__ = [
     "InterProcess",
     "BufferMode",
     "CallerContext",
+    "EarlyBackward",
     "Execution",
+    "ExpectedGradient",
     "GeneratorStates",
     "MergeRules",
+    "MicroBatches",
     "Replica",
     "ReplicaRank",
     "ReplicaSet",
@@ -60,6 +65,7 @@ __all__ = [
     "check_batch_dim",
     "check_workload",
     "check_choice",
+    "check_micro_batches",
     "check_paths",
     "children_of",
     "collectives",
@@ -67,7 +73,9 @@ __all__ = [
     "end_failed_step",
     "first_loss",
     "gather",
+    "loss_of",
     "make_slicer",
+    "parse_micro_batches",
     "parse_workload",
     "preserve_rng_state",
     "rebuild",

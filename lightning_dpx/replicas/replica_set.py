@@ -28,6 +28,12 @@ from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging import Weights
+from lightning_dpx.replicas.micro_batches import (
+    MicroBatches,
+    cut_into_micro_batches,
+    parse_micro_batches,
+    sum_by_device,
+)
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
@@ -143,6 +149,8 @@ class ReplicaSet:
         skip: See :class:`PythonState`.
         check_every: Every so many steps, replicas are compared with replica 0; never if 0.
         beyond: The way to the replicas of other processes, if there are any.
+        micro_batches: M, or M of each device: as many replicas take turns there, each with a part of the device's
+            slice; they share the parameters of the first of them.
         deadline: Seconds after which replicas in threads that have not ended a stage are an error; none unless given.
 
     Raises:
@@ -169,6 +177,7 @@ class ReplicaSet:
         deadline: float | None = None,
         check_every: int = 0,
         beyond: InterProcess | None = None,
+        micro_batches: MicroBatches = 1,
     ) -> None:
         check_choice("execution", execution, get_args(Execution))
         check_choice("buffers", buffers, get_args(BufferMode))
@@ -178,6 +187,10 @@ class ReplicaSet:
         self._physical = tuple(distinct_devices(self.devices))
         self._is_on_host = all(map(is_host, self.devices))
         self._workload = parse_workload(workload, len(devices))
+        self.micro_batches = parse_micro_batches(micro_batches, len(devices))
+        self.has_micro_batches = max(self.micro_batches) > 1
+        # The place among the devices of every replica: micro-batches are replicas of one device.
+        self.device_of = [place for place, number in enumerate(self.micro_batches) for _ in range(number)]
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self._keep = tuple(keep)
@@ -186,7 +199,7 @@ class ReplicaSet:
         self.shared = tuple(shared)
         self._buffers = buffers
         self._check_every = check_every
-        self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared))
+        self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared, self.micro_batches))
         seed_apart(self.devices)
         for device in self._physical:
             finish_backward_at_exit(device)
@@ -194,12 +207,13 @@ class ReplicaSet:
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
         self._merge = merge and execution == "auto"
         self._deadline = deadline
-        self._executor = make_executor(execution, self.devices, deadline)
+        self._executor = make_executor(execution, self.devices, deadline, self.device_of)
         oversubscribed = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
         self._rendezvous_slot = RendezvousSlot(
             oversubscribed=next((str(device) for device in oversubscribed if not is_host(device)), ""), beyond=beyond
         )
-        self._sizes: dict[tuple[int, int, bool, tuple[float, ...]], tuple[int, ...]] = {}
+        self._in_one_piece: set[bool] = set()  # modes (training or not) in which slices are not cut any further
+        self._sizes: dict[tuple[int, int, bool, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
         self._trains_in_threads = False
         self._turns = InlineExecutor(deadline)
@@ -208,7 +222,6 @@ class ReplicaSet:
         self.draws = DrawWatch(module)
         self._callers_threads: int | None = None
         self._walked_apart = False
-        self._first_nans = [FirstNaN() for _ in self.devices]
         self.times: StepTimes | None = None  # of the step that somebody watches
 
     @property
@@ -228,8 +241,11 @@ class ReplicaSet:
 
     def _take(self, replicas: tuple[Replica, ...]) -> None:
         self.replicas = replicas
-        self.state = StateSync(replicas, self._buffers, self._check_every)
+        firsts = dict(zip(reversed(self.device_of), reversed(replicas), strict=True))
+        self.primaries = tuple(firsts[place] for place in range(len(self.devices)))
+        self.state = StateSync(replicas, self._buffers, self._check_every, self.primaries)
         self.python_state = PythonState(replicas, self._private, self._skip, self._kept_by_state)
+        self._first_nans = [FirstNaN() for _ in replicas]
         several = len(replicas) > 1
         self._shapes = [parameter.shape for parameter in self.root.parameters] if several else []
         self._names = _names_of_buffers(self.root)
@@ -264,7 +280,8 @@ class ReplicaSet:
             ReplicationError: the module cannot be copied faithfully.
         """
         self.root.refresh()
-        self._take(replicate(self.root.module, self.devices, self._keep, (), self._skip, self.shared))
+        root = self.root.module
+        self._take(replicate(root, self.devices, self._keep, (), self._skip, self.shared, self.micro_batches))
 
     def make_shadow_module(self, replica: Replica | None = None, keep: Iterable[object] = ()) -> nn.Module:
         """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone.
@@ -278,19 +295,35 @@ class ReplicaSet:
     @property
     def always_merged(self) -> bool:
         """Whether one replica does all the work, because all live on one device and are merged."""
-        return self._merge and len(distinct_devices(self.devices)) == 1 and not self._trains_in_threads
+        is_one = len(self._physical) == 1 and not self.has_micro_batches
+        return self._merge and is_one and not self._trains_in_threads
 
     @property
     def cuts_batches(self) -> bool:
         """Whether a step, in the mode that the module is in, may run on several replicas."""
         merged = self._merge and not (self.root.module.training and self._trains_in_threads)
-        return len(self._physical if merged else self.devices) > 1
+        return self.cuts_slices or len(self._physical if merged else self.devices) > 1
+
+    @property
+    def cuts_slices(self) -> bool:
+        """Whether a step, in the mode that the module is in, has its slices cut into micro-batches."""
+        return self.has_micro_batches and self.root.module.training not in self._in_one_piece
+
+    def leave_slices(self, *, training: bool) -> None:
+        """From now on slices are not cut into micro-batches in this mode: each is run by the first of its device."""
+        self._in_one_piece.add(training)
+
+    @property
+    def has_met(self) -> bool:
+        """Whether replicas have ever met in a step."""
+        return self._rendezvous_slot.was_used
 
     @property
     def num_active(self) -> int:
         """Replicas that take part in the step of a full batch: fewer than K where neighbours are merged."""
         ones = (1,) * len(self.devices)
-        return sum(size > 0 for size in (merge_neighbours(ones, self.devices) if self._merge else ones))
+        sizes = merge_neighbours(ones, self.devices) if self._merge else ones
+        return sum(number for size, number in zip(sizes, self.micro_batches, strict=True) if size)
 
     @property
     def may_choose_threads(self) -> bool:
@@ -310,15 +343,26 @@ class ReplicaSet:
         return self._workload if self._balancer is None else self._balancer.shares
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Rows per replica of a batch of ``num_rows``; the largest batch so far in this mode is the usual one."""
+        """Rows per replica, and so per micro-batch, of a batch of ``num_rows``.
+
+        The largest batch so far in this mode is the usual one.
+        """
         training = self.root.module.training
         usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
         merge = self._merge and not (training and self._trains_in_threads)
-        key = num_rows, usual, merge, self.workload
+        cuts = self.cuts_slices
+        key = num_rows, usual, merge, cuts, self.workload
         if key not in self._sizes:
-            sizes = split_sizes(num_rows, self.workload, usual)
-            self._sizes[key] = merge_neighbours(sizes, self.devices) if merge else sizes
+            sizes = self._sizes_of_devices(num_rows, usual, merge=merge)
+            if self.has_micro_batches:
+                full = self._sizes_of_devices(usual, usual, merge=merge)
+                sizes = cut_into_micro_batches(sizes, full, self.micro_batches, is_cut=cuts)
+            self._sizes[key] = sizes
         return self._sizes[key]
+
+    def _sizes_of_devices(self, num_rows: int, usual: int, *, merge: bool) -> tuple[int, ...]:
+        sizes = split_sizes(num_rows, self.workload, usual)
+        return merge_neighbours(sizes, self.devices) if merge else sizes
 
     def forget_usual_rows(self) -> None:
         """The next batch is a full one, whatever came before."""
@@ -337,10 +381,7 @@ class ReplicaSet:
         # Who gets all rows needs no slice, so that what could not be cut is nobody's concern.
         one_gets_all = sum(size > 0 for size in sizes) == 1
         parts = [batch if size else None for size in sizes] if one_gets_all else counted.cut(sizes)
-        if self._balancer is not None and self.root.module.training:
-            self._balancer.begin(sizes)
-        if self.times is not None:
-            self.times.begin(sizes)
+        self._begin_timing(sizes)
         return [
             BatchSlice(replica, size, part)
             for replica, size, part in zip(self.replicas, sizes, parts, strict=True)
@@ -349,12 +390,18 @@ class ReplicaSet:
 
     def whole_slice(self, batch: Any, num_rows: int) -> BatchSlice:
         """All of ``batch`` for the first replica; the others idle."""
-        sizes = (num_rows, *(0,) * (len(self.devices) - 1))
-        if self._balancer is not None and self.root.module.training:
-            self._balancer.begin(sizes)
-        if self.times is not None:
-            self.times.begin(sizes)
+        self._begin_timing((num_rows, *(0,) * (len(self.replicas) - 1)))
         return BatchSlice(self.root, num_rows, batch)
+
+    def _begin_timing(self, sizes: tuple[int, ...]) -> None:
+        """A step with these rows per replica begins."""
+        if self._balancer is None and self.times is None:
+            return
+        rows = sum_by_device(sizes, self.micro_batches)
+        if self._balancer is not None and self.root.module.training:
+            self._balancer.begin(rows)
+        if self.times is not None:
+            self.times.begin(rows)
 
     def run(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
         """``call(slice)`` for every slice, each in its replica's context and lane; values in slice order.
@@ -392,9 +439,9 @@ class ReplicaSet:
             replica = batch_slice.replica
             watches: list[Watch | None] = []
             if balancer is not None:
-                watches.append(balancer.watch(replica.index))
+                watches.append(balancer.watch(self.device_of[replica.index]))
             if self.times is not None:
-                watches.append(self.times.watch(replica.index, stage))
+                watches.append(self.times.watch(self.device_of[replica.index], stage))
             task = ReplicaTask(
                 replica.index,
                 replica.device,
@@ -554,16 +601,30 @@ def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> t
     return tuple(merged)
 
 
-def make_executor(execution: Execution, devices: Sequence[torch.device], deadline: float | None = None) -> Executor:
-    """Threads where they can help: one lane per physical device, or one per replica where asked for."""
+def make_executor(
+    execution: Execution,
+    devices: Sequence[torch.device],
+    deadline: float | None = None,
+    device_of: Sequence[int] = (),
+) -> Executor:
+    """Threads where they can help: one lane per physical device, or one per given device where asked for.
+
+    Args:
+        execution: See :class:`ReplicaSet`.
+        devices: K devices.
+        deadline: See :class:`ReplicaSet`.
+        device_of: The place among the devices of every replica, whose micro-batches take turns in one lane; every
+            device has one replica unless given.
+    """
     physical = distinct_devices(devices)
     if execution == "inline" or len(devices) == 1 or (execution == "auto" and len(physical) == 1):
         return InlineExecutor(deadline)
+    places = device_of or range(len(devices))
     if execution == "auto":
-        return ThreadedExecutor([physical.index(device) for device in devices], deadline=deadline)
+        return ThreadedExecutor([physical.index(devices[place]) for place in places], deadline=deadline)
     on_host = sum(is_host(device) for device in devices)
     threads = max(1, num_usable_cpus() // on_host) if on_host else None
-    return ThreadedExecutor(range(len(devices)), threads, deadline)
+    return ThreadedExecutor(list(places), threads, deadline)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

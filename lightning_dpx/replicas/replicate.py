@@ -42,13 +42,14 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 Memo = dict[int, Any]
 
 
-def replicate(
+def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which calls it
     module: nn.Module,
     devices: Sequence[torch.device],
     keep: Iterable[object] = (),
     existing: Sequence[Mapping[str, nn.Parameter]] = (),
     private: tuple[type, ...] = (),
     shared: Sequence[nn.Module] = (),
+    micro_batches: Sequence[int] = (),
 ) -> tuple[Replica, ...]:
     """K replicas; the first is ``module`` itself, which must already live on ``devices[0]``.
 
@@ -59,23 +60,32 @@ def replicate(
         existing: Per replica, parameters by name that it takes instead of copies.
         private: Types of submodules of which nothing is shared, because somebody else brings their state together.
         shared: Submodules that all replicas share, and that stay where they are.
+        micro_batches: Per device, how many replicas it has, which share the parameters of the first of them; one
+            unless given.
 
     Raises:
         ReplicationError: something that holds the module or a part of it cannot be copied; names the attribute.
     """
-    if len(devices) > 1:
+    numbers = micro_batches or (1,) * len(devices)
+    if sum(numbers) > 1:
         check_materialized(module)
         _check_not_parallel(module)
     kept = [*keep, *shared]
     root = canonical_device(devices[0])
-    replicas = [Replica(0, root, module)]
-    for index, device in enumerate(devices[1:], start=1):
+    replicas: list[Replica] = []
+    for place, device in enumerate(devices):
         target = canonical_device(device)
-        given = existing[index] if existing else {}
-        parameters = _own_parameters(module, None if target == root else target, given)
-        with _staying(shared):
-            copied = ModuleCopy(module, target, kept, parameters, private, given.values()).make()
-        replicas.append(Replica(index, target, copied))
+        given = existing[place] if existing else {}
+        for turn in range(numbers[place]):
+            if not replicas:
+                replicas.append(Replica(0, root, module))
+                continue
+            if turn:  # the parameters of the first on this device, and so their gradients
+                given = dict(replicas[-1].module.named_parameters())
+            parameters = _own_parameters(module, None if target == root else target, given)
+            with _staying(shared):
+                copied = ModuleCopy(module, target, kept, parameters, private, given.values()).make()
+            replicas.append(Replica(len(replicas), target, copied))
     return tuple(replicas)
 
 

@@ -66,16 +66,29 @@ class StateSync:
 
     A change is seen by the parameter's version counter. Writes through ``.data`` leave no trace there, so the owner
     calls :meth:`mark_changed` wherever such writes are customary (around evaluation, weight averaging).
+
+    Args:
+        replicas: All of them, each with buffers of its own.
+        buffers: What replica 0's buffers become after a step.
+        check_every: Every so many steps, replicas are compared with replica 0; never if 0.
+        primaries: Those with parameters of their own, which micro-batches share; all unless given.
     """
 
-    def __init__(self, replicas: Sequence[Replica], buffers: BufferMode = "broadcast", check_every: int = 0) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        buffers: BufferMode = "broadcast",
+        check_every: int = 0,
+        primaries: Sequence[Replica] = (),
+    ) -> None:
         self._root = replicas[0]
         self._others = tuple(replicas[1:])
+        self._primaries = tuple(primaries or replicas)  # the others have the parameters of one of these
         self._buffers = buffers
         self._owners: list[int] = []
         self._flags: list[bool] = []
         self._owned: list[nn.Parameter] = []
-        self._mirrored: list[list[int]] = [[] for _ in self._others]  # versions of the copies, as they were left
+        self._mirrored: list[list[int]] = [[] for _ in self._primaries[1:]]  # versions of the copies, as they were left
         self._versions: list[int] = []
         self._changed = True
         self._unchecked = 3
@@ -102,7 +115,7 @@ class StateSync:
         self.mark_changed()
         if not self._owners:
             return
-        replicas = (self._root, *self._others)
+        replicas = self._primaries
         values = [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
         for replica in replicas:
             pairs = zip(replica.parameters, values, strict=True)
@@ -112,7 +125,7 @@ class StateSync:
                 foreach_copy_(targets, sources, non_blocking=True)
         self._owned = self._root.parameters
         self._versions = [version_counter(parameter) for parameter in self._owned]
-        self._mirrored = [_versions(replica) for replica in self._others]
+        self._mirrored = [_versions(replica) for replica in self._primaries[1:]]
         self._changed = False
         self._left = checksums(self._owned) if self.watches_writes else []
 
@@ -127,7 +140,7 @@ class StateSync:
 
     def _take_flags_of_owners(self) -> None:
         """Freezing may happen on the user's module or, through an optimizer, on the owner's copy."""
-        replicas = (self._root, *self._others)
+        replicas = self._primaries
         for index, owner in enumerate(self._owners):
             mine = self._root.parameters[index]
             theirs = replicas[owner].parameters[index]
@@ -185,7 +198,7 @@ class StateSync:
         """
         if self._changes_known():
             self.synchronize_parameters()
-        apart = [replica for replica in self._others if replica.device != self._root.device]
+        apart = [replica for replica in self._primaries if replica.device != self._root.device]
         mine = checksums(self._root.parameters) if apart else []
         names = [name for name, _ in self._root.module.named_parameters()]
         return [
@@ -227,9 +240,9 @@ class StateSync:
         owned = self._root.parameters
         versions = [version_counter(parameter) for parameter in owned]
         changed = self._changed or versions != self._versions or owned is not self._owned
-        for replica, left in zip(self._others, self._mirrored, strict=True):
+        for replica, left in zip(self._primaries[1:], self._mirrored, strict=True):
             self._follow(replica, owned, changed or _versions(replica) != left)
-        self._mirrored = [_versions(replica) for replica in self._others]
+        self._mirrored = [_versions(replica) for replica in self._primaries[1:]]
         self._owned = owned
         self._versions = versions
         self._changed = False

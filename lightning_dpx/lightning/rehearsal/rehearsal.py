@@ -220,6 +220,8 @@ class Rehearsals:
                 rehearsal = _Rehearsal(strategy, call, self._loss_reduction, asked)
                 outcome = rehearsal.run()
         except SlicesFail as failure:
+            if self._left_slices(call, failure):
+                return
             strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
         except NotRehearsed as reason:
@@ -236,6 +238,19 @@ class Rehearsals:
         if call.name == "training_step":
             strategy.session.step.rules = rules
         self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+
+    def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
+        """Where micro-batches fail, slices of several devices may not: those are rehearsed instead."""
+        replicas = self._strategy.session.replicas
+        if not replicas.cuts_slices or len(replicas.devices) == 1:
+            return False
+        replicas.leave_slices(training=call.name == "training_step")
+        self._say(f"dpx: {call.name} has its slices in one piece, not in micro-batches: {failure.reason}")
+        sizes = replicas.sizes(call.num_rows)
+        active = tuple(index for index, size in enumerate(sizes) if size)
+        if len(active) > 1:
+            self._rehearse(replace(call, active=active))
+        return True
 
     def _take_news(self, name: str, rules: MergeRules) -> frozenset[str]:
         """What a step has logged or returned for the first time since it was rehearsed, which is said here."""
@@ -534,7 +549,7 @@ class _Rehearsal:
         strategy = self._strategy
         call = self._call
         shadow = self._shadow()
-        replicas = self._replicas_of(shadow, [strategy.root_device], workload="even")
+        replicas = self._replicas_of(shadow, [strategy.root_device], workload="even", micro_batches=1)
         seen = Observation()
         with ExitStack() as stack:
             stack.enter_context(self._pointing_at(shadow, None, None, seen))
@@ -610,7 +625,8 @@ class _Rehearsal:
         shadow = self._shadow()
         forget_shift(shadow)  # of the first replica; each gets its own
         parameters = () if self._by_hand else shared_parameters(self._replicas, shadow)
-        replicas = self._replicas_of(shadow, list(self._replicas.devices), existing=parameters)
+        own = {"existing": parameters, "workload": "even", "micro_batches": self._replicas.micro_batches}
+        replicas = self._replicas_of(shadow, list(self._replicas.devices), **own)
         self._shift_alike(replicas)
         options = strategy.options
         reducer = options.reducer if isinstance(options.reducer, str) else "auto"

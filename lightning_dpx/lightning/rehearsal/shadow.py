@@ -216,11 +216,11 @@ def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool)
 
 
 def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """For every replica of a shadow, parameters that share the storage of the real replica's."""
+    """For every device's replica of a shadow, parameters that share the storage of the real one's."""
     named = list(shadow.named_parameters())
     return [
         {name: _like(own, real.detach()) for (name, own), real in zip(named, replica.parameters, strict=True)}
-        for replica in replicas.replicas
+        for replica in replicas.primaries
     ]
 
 

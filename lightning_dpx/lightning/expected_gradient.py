@@ -1,0 +1,77 @@
+"""What Lightning's backward of the merged loss will begin with, and which gradients it will have zeroed before.
+
+Micro-batches run their backward inside training_step, where both lie ahead; see ``replicas/early_backward.py``. What is
+expected here is made good if it turns out otherwise; only what is certain is relied on.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from torch.optim import Optimizer
+
+from lightning_dpx.lightning.gradient_hooks import has_hooks
+from lightning_dpx.lightning.lightning_compat import skips_backward
+from lightning_dpx.replicas import ExpectedGradient
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+_OF_BACKWARD = frozenset({"backward", "on_before_backward"})
+_OF_ZEROING = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
+
+
+class LossGradient:
+    """Looks ahead to the backward of a session's steps.
+
+    Args:
+        session: Whose.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self._zeroed: frozenset[int] = frozenset()
+        self._zeroed_of: tuple[int, ...] = ()
+
+    def expected(self) -> ExpectedGradient:
+        """The gradient of the merged loss in the step that has begun."""
+        session = self._session
+        precision = session.strategy.dpx_precision
+        value: float | torch.Tensor = 1.0
+        if precision.scaler is not None:
+            value = precision.scaler.scale(torch.ones((), device=session.strategy.root_device))
+        return ExpectedGradient(value=value / session.trainer.accumulate_grad_batches, is_certain=self._is_certain)
+
+    @property
+    def _is_certain(self) -> bool:
+        """On an accelerator to look at the gradient is to wait for it; on the host it costs nothing."""
+        session = self._session
+        if session.strategy.root_device.type == "cpu":
+            return False
+        plain = type(session.strategy.dpx_precision.wrapped).__module__.startswith("lightning.")
+        return plain and not has_hooks(session.module, self._callbacks, _OF_BACKWARD)
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        callbacks: list[Callback] = self._session.trainer.callbacks
+        return callbacks
+
+    def zeroed(self) -> frozenset[int]:
+        """Ids of the parameters whose gradients Lightning zeroes right after training_step, seen by no hook."""
+        trainer = self._session.trainer
+        begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if not begins_window or skips_backward(trainer):
+            return frozenset()
+        optimizers: list[Any] = self._session.strategy.optimizers
+        key = tuple(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        if key != self._zeroed_of:
+            self._zeroed_of = key
+            self._zeroed = self._zeroed_by(optimizers)
+        return self._zeroed
+
+    def _zeroed_by(self, optimizers: list[Any]) -> frozenset[int]:
+        plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
+        if not plain or has_hooks(self._session.module, self._callbacks, _OF_ZEROING):
+            return frozenset()
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return frozenset(id(parameter) for group in groups for parameter in group["params"])

@@ -1,0 +1,59 @@
+"""The micro-batches of a training step: each runs forward and backward before the next one begins.
+
+    slices --ReplicaCall, then its backward--> outputs without graphs --TrainingStep.merge--> one leaf loss
+                                                                                              |
+    Lightning: zero_grad, backward of the leaf --after_backward--> the step's gradients, handed in
+
+What the backward of the leaf will begin with is expected (LossGradient), and made good if it was something else.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dpx.lightning.expected_gradient import LossGradient
+from lightning_dpx.replicas import BatchSlice
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class MicroBatchSteps:
+    """Runs the micro-batches of a session's training steps.
+
+    Args:
+        session: Whose.
+    """
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self._gradient = LossGradient(session)
+        self._said_met = False
+        if session.end_hook("training_step") is not None:
+            session.replicas.leave_slices(training=True)
+            rank_zero_warn(
+                "dpx: micro_batches does not cut training steps here: training_step_end needs the outputs of all rows, "
+                "with what they keep for backward."
+            )
+
+    def run(self, slices: list[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
+        """What the micro-batches return, without its graphs.
+
+        Args:
+            slices: The micro-batches.
+            call: The user's step on one of them.
+        """
+        session = self._session
+        gradient = self._gradient
+        outputs = session.step.run_early(
+            slices, call, gradient.expected(), gradient.zeroed(), last=session.training.sums_now
+        )
+        if session.replicas.has_met and not self._said_met:
+            self._said_met = True
+            rank_zero_warn(
+                "dpx: micro-batches wait for each other inside training_step (a collective, or a metric that is "
+                "called as a function or computed there), so what all of them keep until then is held at once. A "
+                "metric's update() does not wait."
+            )
+        return outputs

@@ -1,0 +1,247 @@
+"""Micro-batches: the backward of each right after its forward, before the gradient of the merged loss is known.
+
+    put_aside   gradients of earlier steps --> aside (or freed, where they would be zeroed before they are used)
+    call        micro-batch --forward--> its loss --backward, with the expected gradient--> parameters' gradients
+                   +-- the next one, when the activations of this one are gone
+    take        parameters' gradients --> held, out of the way of zero_grad; aside --> parameters' gradients
+    hand_in     held x (real / expected gradient of the merged loss) --added--> parameters' gradients
+
+Lightning runs a step as training_step, zero_grad, backward(loss). A micro-batch's activations can only be freed by its
+backward, so that must happen inside training_step, when two things are open: what the merged loss's gradient will be,
+and whether the gradients that are there will be zeroed. The first is expected (a gradient scaler's scale, divided by
+the number of accumulated batches, times the micro-batch's weight) and made good later: a backward is linear, so
+gradients are scaled by what the real one is of the expected one, which is 1 but for steps of which some micro-batches
+have no loss, and backwards that the user's code changes. The second needs no knowledge: what was there is put aside.
+The other way, forwards only in training_step and each forward once more in backward, needs no expectation, and costs
+a third of the step.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_dpx.backward_threads import forget_failed_backward
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replica_set import BatchSlice
+from lightning_dpx.torch_compat import tree_map_only
+
+Gradients = list[list[torch.Tensor | None]]  # K x N
+_GRADIENT = operator.attrgetter("grad")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedGradient:
+    """What the backward of the merged loss will begin with.
+
+    Attributes:
+        value: A number, or a tensor of one that lives on an accelerator.
+        is_certain: Nothing of the user's stands between the loss and its backward, so that nobody need look.
+    """
+
+    value: float | torch.Tensor = 1.0
+    is_certain: bool = False
+
+
+class EarlyBackward:
+    """The backwards of one step's micro-batches.
+
+    Args:
+        primaries: K replicas with parameters of their own, one of each device.
+        expected: What the merged loss's gradient will be.
+        weights: By replica index, what each micro-batch's loss counts in the merged one.
+
+    Attributes:
+        begin_last: Called with the place of a device, right before the backward of its last micro-batch.
+    """
+
+    def __init__(
+        self,
+        primaries: Sequence[Replica],
+        expected: ExpectedGradient,
+        weights: Mapping[int, float],
+    ) -> None:
+        self._primaries = primaries
+        self._expected = expected
+        self._weights = weights
+        self.begin_last: Callable[[int], None] | None = None
+        self._aside: Gradients = []
+        self._held: Gradients = []
+
+    # ---- the gradients that are there ----
+
+    def put_aside(self, zeroed: Collection[int] = ()) -> bool:
+        """Before the first micro-batch; says whether there is anything that the step will be added to.
+
+        Args:
+            zeroed: Ids of parameters whose gradients will be zeroed before anything uses them: those go at once.
+        """
+        self._aside = [_taken(replica) for replica in self._primaries]
+        if zeroed:
+            for replica, column in zip(self._primaries, self._aside, strict=True):
+                for index, parameter in enumerate(replica.parameters):
+                    if id(parameter) in zeroed:
+                        column[index] = None
+        return any(gradient is not None for column in self._aside for gradient in column)
+
+    def take(self) -> None:
+        """After the last micro-batch: the parameters' gradients are those that were put aside."""
+        self._held = [_taken(replica) for replica in self._primaries]
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for replica, column in zip(self._primaries, self._aside, strict=True):
+            for parameter, gradient in zip(replica.parameters, column, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient
+        self._aside = []
+
+    def hand_in(self, gradient: torch.Tensor, weights: Mapping[int, float]) -> None:
+        """After the real backward of the merged loss: the step's gradients come to those that are there.
+
+        Args:
+            gradient: Of the merged loss.
+            weights: What each micro-batch's loss counts in it, where it has one.
+
+        Raises:
+            ReplicationError: the step's gradients are not those of the loss by any factor.
+        """
+        held = self._held
+        self._held = []
+        factor = self._factor(gradient, weights)
+        with torch.no_grad():
+            for replica, column in zip(self._primaries, held, strict=True):
+                for parameter, own in zip(replica.parameters, column, strict=True):
+                    if own is None:
+                        continue
+                    scaled = own if factor == 1 else own * factor
+                    parameter.grad = _sum(parameter.grad, scaled)
+
+    def abandon(self) -> None:
+        """After an error: the step leaves no gradients; those of earlier ones are there again."""
+        for replica in self._primaries:
+            for parameter in replica.parameters:
+                parameter.grad = None
+        self._put_back()
+        self._held = []
+
+    def _factor(self, gradient: torch.Tensor, weights: Mapping[int, float]) -> float:
+        """What the real gradients are of those that were computed."""
+        ratios = [weight / self._weights[index] for index, weight in weights.items() if self._weights[index]]
+        factor = ratios[0] if ratios else 1.0
+        if any(not math.isclose(ratio, factor, rel_tol=1e-9) for ratio in ratios):
+            raise ReplicationError("The weights of the micro-batches' losses changed while the step ran.")
+        if math.isclose(factor, 1.0, rel_tol=1e-12):
+            factor = 1.0
+        if self._expected.is_certain:
+            return factor
+        real = float(gradient)
+        value = self._expected.value
+        expected = float(torch.as_tensor(value, dtype=gradient.dtype))
+        if real == expected:
+            return factor
+        if not expected or not math.isfinite(real / expected):
+            raise ReplicationError(
+                f"The backward of the loss began with a gradient of {real:g}, where its micro-batches had expected "
+                f"{expected:g}; no factor makes one of the other. Use micro_batches=1."
+            )
+        return factor * real / expected
+
+    # ---- a micro-batch ----
+
+    def call(self, call: Callable[[BatchSlice], Any], last_of_device: Mapping[int, int]) -> "WithBackward":
+        """``call`` with its backward, and without the graph of what it returns.
+
+        Args:
+            call: A replica's step.
+            last_of_device: By the place of a device, the index of the replica that has its last micro-batch.
+        """
+        return WithBackward(self, call, {index: place for place, index in last_of_device.items()})
+
+    def run(self, index: int, output: Any, last_of: int | None) -> Any:
+        """The backward of what a step returned; and that, without its graph.
+
+        Args:
+            index: Of the replica.
+            output: What its step returned.
+            last_of: The place of the device whose last micro-batch it was, if it was.
+        """
+        loss = loss_of(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return output  # there is no loss, or a complaint to come
+        weight = self._weights[index]
+        mark = loss.detach()
+        if loss.requires_grad:
+            if last_of is not None and self.begin_last is not None:
+                self.begin_last(last_of)
+            if weight:  # the mean over no tokens is NaN, which no weight takes out of a sum
+                self._walk(loss, weight)
+            mark.requires_grad_()
+        if isinstance(output, torch.Tensor):
+            return mark
+        extras = {key: value for key, value in output.items() if key != "loss"}
+        return {"loss": mark, **tree_map_only(torch.Tensor, torch.Tensor.detach, extras)}
+
+    def _walk(self, loss: torch.Tensor, weight: float) -> None:
+        value = self._expected.value
+        if isinstance(value, torch.Tensor):
+            gradient = (value.to(loss.device) * weight).to(loss.dtype).view_as(loss)
+        else:
+            gradient = torch.full_like(loss, value * weight, requires_grad=False)
+        kind = loss.device.type
+        try:
+            if torch.is_autocast_enabled(kind):  # Lightning's backward runs outside of it
+                with torch.autocast(kind, enabled=False):
+                    torch.autograd.backward(loss, gradient)
+            else:
+                torch.autograd.backward(loss, gradient)
+        except BaseException as error:
+            forget_failed_backward()
+            error.add_note("In the backward of a micro-batch, which runs before the next one's forward.")
+            raise
+
+
+@dataclass(slots=True)
+class WithBackward:
+    """See :meth:`EarlyBackward.call`.
+
+    Attributes:
+        early: Runs the backward.
+        call: The step.
+        device_ended_by: By the index of a replica, the device whose last micro-batch it has.
+    """
+
+    early: EarlyBackward
+    call: Callable[[BatchSlice], Any]
+    device_ended_by: Mapping[int, int]
+
+    def __call__(self, batch_slice: BatchSlice) -> Any:
+        """What the step returns, without its graph."""
+        index = batch_slice.replica.index
+        return self.early.run(index, self.call(batch_slice), self.device_ended_by.get(index))
+
+
+def loss_of(output: Any) -> Any:
+    """What a step returned, or has under ``"loss"``."""
+    if isinstance(output, torch.Tensor):  # asked first: it is much cheaper than to ask for any kind of mapping
+        return output
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _sum(there: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    if there is None:
+        return gradient
+    return there.add_(gradient) if there.layout == torch.strided else there + gradient
+
+
+def _taken(replica: Replica) -> list[torch.Tensor | None]:
+    """The gradients of the parameters, which have none then."""
+    gradients = list(map(_GRADIENT, replica.parameters))
+    for parameter, gradient in zip(replica.parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = None
+    return gradients

@@ -1,0 +1,83 @@
+"""A replica's slice in M micro-batches, each by a replica of its own that shares the parameters of the first.
+
+    slice of a device --largest_rows--> rows of M micro-batches --one after the other--> the same parameters
+                                                                                          and their gradients
+
+A micro-batch is a replica like any other: logs, metrics, Python state, buffers and collectives know nothing new. What
+it has for itself are its buffers and its submodules; parameters, and so gradients, are the very objects of the first
+replica of its device, in which they accumulate.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from lightning_dpx.errors import ConfigurationError
+
+MicroBatches = int | Sequence[int]
+
+
+def check_micro_batches(micro_batches: object) -> None:
+    """What can be said before the devices are known.
+
+    Raises:
+        ConfigurationError: neither a positive integer nor a list of them.
+    """
+    if isinstance(micro_batches, list | tuple):
+        for index, number in enumerate(micro_batches):
+            _check_number(f"micro_batches[{index}]", number)
+        return
+    _check_number("micro_batches", micro_batches)
+
+
+def _check_number(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigurationError(
+            f"{name}={number!r} is not allowed; give a positive integer, or one for each device, for example 4 or "
+            "[4, 2]. 1 runs every slice as it is."
+        )
+
+
+def parse_micro_batches(micro_batches: MicroBatches, num_devices: int) -> tuple[int, ...]:
+    """One positive number for each device.
+
+    Raises:
+        ConfigurationError: another number of entries, or one that is no positive integer.
+    """
+    check_micro_batches(micro_batches)
+    if isinstance(micro_batches, int):
+        return (micro_batches,) * num_devices
+    if len(micro_batches) != num_devices:
+        raise ConfigurationError(
+            f"micro_batches has {len(micro_batches)} entries {list(micro_batches)} for {num_devices} devices; give one "
+            "per device, or one number for all."
+        )
+    return tuple(micro_batches)
+
+
+def cut_into_micro_batches(
+    sizes: Sequence[int], usual: Sequence[int], micro_batches: Sequence[int], *, is_cut: bool = True
+) -> tuple[int, ...]:
+    """Rows of every micro-batch, those of the first device first; 0 for one that has nothing to do.
+
+    A shorter batch is cut into fewer: memory is enough for as many rows as the largest usual micro-batch has, and
+    batch norm would fail on one of a single row.
+
+    Args:
+        sizes: Rows of K devices.
+        usual: The same, of a full batch.
+        micro_batches: K numbers of micro-batches, M.
+        is_cut: Otherwise the first micro-batch of each device has all rows.
+    """
+    rows: list[int] = []
+    for size, full, number in zip(sizes, usual, micro_batches, strict=True):
+        largest = max(1, -(-max(size, full) // number) if is_cut else size)
+        active = min(number, -(-size // largest))
+        least, more = divmod(size, max(1, active))
+        rows += [least + (index < more) if index < active else 0 for index in range(number)]
+    return tuple(rows)
+
+
+def sum_by_device(rows: Sequence[int], micro_batches: Sequence[int]) -> tuple[int, ...]:
+    """What :func:`cut_into_micro_batches` was given: rows of K devices."""
+    ends = list(itertools.accumulate(micro_batches))
+    return tuple(sum(rows[end - number : end]) for end, number in zip(ends, micro_batches, strict=True))
