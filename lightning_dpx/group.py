@@ -14,8 +14,10 @@ from lightning_dpx.replicas import (
     BatchDim,
     BatchSlice,
     Execution,
+    MicroBatches,
     Replica,
     ReplicaSet,
+    TwoPasses,
     batch_size,
     check_choice,
     gather,
@@ -53,6 +55,11 @@ class ReplicaGroup:
             values and one of the gradients, for modules of different shapes of input (bucketing).
         reducer: A registered name, ``"auto"`` or a reducer.
         execution: ``"auto"``, ``"inline"`` or ``"threads"``.
+        micro_batches: M, or one M for each device: a device's slice is cut into M micro-batches of nearly equal rows,
+            each with a replica of its own that shares the parameters of the first on its device. Only the activations
+            of one are held: :meth:`forward_backward` runs each forward and backward before the next one begins;
+            :meth:`forward` keeps no graph, and :meth:`backward` then runs each forward once more, with the same random
+            numbers.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -72,6 +79,7 @@ class ReplicaGroup:
         shared_group: "ReplicaGroup | None" = None,
         reducer: str | GradientReducer = "auto",
         execution: Execution = "auto",
+        micro_batches: MicroBatches = 1,
     ) -> None:
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
@@ -96,15 +104,19 @@ class ReplicaGroup:
             batch_dim=batch_dim,
             execution=execution,
             existing=existing,
+            micro_batches=micro_batches,
         )
         self._reducer = make_reducer(reducer, self._set.devices)
         self._monitors: list[RemovableHandle] = []
         self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
+        self._num_positional = 0
+        self._two_passes: TwoPasses | None = None  # of a forward that kept no graph
+        self._is_again = False
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """The K replicas; the first holds the module itself."""
+        """The K replicas, M for each device with micro-batches; the first holds the module itself."""
         return self._set.replicas
 
     @property
@@ -160,24 +172,73 @@ class ReplicaGroup:
         Raises:
             SliceError: the inputs cannot be cut.
         """
+        self._begin(inputs, named_inputs, is_train)
+        self._two_passes = TwoPasses(self._set) if self._takes_turns and torch.is_grad_enabled() else None
+        if self._two_passes is None:
+            self._outputs = self._set.run("forward", self._slices, self._run_module)
+        else:
+            self._outputs = self._two_passes.first(self._slices, self._run_module)
+        self._end()
+
+    def forward_backward(
+        self, *inputs: Any, out_grads: Any = None, is_train: bool | None = None, **named_inputs: Any
+    ) -> None:
+        """Both at once: each micro-batch forward and backward before the next one on its device begins.
+
+        For gradients that are known beforehand; :meth:`forward` and :meth:`backward` are for those that depend on the
+        outputs, at the cost of a second forward of every micro-batch. The outputs have no graph.
+
+        Args:
+            inputs: The module's positional inputs.
+            out_grads: See :meth:`backward`; most often ``None``, for a module that returns its loss.
+            is_train: See :meth:`forward`.
+            named_inputs: The module's keyword inputs.
+
+        Raises:
+            ConfigurationError: ``grad_req="null"``.
+            SliceError: the inputs cannot be cut, or ``out_grads`` has another number of rows.
+        """
+        self._check_wants_gradients()
+        self._begin(inputs, named_inputs, is_train)
+        self._two_passes = None
+        grads = self._gradients_by_replica(out_grads)
+        self._forget_gradients()
+
+        def run_both(batch_slice: BatchSlice) -> Any:
+            output = self._run_module(batch_slice)
+            _walk(output, grads[batch_slice.replica.index])
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+        self._outputs = self._set.run("forward", self._slices, run_both)
+        self._end()
+        self._reduce()
+
+    def _begin(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any], is_train: bool | None) -> None:
+        """The inputs on their replicas, which have the parameters and buffers of the first."""
         if is_train is not None:
             self._set.root.module.train(is_train)
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
-        self._slices = self._set.slices(named)
+        self._num_positional = len(inputs)
+        slices = self._set.slices(named)
         self._set.python_state.share()
         self._set.state.synchronize()
-        self._slices = [
-            BatchSlice(batch_slice.replica, batch_slice.num_rows, self._place(batch_slice))
-            for batch_slice in self._slices
-        ]
+        self._slices = [BatchSlice(one.replica, one.num_rows, self._place(one)) for one in slices]
 
-        def run_forward(batch_slice: BatchSlice) -> Any:
-            positional = [batch_slice.batch[str(position)] for position in range(len(inputs))]
-            return batch_slice.replica.module(*positional, **{name: batch_slice.batch[name] for name in named_inputs})
+    def _end(self) -> None:
+        """What the forward left on the replicas comes to the first."""
+        active = [batch_slice.replica for batch_slice in self._slices]
+        self._set.python_state.collect(active)
+        self._set.state.collect_buffers(active)
 
-        self._outputs = self._set.run("forward", self._slices, run_forward)
-        self._set.python_state.collect([batch_slice.replica for batch_slice in self._slices])
-        self._set.state.collect_buffers([batch_slice.replica for batch_slice in self._slices])
+    def _run_module(self, batch_slice: BatchSlice) -> Any:
+        batch = dict(batch_slice.batch)
+        positional = [batch.pop(str(position)) for position in range(self._num_positional)]
+        return batch_slice.replica.module(*positional, **batch)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether some device has several micro-batches of the batch."""
+        return len({self._set.device_of[one.replica.index] for one in self._slices}) < len(self._slices)
 
     def _place(self, batch_slice: BatchSlice) -> Any:
         def move(value: Any) -> Any:
@@ -201,8 +262,38 @@ class ReplicaGroup:
         """
         if not self._outputs:
             raise ConfigurationError("backward() needs a forward() before it.")
+        self._check_wants_gradients()
+        grads = self._gradients_by_replica(out_grads)
+        self._forget_gradients()
+        if self._two_passes is not None:
+            self._run_again(self._two_passes, grads)
+        else:
+            outputs = dict(zip(grads, self._outputs, strict=True))
+            self._set.run(
+                "backward",
+                self._slices,
+                lambda one: _walk(outputs[one.replica.index], grads[one.replica.index]),
+            )
+        self._reduce()
+
+    def _run_again(self, two_passes: TwoPasses, grads: Mapping[int, Any]) -> None:
+        """The second forward of every micro-batch, with its backward; monitors have seen the first."""
+        self._is_again = True
+        try:
+            two_passes.second(self._slices, lambda one: _walk(self._run_module(one), grads[one.replica.index]))
+        finally:
+            self._is_again = False
+
+    def _check_wants_gradients(self) -> None:
         if all(request == "null" for request in self._grad_req.values()) and not self._inputs_need_grad:
             raise ConfigurationError("backward() with grad_req='null'; build the group with 'write' or 'add'.")
+
+    def _gradients_by_replica(self, out_grads: Any) -> dict[int, Any]:
+        """What each replica's backward begins with.
+
+        Raises:
+            SliceError: ``out_grads`` has another number of rows.
+        """
         rows = [batch_slice.num_rows for batch_slice in self._slices]
         if out_grads is None:
             parts: list[Any] = [torch.tensor(size / sum(rows)) for size in rows]
@@ -211,28 +302,19 @@ class ReplicaGroup:
             if given != sum(rows):
                 raise SliceError(f"out_grads has {given} rows, the outputs have {sum(rows)}; give one per output row.")
             parts = slice_batch(out_grads, rows, self._output_dim)
+        return {batch_slice.replica.index: part for batch_slice, part in zip(self._slices, parts, strict=True)}
+
+    def _forget_gradients(self) -> None:
         for name, parameter in self._set.root.module.named_parameters():
             if self._grad_req[name] == "write":
                 parameter.grad = None
-        grads = {batch_slice.replica.index: part for batch_slice, part in zip(self._slices, parts, strict=True)}
-        outputs = dict(zip(grads, self._outputs, strict=True))
-
-        def run_backward(batch_slice: BatchSlice) -> None:
-            leaves = tree_leaves(outputs[batch_slice.replica.index])
-            gradients = tree_leaves(grads[batch_slice.replica.index])
-            pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if leaf.requires_grad]
-            torch.autograd.backward(
-                [leaf for leaf, _ in pairs], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in pairs]
-            )
-
-        self._set.run("backward", self._slices, run_backward)
-        self._reduce()
 
     def _reduce(self) -> None:
-        columns = [replica.parameters for replica in self.replicas]
+        primaries = self._set.primaries
+        columns = [replica.parameters for replica in primaries]
         owners = [0] * len(columns[0])  # the user's optimizer steps on the module itself
         summed = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns], owners=owners)
-        for replica in self.replicas[1:]:
+        for replica in primaries[1:]:
             replica.module.zero_grad(set_to_none=True)
         for parameter, grad in zip(columns[0], summed, strict=True):
             parameter.grad = grad
@@ -306,7 +388,17 @@ class ReplicaGroup:
             return
         for replica in self.replicas:
             for name, child in replica.module.named_modules():
-                self._monitors.append(child.register_forward_hook(_monitored(monitor, replica.index, name)))
+                self._monitors.append(child.register_forward_hook(self._monitored(monitor, replica.index, name)))
+
+    def _monitored(
+        self, monitor: Callable[[int, str, torch.Tensor], None], index: int, name: str
+    ) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            for value in tree_leaves(output) if not self._is_again else ():
+                if isinstance(value, torch.Tensor):
+                    monitor(index, name, value)
+
+        return hook
 
     def get_params(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Copies of the parameters, and of the buffers as their mean over the replicas, on the CPU, by name.
@@ -365,13 +457,13 @@ def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> d
 
 def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict[str, nn.Parameter]]:
     """Every replica's parameters, also under the other names of tied ones."""
-    theirs = [replica.device for replica in group.replicas]
+    theirs = [replica.device for replica in group._set.primaries]
     if theirs != list(devices):
         raise ConfigurationError(
             f"shared_group lives on {', '.join(map(str, theirs))}, this group on {', '.join(map(str, devices))}; both "
             "need the same devices."
         )
-    return [dict(replica.module.named_parameters(remove_duplicate=False)) for replica in group.replicas]
+    return [dict(replica.module.named_parameters(remove_duplicate=False)) for replica in group._set.primaries]
 
 
 def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
@@ -389,13 +481,11 @@ def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
             parameters_of(child)[key] = existing[name]
 
 
-def _monitored(monitor: Callable[[int, str, torch.Tensor], None], index: int, name: str) -> Callable[..., None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        for value in tree_leaves(output):
-            if isinstance(value, torch.Tensor):
-                monitor(index, name, value)
-
-    return hook
+def _walk(output: Any, gradient: Any) -> None:
+    """The backward of one replica."""
+    pairs = zip(tree_leaves(output), tree_leaves(gradient), strict=True)
+    wanted = [(leaf, grad) for leaf, grad in pairs if leaf.requires_grad]
+    torch.autograd.backward([leaf for leaf, _ in wanted], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in wanted])
 
 
 def _grad_of(value: Any) -> torch.Tensor | None:

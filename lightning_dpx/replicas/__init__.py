@@ -37,6 +37,7 @@ from lightning_dpx.replicas.slicing import (
 from lightning_dpx.replicas.state import BufferMode
 from lightning_dpx.replicas.thread_probe import Trial, first_loss
 from lightning_dpx.replicas.timing import StepTimes
+from lightning_dpx.replicas.two_passes import TwoPasses
 from lightning_dpx.replicas.workers import CallerContext
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "Slicer",
     "StepTimes",
     "Trial",
+    "TwoPasses",
     "UncuttableBatch",
     "Weights",
     "batch_size",
