@@ -141,7 +141,9 @@ class EarlyBackward:
             return factor
         real = float(gradient)
         value = self._expected.value
-        expected = float(torch.as_tensor(value, dtype=gradient.dtype))
+        if real == value:
+            return factor
+        expected = float(torch.as_tensor(value, dtype=gradient.dtype))  # as the loss's dtype rounds it
         if real == expected:
             return factor
         if not expected or not math.isfinite(real / expected):

@@ -59,8 +59,8 @@ def cut_into_micro_batches(
 ) -> tuple[int, ...]:
     """Rows of every micro-batch, those of the first device first; 0 for one that has nothing to do.
 
-    A shorter batch is cut into fewer: memory is enough for as many rows as the largest usual micro-batch has, and
-    batch norm would fail on one of a single row.
+    A shorter batch is cut into fewer: memory is enough for as many rows as the largest usual micro-batch has. None has
+    a single row where two are usual, on which batch norm would fail; then some have three.
 
     Args:
         sizes: Rows of K devices.
@@ -72,6 +72,8 @@ def cut_into_micro_batches(
     for size, full, number in zip(sizes, usual, micro_batches, strict=True):
         largest = max(1, -(-max(size, full) // number) if is_cut else size)
         active = min(number, -(-size // largest))
+        if largest > 1 and size // max(1, active) == 1 < max(size, full) // number:
+            active = max(1, size // 2)
         least, more = divmod(size, max(1, active))
         rows += [least + (index < more) if index < active else 0 for index in range(number)]
     return tuple(rows)

@@ -14,6 +14,9 @@ def test_nearly_equal_rows_and_fewer_for_a_short_batch() -> None:
     assert cut_into_micro_batches((2,), (2,), (4,)) == (1, 1, 0, 0)
     assert cut_into_micro_batches((7, 6), (7, 6), (3, 1)) == (3, 2, 2, 6)
     assert cut_into_micro_batches((7, 6), (7, 6), (3, 2), is_cut=False) == (7, 0, 0, 6, 0)
+    assert cut_into_micro_batches((7,), (8,), (4,)) == (3, 2, 2, 0)
+    assert cut_into_micro_batches((3,), (4,), (2,)) == (3, 0)
+    assert cut_into_micro_batches((7,), (7,), (4,)) == (2, 2, 2, 1)  # as was asked for
     assert cut_into_micro_batches((5, 0), (7, 6), (2, 2)) == (3, 2, 0, 0)
 
 
@@ -22,7 +25,7 @@ def test_no_row_is_lost_and_none_is_larger_than_usual(devices: list[tuple[int, i
     sizes, usual, numbers = zip(*devices, strict=True)
     rows = cut_into_micro_batches(sizes, usual, numbers)
     assert sum_by_device(rows, numbers) == sizes
-    largest = [-(-max(size, full) // number) for size, full, number in devices]
+    largest = [max(3, -(-max(size, full) // number)) for size, full, number in devices]
     assert all(max(part) <= most for part, most in zip(_by_device(rows, numbers), largest, strict=True))
     assert all(max(part) - min(filter(None, part), default=0) <= 1 for part in _by_device(rows, numbers) if any(part))
 
