@@ -359,3 +359,24 @@ def test_an_error_leaves_the_gradients_of_earlier_batches() -> None:
             fitted(model, accumulate_grad_batches=2, **options)
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert_equal(found[1], found[0])
+
+
+def test_a_budget_is_met_by_the_largest_micro_batch(sim: Any) -> None:
+    """A budget that no plan of the whole step meets, by the counters of the device."""
+    weights = []
+    for number in (0, 1, 4):
+        own = dpx.DPXStrategy(micro_batches=number or 1, memory_budget=100_000, plan_cache=False)
+        options = {"strategy": own, "accelerator": "sim"} if number else {}
+        torch.manual_seed(0)
+        model = Steps()
+        trainer = make_trainer(max_epochs=1, **options)
+        before = sim.memory_allocated(0)
+        sim.reset_peak_memory_stats(0)
+        if number == 1:
+            with pytest.raises(dpx.BudgetError, match=r"the smallest that can is .* KiB"):
+                trainer.fit(model, make_loader(2048, 1024))
+            continue
+        trainer.fit(model, make_loader(2048, 1024))
+        assert sim.max_memory_allocated(0) - before <= 100_000
+        weights.append({name: value.detach().cpu().clone() for name, value in model.state_dict().items()})
+    assert_equal(weights[1], weights[0])

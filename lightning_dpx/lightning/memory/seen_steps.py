@@ -32,9 +32,14 @@ class SeenStep:
 
 
 def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlice]]:
-    """The slices that every device has a part in; the largest first."""
+    """The slices that every device has a part in at a time, the largest first; of micro-batches the largest alone."""
     slices_of: dict[torch.device, list[BatchSlice]] = {}
+    seen: set[int] = set()
     for batch_slice in sorted(slices, key=lambda batch_slice: -batch_slice.num_rows):
+        parameters = batch_slice.replica.parameters
+        if parameters and id(parameters[0]) in seen:  # it has its turn when the largest is gone
+            continue
+        seen.update(id(parameter) for parameter in parameters[:1])
         for device in devices_of(batch_slice.replica):
             slices_of.setdefault(device, []).append(batch_slice)
     return slices_of

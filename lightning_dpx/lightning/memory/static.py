@@ -64,12 +64,9 @@ class StaticMemory:
         return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
 
     def _parameters(self, device: torch.device) -> list[nn.Parameter]:
-        return [
-            p
-            for batch_slice in self.slices
-            for p in batch_slice.replica.parameters
-            if canonical_device(p.device) == device
-        ]
+        """Each once: micro-batches share theirs."""
+        every = (p for batch_slice in self.slices for p in batch_slice.replica.parameters)
+        return list({id(p): p for p in every if canonical_device(p.device) == device}.values())
 
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:

@@ -232,12 +232,14 @@ class StepMemory(NoStepMemory):
     def _static_memory(self, slices: Sequence[BatchSlice]) -> StaticMemory:
         """What a step of ``slices`` needs on every device beside its activations."""
         session = self._session
+        replicas = session.replicas
+        active = {replicas.device_of[batch_slice.replica.index] for batch_slice in slices}
         return StaticMemory(
             slices,
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
-            moving=session.step.reduction_bytes([batch_slice.replica.index for batch_slice in slices]),
+            moving=session.step.reduction_bytes(active),
             moves_in_backward=session.step.reduces_in_backward,
-            accumulates=keeps_gradients(session.trainer),
+            accumulates=keeps_gradients(session.trainer) or replicas.has_micro_batches,
         )
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
