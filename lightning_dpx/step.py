@@ -203,8 +203,9 @@ class TrainingStep:
         slices: Sequence[BatchSlice],
         call: Callable[[BatchSlice], Any],
         expected: ExpectedGradient,
-        zeroed: Collection[int],
         *,
+        zeroed: Collection[int],
+        shown: bool,
         last: bool,
     ) -> list[Any]:
         """Runs ``call`` on every batch_slice, each with its backward before the next one on its device begins.
@@ -214,21 +215,22 @@ class TrainingStep:
             call: A replica's step.
             expected: What the merged loss's gradient will be.
             zeroed: See :meth:`EarlyBackward.put_aside`.
+            shown: Likewise.
             last: See :meth:`backward`.
         """
         replicas = self._replicas
         indices = [batch_slice.replica.index for batch_slice in slices]
         weights = dict(zip(indices, self.weights(slices), strict=True))
-        last_of_device = {replicas.device_of[index]: index for index in indices}
+        device_of = {index: replicas.device_of[index] for index in indices}
         early = EarlyBackward(replicas.primaries, expected, weights)
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travelling: AbstractContextManager[Any] = nullcontext()
-        if not early.put_aside(zeroed) and last and self._overlapped is not None:
-            travelling = self._overlapped.during_backward(sorted(last_of_device), waits_for_last=True)
+        if not early.put_aside(zeroed, shown=shown) and last and self._overlapped is not None:
+            travelling = self._overlapped.during_backward(sorted(set(device_of.values())), waits_for_last=True)
             early.begin_last = self._overlapped.begin_last
         self._early = early
         with travelling:
-            outputs = self._replicas.run("training_step", slices, early.call(call, last_of_device))
+            outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
         early.take()
         return outputs
 

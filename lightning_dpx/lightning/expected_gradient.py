@@ -4,14 +4,18 @@ Micro-batches run their backward inside training_step, where both lie ahead; see
 expected here is made good if it turns out otherwise; only what is certain is relied on.
 """
 
+import inspect
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.lightning.lightning_compat import skips_backward
+from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.replicas import ExpectedGradient
 
 if TYPE_CHECKING:
@@ -21,17 +25,38 @@ _OF_BACKWARD = frozenset({"backward", "on_before_backward"})
 _OF_ZEROING = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
 
 
+def names_gradients(module: LightningModule) -> bool:
+    """Whether code of the user's, but for hooks after the step, says ``.grad`` anywhere, and so may read gradients."""
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if not is_library(kind)}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            is_hook = name != "training_step" and hasattr(LightningModule, name) and not hasattr(Module, name)
+            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+            if code is not None and not is_hook and _names_grad(code):
+                return True
+    return False
+
+
+def _names_grad(code: CodeType) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return "grad" in code.co_names or any(map(_names_grad, inner))
+
+
 class LossGradient:
     """Looks ahead to the backward of a session's steps.
 
     Args:
         session: Whose.
+
+    Attributes:
+        is_read_by_steps: Whether steps may look for the gradients of earlier ones.
     """
 
     def __init__(self, session: "Session") -> None:
         self._session = session
         self._zeroed: frozenset[int] = frozenset()
         self._zeroed_of: tuple[int, ...] = ()
+        self.is_read_by_steps = names_gradients(session.module)
 
     def expected(self) -> ExpectedGradient:
         """The gradient of the merged loss in the step that has begun."""
@@ -57,7 +82,12 @@ class LossGradient:
         return callbacks
 
     def zeroed(self) -> frozenset[int]:
-        """Ids of the parameters whose gradients Lightning zeroes right after training_step, seen by no hook."""
+        """Ids of the parameters whose gradients Lightning zeroes right after training_step, seen by nothing until then.
+
+        They are freed before it, so after an error in it there are none; on one device those of the step before are.
+        """
+        if self.is_read_by_steps:
+            return frozenset()
         trainer = self._session.trainer
         begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         if not begins_window or skips_backward(trainer):

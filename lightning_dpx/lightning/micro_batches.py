@@ -47,7 +47,12 @@ class MicroBatchSteps:
         session = self._session
         gradient = self._gradient
         outputs = session.step.run_early(
-            slices, call, gradient.expected(), gradient.zeroed(), last=session.training.sums_now
+            slices,
+            call,
+            gradient.expected(),
+            zeroed=gradient.zeroed(),
+            shown=gradient.is_read_by_steps,
+            last=session.training.sums_now,
         )
         if session.replicas.has_met and not self._said_met:
             self._said_met = True

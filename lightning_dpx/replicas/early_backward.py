@@ -71,15 +71,18 @@ class EarlyBackward:
         self.begin_last: Callable[[int], None] | None = None
         self._aside: Gradients = []
         self._held: Gradients = []
+        self._shown = False
 
     # ---- the gradients that are there ----
 
-    def put_aside(self, zeroed: Collection[int] = ()) -> bool:
+    def put_aside(self, zeroed: Collection[int] = (), *, shown: bool = False) -> bool:
         """Before the first micro-batch; says whether there is anything that the step will be added to.
 
         Args:
             zeroed: Ids of parameters whose gradients will be zeroed before anything uses them: those go at once.
+            shown: Every forward finds what is put aside in its place, as it would on one device.
         """
+        self._shown = shown
         self._aside = [_taken(replica) for replica in self._primaries]
         if zeroed:
             for replica, column in zip(self._primaries, self._aside, strict=True):
@@ -121,6 +124,24 @@ class EarlyBackward:
                     scaled = own if factor == 1 else own * factor
                     parameter.grad = _sum(parameter.grad, scaled)
 
+    def before_forward(self, place: int) -> None:
+        """A forward on this device begins: it finds the gradients of earlier steps, if it is to look."""
+        if self._shown:
+            self._exchange(place)
+
+    def after_forward(self, place: int) -> None:
+        """The backward adds to the gradients of this step."""
+        if self._shown:
+            self._exchange(place)
+
+    def _exchange(self, place: int) -> None:
+        replica = self._primaries[place]
+        others = self._aside[place]
+        self._aside[place] = _taken(replica)
+        for parameter, gradient in zip(replica.parameters, others, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient
+
     def abandon(self) -> None:
         """After an error: the step leaves no gradients; those of earlier ones are there again."""
         for replica in self._primaries:
@@ -155,14 +176,15 @@ class EarlyBackward:
 
     # ---- a micro-batch ----
 
-    def call(self, call: Callable[[BatchSlice], Any], last_of_device: Mapping[int, int]) -> "WithBackward":
+    def call(self, call: Callable[[BatchSlice], Any], device_of: Mapping[int, int]) -> "WithBackward":
         """``call`` with its backward, and without the graph of what it returns.
 
         Args:
             call: A replica's step.
-            last_of_device: By the place of a device, the index of the replica that has its last micro-batch.
+            device_of: By the index of each replica that takes part, the place of its device; in the order of turns.
         """
-        return WithBackward(self, call, {index: place for place, index in last_of_device.items()})
+        last = {place: index for index, place in device_of.items()}
+        return WithBackward(self, call, device_of, frozenset(last.values()))
 
     def run(self, index: int, output: Any, last_of: int | None) -> Any:
         """The backward of what a step returned; and that, without its graph.
@@ -214,17 +236,23 @@ class WithBackward:
     Attributes:
         early: Runs the backward.
         call: The step.
-        device_ended_by: By the index of a replica, the device whose last micro-batch it has.
+        device_of: By the index of a replica, the place of its device.
+        last: Indices of the replicas with the last micro-batch of a device.
     """
 
     early: EarlyBackward
     call: Callable[[BatchSlice], Any]
-    device_ended_by: Mapping[int, int]
+    device_of: Mapping[int, int]
+    last: Collection[int]
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the step returns, without its graph."""
         index = batch_slice.replica.index
-        return self.early.run(index, self.call(batch_slice), self.device_ended_by.get(index))
+        place = self.device_of[index]
+        self.early.before_forward(place)
+        output = self.call(batch_slice)
+        self.early.after_forward(place)
+        return self.early.run(index, output, place if index in self.last else None)
 
 
 def loss_of(output: Any) -> Any:

@@ -102,6 +102,14 @@ class LooksAtGradients(Steps):
         self.note()
 
 
+class ReadsGradients(Steps):
+    """Regularizes by the gradients of the step before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        earlier = [one.grad.sum() for one in self.parameters() if one.grad is not None]
+        return super().training_step(batch, batch_idx) + sum(self.net[0].bias.sum() * one for one in earlier)
+
+
 class WeighsByLabel(Steps):
     """A mean over the rows of one class, as over the tokens that count."""
 
@@ -142,6 +150,15 @@ def test_a_step_in_micro_batches_is_one_step(
     ours = fitted(model, accumulate_grad_batches=window, **strategy(num_devices, micro_batches, execution))
     assert_equal(ours, expected)
     assert max(seen_rows(), default=0) < ROWS
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_steps_that_read_gradients_find_those_of_the_step_before(window: int, hardware: str) -> None:
+    results = []
+    for options in ({}, strategy(1, 2, verify="off")):
+        torch.manual_seed(0)
+        results.append(fitted(ReadsGradients(), accumulate_grad_batches=window, **options))
+    assert_equal(results[1], results[0])
 
 
 def test_rows_of_the_micro_batches() -> None:

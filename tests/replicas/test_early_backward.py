@@ -23,7 +23,9 @@ class Step:
 
     def run(self, zeroed: frozenset[int] = frozenset()) -> list[Any]:
         self.early.put_aside(zeroed)
-        call = self.early.call(lambda one: {"loss": self.net(torch.tensor([one.batch])).sum(), "row": one.batch}, {})
+        call = self.early.call(
+            lambda one: {"loss": self.net(torch.tensor([one.batch])).sum(), "row": one.batch}, {0: 0, 1: 0}
+        )
         outputs = [call(one) for one in self.slices]
         self.early.take()
         return outputs
@@ -63,13 +65,13 @@ def test_weights_of_those_that_have_a_loss_scale_them() -> None:
     """The other one, of which only its rows were known, had none."""
     step = Step()
     step.early.put_aside()
-    step.early.call(lambda one: self_or_none(step, one), {})(step.slices[0])
-    step.early.call(lambda one: None, {})(step.slices[1])
+    step.early.call(lambda one: loss_of_net(step, one), {0: 0})(step.slices[0])
+    step.early.call(lambda one: None, {1: 0})(step.slices[1])
     step.early.take()
     assert hand_in(step, 1.0, {0: 1.0}) == [2.0, 1.0]
 
 
-def self_or_none(step: Step, one: BatchSlice) -> torch.Tensor:
+def loss_of_net(step: Step, one: BatchSlice) -> torch.Tensor:
     return step.net(torch.tensor([one.batch])).sum()
 
 
@@ -98,11 +100,29 @@ def test_what_was_there_is_added_to_unless_it_will_be_zeroed() -> None:
         assert hand_in(step, 1.0) == expected
 
 
+def test_forwards_may_see_what_was_there() -> None:
+    step = Step()
+    step.net.weight.grad = torch.full_like(step.net.weight, 10.0)
+    seen = []
+
+    def call(one: BatchSlice) -> torch.Tensor:
+        seen.append(step.gradients)
+        return loss_of_net(step, one)
+
+    assert step.early.put_aside(shown=True)
+    both = step.early.call(call, {0: 0, 1: 0})
+    for one in step.slices:
+        both(one)
+    step.early.take()
+    assert seen == [[10.0, None]] * 2
+    assert hand_in(step, 1.0) == [13.5, 1.0]
+
+
 def test_an_abandoned_step_leaves_what_was_there() -> None:
     step = Step()
     step.net.weight.grad = torch.full_like(step.net.weight, 10.0)
     step.early.put_aside()
-    step.early.call(lambda one: self_or_none(step, one), {})(step.slices[0])
+    step.early.call(lambda one: loss_of_net(step, one), {0: 0})(step.slices[0])
     step.early.abandon()
     assert step.gradients == [10.0, None]
 
@@ -123,5 +143,5 @@ def test_the_backward_runs_outside_of_autocast() -> None:
     step = Step()
     step.early.put_aside()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        step.early.call(lambda one: Identity.apply(step.net(torch.tensor([1.0])).sum()), {})(step.slices[0])
+        step.early.call(lambda one: Identity.apply(step.net(torch.tensor([1.0])).sum()), {0: 0})(step.slices[0])
     assert seen == [False]
