@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_rec
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, Profile, Request, SavedCall, SavedStorage, SavedValue
+from lightning_dpx.memory.profile.known_steps import measured_once
 from lightning_dpx.memory.profile.noted_calls import NotedCalls
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -397,9 +399,10 @@ def _profiled(
     if not (compiled or by_hand or profile.saves):
         at("timing planned steps")
         with torch.enable_grad():
-            bookkeeping = measured_in_step(
-                profile, module, timer, forward=forward, backward=backward, known=bookkeeping
+            measure = partial(
+                measured_in_step, profile, module, timer, forward=forward, backward=backward, known=bookkeeping
             )
+            bookkeeping = measured_once(profile, module, measure)
     return with_bookkeeping(profile, bookkeeping)
 
 

@@ -1,0 +1,44 @@
+"""What was measured on a step in this process is known of equal steps: of further runs, devices and shapes.
+
+To measure what planned steps spend beside their operators takes as long as all the rest of a small model's profile. It
+depends on what the step saves, and how much: a step with the same names, operators and sizes spends the same.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import nn
+
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
+from lightning_dpx.memory.profile.data import Profile
+
+_MOST = 64  # steps that are remembered, the last ones
+
+_known: OrderedDict[Hashable, Bookkeeping] = OrderedDict()
+
+
+def measured_once(profile: Profile, module: nn.Module, measure: Callable[[], Bookkeeping]) -> Bookkeeping:
+    """What ``measure`` gives for the step of ``module``, or gave for an equal one.
+
+    Args:
+        profile: Of the step.
+        module: The model; of another class it runs other Python.
+        measure: Runs planned steps.
+    """
+    key = _identity(profile, module)
+    found = _known.get(key)
+    if found is None:
+        found = measure()
+        _known[key] = found
+        if len(_known) > _MOST:
+            _known.popitem(last=False)
+    return found
+
+
+def _identity(profile: Profile, module: nn.Module) -> Hashable:
+    """Equal for steps that save the same; the class is named, not held."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    saved = tuple((value.name, value.operator, value.num_bytes, value.refused) for value in profile.values)
+    calls = tuple((call.name, call.tensors) for call in profile.calls)
+    return kind, torch.get_num_threads(), saved, calls
