@@ -40,7 +40,7 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(50, 64)
-        self.blocks = nn.ModuleList(Block(64, 4, 0.1) for _ in range(6))
+        self.blocks = nn.ModuleList(Block(64, 4, 0.1) for _ in range(4))
         self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 50))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class ViT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.token = nn.Conv2d(3, 64, 4, stride=4), nn.Parameter(torch.randn(1, 1, 64))
-        self.blocks = nn.Sequential(*(Block(64, 4, 0.0) for _ in range(6)))
+        self.blocks = nn.Sequential(*(Block(64, 4, 0.0) for _ in range(4)))
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class LoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(50, 64), nn.Embedding(32, 64)
-        self.blocks = nn.ModuleList(MaskedBlock(64, 4) for _ in range(6))
+        self.blocks = nn.ModuleList(MaskedBlock(64, 4) for _ in range(3))
         self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 50))
         for parameter in self.parameters():
             parameter.requires_grad_(False)
@@ -160,7 +160,7 @@ class LoRA(nn.Module):
 
 def residual_cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(12)), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(8)), nn.BatchNorm2d(8), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10),
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ ORDINARY: dict[str, Callable[[], Case]] = {
     "lora": lambda: (LoRA(), torch.randint(50, (4, 32))),
     "residual cnn": lambda: (residual_cnn(), torch.randn(4, 3, 16, 16)),
     "unet": lambda: (UNet(), torch.randn(2, 3, 32, 32)),
-    "unrolled lstm": lambda: (UnrolledLSTM(), torch.randn(24, 32, 16)),
+    "unrolled lstm": lambda: (UnrolledLSTM(), torch.randn(16, 32, 16)),
     "vit": lambda: (ViT(), torch.randn(8, 3, 16, 16)),
 }
 

@@ -1,7 +1,7 @@
 """Real models within budgets: the same bits, by the account of the allocator, and beside their own checkpointing."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -26,11 +26,11 @@ _SHARES = (0.7, 0.45)
 _SLACK = 1.002  # of the budget
 
 
-@pytest.fixture(params=list(ZOO))
-def animal(request: pytest.FixtureRequest) -> Animal:
-    """One of the models, in training mode."""
-    torch.manual_seed(0)
-    return ZOO[request.param]()
+def _budgets() -> Iterator[Any]:
+    """Every model with one of the shares, in turns; the other pairs are slow."""
+    for number, name in enumerate(ZOO):
+        for position, share in enumerate(_SHARES):
+            yield pytest.param(name, share, marks=[] if number % 2 == position else [pytest.mark.slow])
 
 
 def gradients(animal: Animal, *, autocast: bool = False) -> list[Tensor]:
@@ -50,21 +50,25 @@ def measured(animal: Animal) -> int:
     return peak_of_passing(lambda: animal.module(*animal.inputs).backward())
 
 
-def test_budgets_are_kept_with_the_same_bits_or_refused_also_for_other_shapes_and_precisions(animal: Animal) -> None:
-    """Other shapes and precisions follow the tightest plan that there is."""
+@pytest.mark.parametrize(("name", "share"), list(_budgets()))
+def test_budgets_are_kept_with_the_same_bits_or_refused_also_for_other_shapes_and_precisions(
+    name: str, share: float
+) -> None:
+    """Other shapes and precisions follow the plan, or the tightest one that there is."""
+    torch.manual_seed(0)
+    animal = ZOO[name]()  # in training mode
     buffers = copy.deepcopy(dict(animal.module.named_buffers()))
     gradients(animal)  # what libraries make in their first step is there
     unplanned = measured(animal)
     _put_back(animal, buffers)
     expected = gradients(animal)
     profile = profile_module(animal.module, *animal.inputs)
-    for share in _SHARES:
-        budget = int(share * unplanned)
-        try:
-            plan = plan_profile(animal.module, profile, budget)
-        except PlanError:
-            plan = _is_below_the_floor(animal, profile, budget)
-            continue
+    budget = int(share * unplanned)
+    try:
+        plan = plan_profile(animal.module, profile, budget)
+    except PlanError:
+        plan = _is_below_the_floor(animal, profile, budget)
+    else:
         _put_back(animal, buffers)
         _under(animal, plan, lambda: _same(gradients(animal), expected))
         peak = _under(animal, plan, lambda: measured(animal))

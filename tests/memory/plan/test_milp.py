@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,12 @@ from tests.memory.random_steps import MOST_UNITS, budgets_and_least, random_prof
 __all__ = ["without_highs"]
 
 
-@pytest.mark.parametrize("block", range(8))
+def _blocks(number: int, usual: int) -> list[Any]:
+    """Blocks of random steps, the first ones every time and the others where tests may be slow."""
+    return [pytest.param(block, marks=[] if block < usual else [pytest.mark.slow]) for block in range(number)]
+
+
+@pytest.mark.parametrize("block", _blocks(8, usual=4))
 def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     pytest.importorskip("highspy")
     tight = found = possible = 0
@@ -39,7 +45,7 @@ def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     assert found >= 0.6 * possible
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", _blocks(3, usual=2))
 def test_with_what_passes_while_values_are_made_the_solution_is_that_of_all_choices(block: int) -> None:
     """Also where nothing but what operators take inside of a repetition decides, and where nothing fits."""
     pytest.importorskip("highspy")

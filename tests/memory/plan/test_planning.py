@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dpx as dpx
 from lightning_dpx.bench import STAGED_MODELS
+from lightning_dpx.bench.staged import Chain
 from lightning_dpx.memory import (
     PLANNERS,
     MemoryTrace,
@@ -333,16 +334,24 @@ def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "share"),
+    ("name", "stages", "share"),
     [
-        ("cnn", 0.08),
-        ("unet", 0.5),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt", 0.175), ("lstm", 0.5), ("vit", 0.15))),
+        ("cnn", 24, 0.15),
+        ("unet", None, 0.5),
+        pytest.param("cnn", None, 0.08, marks=pytest.mark.slow),
+        pytest.param("gpt", None, 0.175, marks=pytest.mark.slow),
+        pytest.param("lstm", None, 0.5, marks=pytest.mark.slow),
+        pytest.param("vit", None, 0.15, marks=pytest.mark.slow),
     ],
 )
-def test_the_smallest_that_is_named_can_be_met_and_so_can_all_above_it(name: str, share: float) -> None:
+def test_the_smallest_that_is_named_can_be_met_and_so_can_all_above_it(
+    name: str, stages: int | None, share: float
+) -> None:
     torch.manual_seed(0)
     module, x = STAGED_MODELS[name].build(), STAGED_MODELS[name].make_input(2)
+    if stages is not None:  # of a chain, with its last one
+        assert isinstance(module, Chain)
+        module.chain = nn.ModuleList([*module.chain[:stages], module.chain[-1]])
     profile = profile_module(module, x)
     with pytest.raises(dpx.BudgetError) as error:
         plan_profile(module, profile, 1)

@@ -100,6 +100,7 @@ def test_dropping_all_that_fakes_allow_keeps_the_bits(name: str) -> None:
 def test_a_device_that_is_there_gives_its_own_operators_and_no_memory(name: str) -> None:
     sim: Any = torch.get_device_module("sim")
     module, _, x = make((ORDINARY | AWKWARD)[name])
+    x = x[:4] if name == "recurrent layers" else x  # which are hundreds of operators there
     module, x = module.to("sim:0"), x.to("sim:0")
     before = sim.memory_allocated(0)
     sim.reset_peak_memory_stats(0)
