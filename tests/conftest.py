@@ -52,7 +52,7 @@ def sim_device(index: int) -> torch.device:
 
 
 _UNNOTICED = 2**15  # bytes that a test may leave behind: the traceback of an expected error, say
-_ENDS_WITHIN = 30.0  # seconds: a worker that was told to end, however busy the machine is
+_ENDS_WITHIN = 60.0  # seconds: a worker that was told to end, however busy the machine is
 _MANY_MODULES = 200
 _num_modules = 0  # when objects were last left out of collections
 _hardware = "cpu"  # what the replicas of the running test live on

@@ -99,7 +99,7 @@ def test_a_group_that_is_forgotten_ends_its_workers() -> None:
     del group
     gc.collect()
     for worker in workers:
-        worker.join(10)
+        worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
 
 

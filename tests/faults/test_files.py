@@ -174,7 +174,7 @@ class Holding(TorchCheckpointIO):
         self.go_on = threading.Event()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(60)
         super().save_checkpoint(*args, **kwargs)
 
 

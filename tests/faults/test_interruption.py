@@ -16,6 +16,7 @@ from lightning_dpx.replicas.abandonment import keep_gradients_out
 from tests.conftest import assert_equal, make_loader, make_trainer, places
 
 GUARD_SECONDS = 60.0
+SHORT_SECONDS = 3.0  # a deadline that is to pass, and that the step before keeps on a busy machine
 REACHED = threading.Event()
 RELEASE = threading.Event()
 
@@ -179,7 +180,7 @@ def test_a_step_that_ctrl_c_abandoned_changes_nothing_after_the_fit(
 def test_a_step_that_a_deadline_abandoned_changes_nothing_after_the_fit() -> None:
     model = Stuck("backward", 0, lambda: None)
     with pytest.raises(dpx.CollectiveError, match="replica 0"):
-        fit(model, timeout=1.0)
+        fit(model, timeout=SHORT_SECONDS)
     left = state(model)
     let_go()
     same(state(model), left)
@@ -221,7 +222,7 @@ def test_in_line_a_replica_in_a_thread_is_abandoned_like_any_other(meet: Callabl
     model = Meets("forward", 1, meet)
     expected = (SystemExit, KeyboardInterrupt) if meet is interrupt else dpx.CollectiveError
     with pytest.raises(expected):
-        fit(model, "inline", timeout=1.0 if meet is not interrupt else 60.0)
+        fit(model, "inline", timeout=SHORT_SECONDS if meet is not interrupt else 60.0)
     left = state(model)
     let_go()
     same(state(model), left)

@@ -40,11 +40,11 @@ def test_the_last_to_leave_wakes_it() -> None:
     def other() -> None:
         with COLLECTOR.resting():
             inside.set()
-            leave.wait(30)
+            leave.wait(60)
 
     thread = threading.Thread(target=other)
     thread.start()
-    inside.wait(30)
+    assert inside.wait(60)
     with pytest.raises(ValueError, match="of the model"), COLLECTOR.resting():
         raise ValueError("of the model")
     seen.append(gc.isenabled())
