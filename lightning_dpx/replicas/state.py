@@ -18,6 +18,7 @@ BufferMode = Literal["broadcast", "mean"]
 # one by one, because lists of thousands of new tuples would start the garbage collector.
 _SHAPE = operator.attrgetter("shape")
 _IS_TRAINED = operator.attrgetter("requires_grad")
+_IS_TRAINING = operator.attrgetter("training")
 _ADDRESS = operator.methodcaller("data_ptr")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -84,12 +85,16 @@ class StateSync:
         self._root = replicas[0]
         self._others = tuple(replicas[1:])
         self._primaries = tuple(primaries or replicas)  # the others have the parameters of one of these
+        self._copies = self._primaries[1:]  # whose parameters become those of the root
+        self._apart = tuple(replica for replica in self._copies if replica.device != self._root.device)
+        self._has_neighbors = any(replica.device == self._root.device for replica in self._others)
         self._buffers = buffers
         self._owners: list[int] = []
         self._flags: list[bool] = []
         self._owned: list[nn.Parameter] = []
-        self._mirrored: list[list[int]] = [[] for _ in self._primaries[1:]]  # versions of the copies, as they were left
+        self._mirrored: list[list[int]] = [[] for _ in self._apart]  # versions of the copies, as they were left
         self._versions: list[int] = []
+        self._shapes: list[torch.Size] = []
         self._changed = True
         self._unchecked = 3
         self._sums: list[int] = []  # in the first steps, to notice writes through .data
@@ -124,8 +129,8 @@ class StateSync:
                 targets, sources = zip(*stale, strict=True)
                 foreach_copy_(targets, sources, non_blocking=True)
         self._owned = self._root.parameters
-        self._versions = [version_counter(parameter) for parameter in self._owned]
-        self._mirrored = [_versions(replica) for replica in self._primaries[1:]]
+        self._versions = list(map(version_counter, self._owned))
+        self._mirrored = [_versions(replica) for replica in self._apart]
         self._changed = False
         self._left = checksums(self._owned) if self.watches_writes else []
 
@@ -159,10 +164,11 @@ class StateSync:
         if self._is_written_unseen():
             self.mark_changed()
         self.synchronize_parameters()
+        modes = list(map(_IS_TRAINING, self._root.modules))
         for replica in self._others:
-            for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
-                if target_module.training != source_module.training:
-                    target_module.training = source_module.training
+            if list(map(_IS_TRAINING, replica.modules)) != modes:
+                for mode, module in zip(modes, replica.modules, strict=True):
+                    module.training = mode
             if not _alike(self._root.buffers, replica.buffers):
                 self._replace_buffers(replica)
         self._copy_buffers()
@@ -211,7 +217,7 @@ class StateSync:
     def _changes_known(self) -> bool:
         owned = self._root.parameters
         known = self._changed or owned is not self._owned
-        return known or [version_counter(parameter) for parameter in owned] != self._versions
+        return known or list(map(version_counter, owned)) != self._versions
 
     def _check_now_and_then(self) -> None:
         """Every so many steps: writes that left no trace, and that no coming step would overwrite."""
@@ -238,42 +244,63 @@ class StateSync:
         """
         self._take_flags_of_owners()
         owned = self._root.parameters
-        versions = [version_counter(parameter) for parameter in owned]
+        versions = list(map(version_counter, owned))
         changed = self._changed or versions != self._versions or owned is not self._owned
-        for replica, left in zip(self._primaries[1:], self._mirrored, strict=True):
-            self._follow(replica, owned, changed or _versions(replica) != left)
-        self._mirrored = [_versions(replica) for replica in self._primaries[1:]]
+        self._follow_structure(owned)
+        for replica, left in zip(self._apart, self._mirrored, strict=True):
+            if changed or _versions(replica) != left:
+                self._copy_parameters(owned, replica)
+        self._mirrored = [_versions(replica) for replica in self._apart]
         self._owned = owned
         self._versions = versions
         self._changed = False
         if self.watches_writes and (changed or not self._left):
             self._left = checksums(owned)
         self._sums = []  # those of a step of one replica, which nobody compared, are of no use any more
-        if self._unchecked and any(replica.device == self._root.device for replica in self._others):
+        if self._unchecked and self._has_neighbors:
             self._sums = checksums(owned)
             self._unchecked -= 1
 
-    def _follow(self, replica: Replica, owned: list[nn.Parameter], changed: bool) -> None:
+    def _follow_structure(self, owned: list[nn.Parameter]) -> None:
+        """Names, shapes, storages and flags of all replicas are those of ``owned``.
+
+        What the first replica has is read once and compared K - 1 times: for 2,000 parameters of eight replicas that
+        takes half of the 30 ms of comparing in pairs.
+        """
+        shapes = self._shapes
+        shapes_are_known = owned is self._owned and all(map(operator.eq, map(_SHAPE, owned), shapes))
+        if not shapes_are_known:
+            shapes = list(map(_SHAPE, owned))
+        addresses = list(map(_ADDRESS, owned)) if len(self._apart) < len(self._copies) else []
+        flags = list(map(_IS_TRAINED, owned))
+        for replica in self._copies:
+            mirrored = replica.parameters
+            if owned is not self._owned:
+                self._check_names(replica)
+            is_neighbor = replica.device == self._root.device
+            shares_storage = is_neighbor and list(map(_ADDRESS, mirrored)) == addresses
+            # What lies where it lay, under a module whose shapes are what they were, has the shape that it had.
+            is_sure = shapes_are_known and shares_storage
+            if not is_sure and not all(map(operator.eq, map(_SHAPE, mirrored), shapes)):
+                self._refuse_resized(replica, owned)
+            if is_neighbor and not shares_storage:
+                self._share_storage(owned, mirrored)
+            if list(map(_IS_TRAINED, mirrored)) != flags:
+                for source, target in zip(owned, mirrored, strict=True):
+                    target.requires_grad_(source.requires_grad)
+        self._shapes = shapes
+
+    def _copy_parameters(self, owned: list[nn.Parameter], replica: Replica) -> None:
+        """The replica, on another device, gets the values of ``owned``."""
         mirrored = replica.parameters
-        if owned is not self._owned:
-            self._check_names(replica)
-        if not all(map(operator.eq, map(_SHAPE, owned), map(_SHAPE, mirrored))):
-            self._refuse_resized(replica, owned)
-        if replica.device == self._root.device:
-            self._share_storage(owned, mirrored)
-        elif changed:
-            apart = [index for index, source in enumerate(owned) if source is not mirrored[index]]
-            if apart:  # the others are those of a module that all replicas share
-                targets: list[torch.Tensor] = [mirrored[index] for index in apart]
-                foreach_copy_(targets, [owned[index] for index in apart], non_blocking=True)
-        if list(map(_IS_TRAINED, owned)) != list(map(_IS_TRAINED, mirrored)):
-            for source, target in zip(owned, mirrored, strict=True):
-                target.requires_grad_(source.requires_grad)
+        # The others are those of a module that all replicas share.
+        apart = [index for index, source in enumerate(owned) if source is not mirrored[index]]
+        if apart:
+            targets: list[torch.Tensor] = [mirrored[index] for index in apart]
+            foreach_copy_(targets, [owned[index] for index in apart], non_blocking=True)
 
     def _share_storage(self, owned: list[nn.Parameter], mirrored: list[nn.Parameter]) -> None:
-        """Replicas on the first device have its values, whatever storage the user's module has got since."""
-        if list(map(_ADDRESS, owned)) == list(map(_ADDRESS, mirrored)):
-            return
+        """A replica on the first device has its values, whatever storage the user's module has got since."""
         for source, target in zip(owned, mirrored, strict=True):
             if target is not source and target.data_ptr() != source.data_ptr():
                 target.data = source.detach()
@@ -302,11 +329,13 @@ class StateSync:
 
     def written_by_step(self) -> str:
         """The name of a parameter that was written since it was synchronized, where replicas share it; else empty."""
-        if not any(replica.device == self._root.device for replica in self._others):
+        if not self._has_neighbors:
             return ""
         sums = self._sums
         self._sums = []
         now = checksums(self._owned) if sums else []
+        if sums == now and list(map(version_counter, self._owned)) == self._versions:
+            return ""
         for index, (parameter, version) in enumerate(zip(self._owned, self._versions, strict=True)):
             if version_counter(parameter) != version or (sums and sums[index] != now[index]):
                 return self._name_of(parameter)
@@ -404,7 +433,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _versions(replica: Replica) -> list[int]:
-    return [version_counter(parameter) for parameter in replica.parameters]
+    return list(map(version_counter, replica.parameters))
 
 
 @torch.no_grad()
