@@ -26,6 +26,7 @@ from torch import nn
 
 from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
+from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
@@ -34,6 +35,7 @@ from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modu
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_READERS = tuple(map(operator.attrgetter, _HOOKS))
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _MISSING = object()
 _SMALL = 64  # items up to which a shared container is watched item by item; beyond, by its length
@@ -74,9 +76,7 @@ class PythonState:
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
-        self._quick: dict[int, list[tuple[Any, ...] | None]] = {
-            replica.index: [None] * len(self._modules[0]) for replica in replicas
-        }  # all that a submodule holds, where nothing in it changes
+        self._watches = self._new_watches()
         self._hooks = [_users_hooks(child) for child in self._modules[0]]
         self.note_hooks_of_parameters()
         if not self._others:
@@ -106,12 +106,10 @@ class PythonState:
         self._memos = {}
         self._send_new_containers()
         modules = self._modules[0]
-        for index, child in enumerate(modules):
-            self._send_attributes(index, child)
-            hooks = _users_hooks(child)
-            if hooks != self._hooks[index]:
-                self._hooks[index] = hooks
-                self._send_hooks(index, hooks)
+        for index in self._watches[0].suspects():
+            self._send_attributes(index, modules[index])
+        if any(self._hooks) or any(any(map(reader, modules)) for reader in _HOOK_READERS):
+            self._send_changed_hooks()
         for replica in self._others:
             self._restore(replica)
         self._sync_mirrors()
@@ -127,7 +125,7 @@ class PythonState:
             for replica in self._others:
                 replica.refresh()
             self._modules[0] = self._looked_after(self._root)
-            self._quick = {index: [None] * len(self._modules[0]) for index in self._quick}
+            self._watches = self._new_watches()
         if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
             for replica in self._others:
                 replica.refresh()
@@ -135,11 +133,9 @@ class PythonState:
 
     def _send_attributes(self, index: int, child: nn.Module) -> None:
         """What was set or deleted on the user's submodule goes to its counterparts."""
-        if _is_exactly(vars(child), self._quick[0][index]):
-            return
         seen = self._seen[index]
         now = self._own(child)
-        self._quick[0][index] = _all_of(child)
+        self._watches[0].note(index)
         if len(seen) == len(now) and all(map(_is_still, seen.values(), now.values())) and seen.keys() == now.keys():
             return
         for key, value in now.items():
@@ -166,15 +162,14 @@ class PythonState:
 
     def _restore(self, replica: Replica) -> None:
         """What a step rebound on another replica than the first is forgotten."""
-        quick = self._quick[replica.index]
-        pairs = zip(self._modules[replica.index], self._expected[replica.index], strict=True)
-        for index, (child, expected) in enumerate(pairs):
+        watch = self._watches[replica.index]
+        for index in watch.suspects():
+            child = self._modules[replica.index][index]
+            expected = self._expected[replica.index][index]
             state = vars(child)
-            if _is_exactly(state, quick[index]):
-                continue
             is_as_expected = all(state.get(key, _MISSING) is value for key, value in expected.items())
             if is_as_expected and len(state) - len(expected) == self._num_private(child):
-                quick[index] = tuple(state.values())
+                watch.note(index)
                 continue
             for key in [key for key in state if key not in self._private and key not in expected]:
                 del state[key]
@@ -259,11 +254,9 @@ class PythonState:
                     if replica.index in mirror.copies:
                         mirror.merge(replica.index, translate_back)
         self._bring_home()
-        for index, child in enumerate(self._modules[0]):
-            if _is_exactly(vars(child), self._quick[0][index]):
-                continue
+        for index in self._watches[0].suspects():
             seen = self._seen[index]
-            for key, value in self._own(child).items():
+            for key, value in self._own(self._modules[0][index]).items():
                 if key not in seen or not _is_still(seen[key], value):
                     self._rebound.add((index, key))
 
@@ -405,8 +398,18 @@ class PythonState:
         shared = _modules_of(self._kept.values())
         return [child for child in replica.modules if not isinstance(child, self._skip) and id(child) not in shared]
 
+    def _new_watches(self) -> dict[int, AttributeWatch]:
+        return {index: AttributeWatch(modules, keeps_tensors=index > 0) for index, modules in self._modules.items()}
+
     def _own(self, child: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in vars(child).items() if key not in self._private}
+
+    def _send_changed_hooks(self) -> None:
+        for index, child in enumerate(self._modules[0]):
+            hooks = _users_hooks(child)
+            if hooks != self._hooks[index]:
+                self._hooks[index] = hooks
+                self._send_hooks(index, hooks)
 
     def _send_hooks(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
         child = self._modules[0][index]
@@ -469,16 +472,6 @@ def _mark(container: Any) -> Any:
     if len(container) > _SMALL:
         return len(container)
     return list(map(id, container.values() if isinstance(container, dict) else container))
-
-
-def _all_of(child: nn.Module) -> tuple[Any, ...] | None:
-    """Everything that a submodule holds; ``None`` with a tensor among it, which this must not keep alive."""
-    values = tuple(vars(child).values())
-    return None if any(isinstance(value, torch.Tensor) for value in values) else values
-
-
-def _is_exactly(state: dict[str, Any], quick: tuple[Any, ...] | None) -> bool:
-    return quick is not None and len(quick) == len(state) and all(map(operator.is_, quick, state.values()))
 
 
 @dataclass(frozen=True, slots=True)
