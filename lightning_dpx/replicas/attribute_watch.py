@@ -18,8 +18,8 @@ class AttributeWatch:
 
     Args:
         modules: All are taken for changed until :meth:`note` is called for them.
-        keeps_tensors: Whether tensors may be held. Those that a step leaves on the user's module may have a graph, which
-            must not be kept alive: a module with a tensor is looked at each time.
+        keeps_tensors: Whether tensors may be held. Those that a step leaves on the user's module may have a graph,
+            which must not be kept alive: a module with a tensor is looked at each time.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, keeps_tensors: bool = False) -> None:
