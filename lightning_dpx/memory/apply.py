@@ -25,7 +25,7 @@ from lightning_dpx.memory.micro_batches import (
     plan_fixed_micro_batches,
     plan_in_micro_batches,
 )
-from lightning_dpx.memory.plan.forecast import Forecast, forecast, timeline, with_replaying
+from lightning_dpx.memory.plan.forecast import Forecast, forecast, timeline, with_overheads
 from lightning_dpx.memory.plan.make_plan import make_planner
 from lightning_dpx.memory.plan.offload import as_planned
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -248,7 +248,8 @@ def estimate_cost(
 def forecast_plan(profile: Profile, plan: MemoryPlan) -> Forecast:
     """The step of ``profile`` with a plan that may have been made for another one."""
     planned = as_planned(profile, plan)
-    return with_replaying(planned, forecast(planned, *_choice_of(planned, plan)))
+    dropped, uncached = _choice_of(planned, plan)
+    return with_overheads(planned, forecast(planned, dropped, uncached), dropped)
 
 
 def timeline_of(profile: Profile, plan: MemoryPlan | None = None) -> list[int]:

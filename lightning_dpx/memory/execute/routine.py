@@ -575,6 +575,10 @@ class Practised(Rematerialisation):
         if forward is not None and not repeating():
             forward.enter(path)
 
+    def put_on(self) -> None:
+        """Puts the hooks on again, after :meth:`remove`."""
+        self._set_hooks()
+
     def remove(self) -> None:
         """Takes all hooks off."""
         self._names.remove()

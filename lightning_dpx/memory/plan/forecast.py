@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_dpx.memory.profile.data import Profile, most_with
+from lightning_dpx.memory.profile.places import seconds_of_places
 from lightning_dpx.prefetch_order import Prefetcher
 
 _OUT_OF_QUESTION = 2**62  # bytes
@@ -61,9 +62,11 @@ def forecast(
     return Outline(profile, most_times).forecast(dropped, uncached)
 
 
-def with_replaying(profile: Profile, result: Forecast) -> Forecast:
-    """``result`` with the time of the calls that are replayed as a whole, which no planner decides about."""
-    return replace(result, seconds=result.seconds + profile.replaying) if profile.replaying else result
+def with_overheads(profile: Profile, result: Forecast, dropped: Collection[int]) -> Forecast:
+    """``result`` with the time that no planner decides about: of the calls that are replayed as a whole, and of the
+    places at which values are ``dropped``."""
+    more = profile.replaying + seconds_of_places(profile, dropped)
+    return replace(result, seconds=result.seconds + more) if more else result
 
 
 def timeline(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.memory.plan.forecast import Forecast, forecast, with_replaying
+from lightning_dpx.memory.plan.forecast import Forecast, forecast, with_overheads
 from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.offload import as_planned
 from lightning_dpx.memory.plan.plan import MemoryPlan, Model
@@ -85,7 +85,7 @@ def forecast_named(profile: Profile, plan: MemoryPlan) -> Forecast:
     profile = as_planned(profile, plan)
     dropped = [index for index, value in enumerate(profile.values) if value.name in plan.dropped]
     uncached = [index for index in dropped if profile.values[index].name in plan.uncached]
-    return with_replaying(profile, forecast(profile, dropped, uncached))
+    return with_overheads(profile, forecast(profile, dropped, uncached), dropped)
 
 
 def _together(profiles: Sequence[Profile], plans: Sequence[MemoryPlan]) -> MemoryPlan:

@@ -8,7 +8,7 @@ budget allows; and a planner decides about what is left, value by value, with so
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_dpx.memory.plan.forecast import Forecast, with_replaying
+from lightning_dpx.memory.plan.forecast import Forecast, with_overheads
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.replayed_steps import ReplayableStep
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
@@ -48,7 +48,8 @@ class Mixed(NamedTuple):
     @property
     def forecast(self) -> Forecast:
         """The step with this choice, with the time of the replayed calls."""
-        return with_replaying(self.problem.profile, self.problem.forecast(self.choice))
+        dropped = self.problem.values_of(self.choice.dropped)
+        return with_overheads(self.problem.profile, self.problem.forecast(self.choice), dropped)
 
 
 def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Choose) -> Mixed:

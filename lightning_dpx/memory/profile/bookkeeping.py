@@ -41,11 +41,15 @@ class Bookkeeping:
         value: For a value that is made again, beside its operator.
         call: For a call that is replayed as a whole, beside the replay itself.
         tensor: Likewise, for each tensor that is saved within it.
+        place: Of what values take, for each place at which some are dropped; see places.py.
+        usual_places: For each value that is made again, so many places count in ``value`` already.
     """
 
     value: float = 0.0
     call: float = 0.0
     tensor: float = 0.0
+    place: float = 0.0
+    usual_places: float = 0.0
 
     def of_call(self, tensors: int) -> float:
         """For a call that saves so many tensors: each is given out twice, to autograd and back."""

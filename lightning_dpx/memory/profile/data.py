@@ -157,6 +157,8 @@ class Profile:
         calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
         holds: What autograd holds, in order; empty if nothing can be replayed.
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
+        place_seconds: Of bookkeeping at each place at which something is dropped; see places.py.
+        usual_places: Places for each value that is made again, as the values' seconds count them already.
     """
 
     values: tuple[SavedValue, ...]
@@ -175,6 +177,8 @@ class Profile:
     calls: tuple[SavedCall, ...] = ()
     holds: tuple[Hold, ...] = ()
     replaying: float = 0.0
+    place_seconds: float = 0.0
+    usual_places: float = 0.0
 
     @property
     def peak(self) -> int:

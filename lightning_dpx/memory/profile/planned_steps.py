@@ -1,16 +1,16 @@
 """What planned steps of a model spend beside their operators, measured on the model.
 
-A step in which every second value is dropped that can be, and one in which the outermost calls are replayed, run in
-turns with steps without a plan. What they take longer, less the operators and calls that they repeat, is bookkeeping,
-whatever it consists of: Python whose code has left the caches since it ran last, operators on tensors that have left
-them, hooks, noted operands, objects that are made and go. Steps whose operators take much longer are not run for it.
+Steps in which every second value is dropped that can be, or every eighth, and one in which the outermost calls are
+replayed, run in turns with steps without a plan. What they take longer, less the operators and calls that they repeat,
+is bookkeeping, whatever it consists of: Python whose code has left the caches since it ran last, operators on tensors
+that have left them, hooks, noted operands, objects that are made and go. Steps whose operators take much longer are not
+run for it.
 """
 
-import statistics
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,12 +20,20 @@ from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
-from lightning_dpx.memory.profile.step_timer import Backward, Forward, StepTimer
+from lightning_dpx.memory.profile.places import count_places, made_again
+from lightning_dpx.memory.profile.step_timer import Backward, Forward, StepTimer, is_confirmed
 
 _WORTH_IT = 0.03  # of a step: bookkeeping that takes less of it may as well be what it is elsewhere
 _WARM_UP = 2  # steps: the first is followed call by call, and the second is the first to follow the routine
-_ROUNDS = 3
-_ENOUGH = 0.2  # seconds
+_FEWEST_ROUNDS = 3
+_MOST_ROUNDS = 9
+_ENOUGH = 0.6  # seconds
+# What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
+# all do; and the few that are far apart tell what a place takes, see places.py.
+_EVERY = 2
+_RARELY = 8
+_LEAST_RATIO = 1.0  # of a place to a value: 2 to 5 where nine models were measured many times
+_MOST_RATIO = 6.0
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -49,34 +57,33 @@ def measured_in_step(
         backward: What to do with its result.
         known: What bookkeeping takes elsewhere: what it counts as where it is too little to be seen in the step.
     """
-    # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
-    # all do: of a Llama's step, 36 dropped values took 100 us each, and all 119 of them 78 us.
-    dropped = droppable_values(profile)[::2]
-    made = _made_again(profile, dropped)
+    droppable = droppable_values(profile)
+    sets = {"dropped": droppable[::_EVERY], "sparsely": droppable[::_RARELY]}
+    made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
-    by_values = known.value * len(made)
+    by_values = known.value * len(made["dropped"])
     by_calls = sum(known.of_call(call.tensors) for call in calls)
     least = _WORTH_IT * profile.step_seconds
     if timer.watches or max(by_values, by_calls) < least:
         return known
-    kinds = dict[str, Around]()
-    names_of = {profile.values[index].name for index in dropped}
-    trusted = {profile.values[index].operator for index in dropped}
-    values = Practised(CallNames(module), trusted, names_of)
-    replays = Replays(module, [call.name for call in calls])
+    kinds = dict[str, Practised | Replays]()
     try:
-        if by_values >= least:
-            kinds["dropped"] = values.active
+        for kind, dropped in sets.items() if by_values >= least else ():
+            kinds[kind] = _dropping(profile, module, dropped)
         if by_calls >= least:
-            kinds["replayed"] = replays.active
-        found = _shares_in_turns(kinds, timer, forward, backward)
+            kinds["replayed"] = Replays(module, [call.name for call in calls])
+        with timer.in_a_row():
+            found = _shares_in_turns(kinds, timer, forward, backward)
     finally:
-        values.remove()
-        replays.remove()
+        for hooks in kinds.values():
+            hooks.remove()
     if "dropped" in found:
-        spent = found["dropped"] * profile.step_seconds - sum(profile.values[index].seconds for index in made)
-        if spent > 0.0:
-            known = replace(known, value=spent / len(made))
+        cases = list[_Case]()
+        for kind, dropped in sets.items():
+            operators = sum(profile.values[index].seconds for index in made[kind])
+            spent = found[kind] * profile.step_seconds - operators
+            cases.append(_Case(len(made[kind]), count_places(profile, dropped), max(0.0, spent)))
+        known = _told_apart(cases, known)
     if "replayed" in found:
         spent = found["replayed"] * profile.step_seconds - sum(call.seconds for call in calls)
         if spent > 0.0:
@@ -85,12 +92,56 @@ def measured_in_step(
     return known
 
 
+def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:
+    trusted = {profile.values[index].operator for index in dropped}
+    return Practised(CallNames(module), trusted, {profile.values[index].name for index in dropped})
+
+
+class _Case(NamedTuple):
+    """What was found of a set of dropped values.
+
+    Attributes:
+        made: How many values are made again.
+        places: At how many places something is dropped.
+        seconds: Of bookkeeping.
+    """
+
+    made: int
+    places: int
+    seconds: float
+
+
+def _told_apart(cases: Sequence[_Case], known: Bookkeeping) -> Bookkeeping:
+    """What each value takes and what each place takes, of two sets.
+
+    Both sets tell how much it is in all; which part of it belongs to places is a difference of differences, which
+    another process on the same core may turn around, so that is believed within bounds only.
+    """
+    usual, sparse = cases
+    spent = usual.seconds + sparse.seconds
+    if not usual.places:
+        return known
+    spent = max(spent, known.value * (usual.made + sparse.made))  # in caches it takes that, and nowhere less
+    ratio = _LEAST_RATIO
+    both = usual.made * sparse.seconds - sparse.made * usual.seconds
+    each = sparse.places * usual.seconds - usual.places * sparse.seconds
+    if both > 0.0:  # the second set takes more for each value, as its places are farther apart
+        ratio = min(max(both / each, _LEAST_RATIO), _MOST_RATIO) if each > 0.0 else _MOST_RATIO
+    made = usual.made + sparse.made
+    places = usual.places + sparse.places
+    value = spent / (made + ratio * places)
+    share = usual.places / usual.made
+    return replace(known, value=value * (1.0 + ratio * share), place=value * ratio, usual_places=share)
+
+
 def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
     """``profile``, in which all that is made again takes that, too."""
     return replace(
         profile,
         values=tuple(_with(value, bookkeeping) for value in profile.values),
         calls=tuple(_of_call(call, bookkeeping) for call in profile.calls),
+        place_seconds=bookkeeping.place,
+        usual_places=bookkeeping.usual_places,
     )
 
 
@@ -120,42 +171,37 @@ def droppable_values(profile: Profile) -> list[int]:
     ]
 
 
-def _made_again(profile: Profile, dropped: Collection[int]) -> set[int]:
-    """What is made again if these are dropped: they, and what nobody saves on the way to them."""
-    made = set(dropped)
-    stack = list(dropped)
-    while stack:
-        for source in profile.values[stack.pop()].inputs:
-            value = profile.values[source]
-            if source not in made and value.storage < 0 and not value.name and value.inputs:
-                made.add(source)
-                stack.append(source)
-    return made
-
-
 def _shares_in_turns(
-    kinds: dict[str, Around], timer: StepTimer, forward: Forward, backward: Backward
+    kinds: dict[str, Practised | Replays], timer: StepTimer, forward: Forward, backward: Backward
 ) -> dict[str, float]:
     """The share of a step that a step of each kind takes longer.
 
-    They run in turns with steps without a plan, and the median of the shares of turns counts: a processor that others
-    use as well may be half as fast for seconds, and then is so for both.
+    They run in turns with steps without a plan, because a processor that others use as well may be half as fast for
+    seconds. The least time of each counts: others only ever add to it, and by much where they use the same caches.
     """
-    shares = {kind: list[float]() for kind in kinds}
+    times = {kind: list[float]() for kind in ("", *kinds)}
     spent = 0.0
-    for turn in range(_WARM_UP + _ROUNDS):
-        plain = 0.0
+    for hooks in kinds.values():
+        if isinstance(hooks, Practised):
+            hooks.remove()
+    for turn in range(_WARM_UP + _MOST_ROUNDS):
         if turn >= _WARM_UP:
-            plain, _ = timer.timed(forward, backward)
-        spent += plain
-        for kind, around in kinds.items():
-            seconds, _ = timer.timed(_Within(around, forward), backward)
+            seconds, _ = timer.timed(forward, backward)
+            times[""].append(seconds)
+            spent += seconds
+        for kind, hooks in kinds.items():
+            if isinstance(hooks, Practised):
+                hooks.put_on()
+            seconds, _ = timer.timed(_Within(hooks.active, forward), backward)
+            if isinstance(hooks, Practised):  # they are on many modules, where other steps would pay for them
+                hooks.remove()
             spent += seconds
             if turn >= _WARM_UP:
-                shares[kind].append(seconds / plain - 1.0)
-        if turn >= _WARM_UP and spent > _ENOUGH:
+                times[kind].append(seconds)
+        is_sure = len(times[""]) >= _FEWEST_ROUNDS and all(map(is_confirmed, times.values()))
+        if is_sure or (turn >= _WARM_UP and spent > _ENOUGH):
             break
-    return {kind: statistics.median(found) for kind, found in shares.items()}
+    return {kind: min(times[kind]) / min(times[""]) - 1.0 for kind in kinds}
 
 
 class _Within:

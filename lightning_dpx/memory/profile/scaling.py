@@ -108,6 +108,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
         scale=profile.scale * factor,
         forward_seconds=profile.forward_seconds * factor,
         calls=tuple(_scaled(call, factor) for call in profile.calls),
+        place_seconds=profile.place_seconds * factor,
     )
 
 

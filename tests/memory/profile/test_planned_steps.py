@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle
 
@@ -14,6 +15,7 @@ from lightning_dpx.memory.apply import profile_module
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.places import count_places, made_again, seconds_of_places
 from lightning_dpx.memory.profile.planned_steps import droppable_values, measured_in_step, with_bookkeeping
 from lightning_dpx.python_objects.untouched import untouched
 
@@ -38,6 +40,9 @@ class Scripted:
         self._seconds = cycle(seconds)
         self.watches = False
         self.hooks: list[int] = []
+
+    def in_a_row(self) -> AbstractContextManager[None]:
+        return untouched(self._module)  # type: ignore[return-value]
 
     def timed(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> tuple[float, float]:
         self.hooks.append(num_hooks(self._module))
@@ -95,22 +100,63 @@ def test_what_planned_steps_take_longer_is_bookkeeping(step: tuple[nn.Module, Te
     def forward() -> Tensor:
         return module(x).pow(2).sum()
 
-    timer = Scripted(module, *[5.0] * 4, *[1.0, 9.0, 17.0] * 3)  # those that warm up do not count
+    timer = Scripted(module, *[5.0] * 6, *[1.0, 9.0, 5.0, 17.0] * 3)  # those that warm up do not count
     known = measured_in_step(
         free,
         module,
         timer,  # type: ignore[arg-type]
         forward=forward,
         backward=Tensor.backward,
-        known=Bookkeeping(1.0, 1.0, 0.5),
+        known=Bookkeeping(0.1, 1.0, 0.5),
     )
-    made = 16.0 / known.value  # the values, and those on the way to them that nobody saves
-    assert made == pytest.approx(round(made))
-    assert made >= len(droppable_values(profile)) // 2
+    sets = droppable_values(profile)[::2], droppable_values(profile)[::8]
+    made = [len(made_again(profile, dropped)) for dropped in sets]
+    places = [count_places(profile, dropped) for dropped in sets]
+    value = known.value - known.place * known.usual_places
+    assert value * sum(made) + known.place * sum(places) == pytest.approx(16.0 + 8.0)
     assert sum(known.of_call(call.tensors) for call in profile.calls) == pytest.approx(32.0)
     assert known.call == pytest.approx(2 * known.tensor)
     assert min(timer.hooks) > 0
     assert num_hooks(module) == 0
+
+
+def test_the_first_value_of_a_place_takes_longer_than_the_next_ones(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    _, _, profile = step
+    known = Bookkeeping(value=2.0, place=3.0, usual_places=0.5)
+    dear = with_bookkeeping(replace(profile, place_seconds=0.0), known)
+    droppable = droppable_values(profile)
+    near, far = droppable[:4], droppable[::4][:4]
+    assert count_places(dear, near) < count_places(dear, far) <= len(far)
+    for dropped in (near, far):
+        made = made_again(dear, dropped)
+        seconds = seconds_of_places(dear, dropped) + sum(2.0 for _ in made)
+        assert seconds == pytest.approx(0.5 * len(made) + 3.0 * count_places(dear, dropped))
+    assert seconds_of_places(dear, []) == 0.0
+
+
+@pytest.mark.parametrize(("value", "place"), [(1.0, 1.0), (1.0, 5.0), (0.5, 2.0)])
+def test_values_and_places_are_told_apart_by_two_sets(
+    step: tuple[nn.Module, Tensor, Profile], value: float, place: float
+) -> None:
+    module, x, profile = step
+    free = replace(
+        profile, step_seconds=1.0, values=tuple(replace(value, seconds=0.0) for value in profile.values), calls=()
+    )
+    droppable = droppable_values(profile)
+    spent = []
+    for dropped in (droppable[::2], droppable[::8]):
+        spent.append(value * len(made_again(free, dropped)) + place * count_places(free, dropped))
+    timer = Scripted(module, *[5.0] * 4, *[1.0, 1.0 + spent[0], 1.0 + spent[1]] * 3)
+    found = measured_in_step(
+        free,
+        module,
+        timer,  # type: ignore[arg-type]
+        forward=lambda: module(x).pow(2).sum(),
+        backward=Tensor.backward,
+        known=Bookkeeping(0.5, 1.0, 0.5),
+    )
+    assert found.place == pytest.approx(place, abs=1e-9)
+    assert found.value == pytest.approx(value + place * found.usual_places)
 
 
 def test_steps_that_are_much_longer_than_bookkeeping_are_not_run_for_it(

@@ -1,0 +1,61 @@
+"""Where in a step values are dropped, and what the bookkeeping of these places takes.
+
+Between the operators of a model our code and what it works on leave the processor's caches. The first dropped value
+after a few that are kept pays for getting them back, and the next ones do not: on models with steps of 10 ms the first
+took about three times as long. So what a value takes depends on its neighbours, and a plan that drops few values all
+over a step takes longer for each than one that drops most of them.
+"""
+
+from collections.abc import Collection
+
+from lightning_dpx.memory.profile.data import Profile
+
+_APART = 2  # values that are kept: with so many in between, hooks go off and on again; see routine.py
+
+
+def count_places(profile: Profile, dropped: Collection[int]) -> int:
+    """The places at which something is dropped.
+
+    Args:
+        profile: Of the step.
+        dropped: Indices of values.
+    """
+    names = {profile.values[index].name for index in dropped}
+    in_order = [hold.name for hold in profile.holds] or [value.name for value in profile.values if value.name]
+    found = 0
+    kept = _APART
+    for name in in_order:
+        if name not in names:
+            kept += 1
+            continue
+        if kept >= _APART:
+            found += 1
+        kept = 0
+    return found
+
+
+def made_again(profile: Profile, dropped: Collection[int]) -> set[int]:
+    """What is made again if these are dropped: they, and what nobody saves on the way to them."""
+    made = set(dropped)
+    stack = list(dropped)
+    while stack:
+        for source in profile.values[stack.pop()].inputs:
+            value = profile.values[source]
+            if source not in made and value.storage < 0 and not value.name and value.inputs:
+                made.add(source)
+                stack.append(source)
+    return made
+
+
+def seconds_of_places(profile: Profile, dropped: Collection[int]) -> float:
+    """What a step takes longer than the seconds of the values say, or less: these hold the share of usual plans.
+
+    Args:
+        profile: Of the step.
+        dropped: Indices of values.
+    """
+    if not profile.place_seconds:
+        return 0.0
+    here = [index for index in dropped if not profile.values[index].offloaded]
+    usual = profile.usual_places * len(made_again(profile, here))
+    return profile.place_seconds * (count_places(profile, here) - usual)
