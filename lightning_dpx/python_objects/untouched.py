@@ -63,6 +63,10 @@ class CopyOnWrite:
 class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells ``writes`` of every operator, where nothing else watches them."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every call, for a tenth of its time; compiled code runs eagerly in here
+
     def __init__(self, writes: CopyOnWrite) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes = writes

@@ -20,6 +20,7 @@ from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
 
 Cut = Callable[[int], Any]
 _PACKAGE = Path(__file__).parents[2]
+_NO_ANSWER = (RuntimeError, TypeError, ValueError, AssertionError)  # of torch, where a fake has none
 
 
 def profile_absent(
@@ -49,8 +50,9 @@ def profile_absent(
     Raises:
         PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
     """
-    try:
-        with faked(module, batch, target, here) as (inputs, meter):
+
+    def on_fakes(*, numbers: bool) -> Profile:
+        with faked(module, batch, target, here, numbers=numbers) as (inputs, meter):
             return profile_step(
                 module,
                 step(inputs),
@@ -59,9 +61,18 @@ def profile_absent(
                 meter=meter,
                 accumulates=accumulates,
             )
+
+    try:
+        try:
+            return on_fakes(numbers=True)
+        except DPXError:
+            raise
+        except _NO_ANSWER as error:  # it may be that numbers of fakes were to be written into real ones
+            traceback.clear_frames(error.__traceback__)
+            return on_fakes(numbers=False)
     except DPXError:
         raise
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # torch, where a fake has no answer
+    except _NO_ANSWER as error:
         why = _reason(error)
         tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
         if any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors):
@@ -102,11 +113,16 @@ def _on_few_rows(
     rule = f"for {target}: times by FLOPs and bytes"
     if all(tensor.device.type != target.type for tensor in module.parameters()):
         rule += ", what operators take inside by rule"
-    if rows <= 4:
-        return replace(on(rows), basis=f"from a real step {rule}")
     few = max(rows // 8, 2)
     more = max(rows // 4, 4)
-    found = extrapolate(on(few), on(more), (few, more), rows)
+    try:
+        parts = (on(few), on(more)) if rows > 4 else None
+    except (*_NO_ANSWER, IndexError) as error:  # its rows belong together, as the nodes and edges of a graph do
+        traceback.clear_frames(error.__traceback__)
+        parts = None
+    if parts is None:
+        return replace(on(rows), basis=f"from a real step {rule}")
+    found = extrapolate(*parts, (few, more), rows)
     return replace(found, basis=f"from real steps on {few} and {more} of {rows} rows, scaled, {rule}")
 
 

@@ -8,10 +8,11 @@ autograd meets a tensor that claims to be there. Sizes are the same, and where t
 
 Memory is taken on the host only, where operators are tried one by one (:mod:`lightning_dpx.memory.profile.probe`).
 
-What no fake can tell: numbers. So nobody proves here that a repeated operator gives the same ones; masks are known from
-the operator that draws them, and times from FLOPs and bytes. Nor can a step look at its numbers (``.item()``, a branch
-on a tensor), or call an operator that has no rule for fakes. What libraries of other devices need beside is estimated,
-which kernel attention takes is assumed, and ``torch.autocast`` of an absent device does nothing.
+What no fake can tell: numbers, but for small whole ones (:mod:`lightning_dpx.memory.profile.known_numbers`). So nobody
+proves here that a repeated operator gives the same ones; masks are known from the operator that draws them, and times
+from FLOPs and bytes. Nor can a step look at its other numbers (``.item()``, a branch on a tensor), or call an operator
+that has no rule for fakes. What libraries of other devices need beside is estimated, which kernel attention takes is
+assumed, and ``torch.autocast`` of an absent device does nothing.
 """
 
 import gc
@@ -19,6 +20,7 @@ import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from lightning_dpx.memory.execute.values import Value, repeat
 from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel, Trial
+from lightning_dpx.memory.profile.known_numbers import is_known, with_known_numbers
 from lightning_dpx.memory.profile.noted_calls import ReplayTrial
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, rates_of
@@ -42,6 +45,7 @@ from lightning_dpx.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     buffers_of,
+    disable_current_modes,
     mark_as_parameter,
     parameters_of,
     schema_of,
@@ -59,6 +63,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         target: What is planned for.
         writes: What is told before an operator writes to a tensor.
         fake: Whether these tensors are, so that operators take nothing.
+        numbers: Whether small whole numbers are real all the same.
         probe: What tries operators of fakes for real, where the target is there.
     """
 
@@ -69,9 +74,11 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         writes: CopyOnWrite | None = None,
         *,
         fake: bool = False,
+        numbers: bool = False,
         probe: Probe | None = None,
     ) -> None:
         super().__init__(device, writes)
+        self._numbers = numbers
         self._rates = rates_of(target)
         self._target = target
         self._probe = probe
@@ -82,7 +89,8 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
 
     def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """The results of an operator, and what it would take."""
-        out, _, taken = super().observed(func, args, kwargs)
+        run = partial(with_known_numbers, func) if self._numbers else func
+        out, _, taken = super().observed(run, args, kwargs)
         self._probed = None if self._probe is None else self._probe.of(func, args, kwargs, out)
         if self._probed is not None:
             out = as_probed(out, self._probed)
@@ -172,8 +180,8 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         masks: Storages with zeros and one other number, as a dropout draws them.
     """
 
-    def __init__(self, device: torch.device, target: torch.device, probe: Probe | None) -> None:
-        super().__init__(device, target, fake=True, probe=probe)
+    def __init__(self, device: torch.device, target: torch.device, probe: Probe | None, *, numbers: bool) -> None:
+        super().__init__(device, target, fake=True, probe=probe, numbers=numbers)
         self.masks: set[Allocation] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,13 +238,22 @@ class FakeCosts(RooflineCosts):
         mode: Whose fakes they are.
         here: The device that they claim to be on.
         target: What is planned for.
+        numbers: Whether small whole numbers stay real.
     """
 
     kinds = (torch.Tensor, FakeTensor)
 
-    def __init__(self, mode: FakeTensorMode, here: torch.device, target: torch.device) -> None:
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        here: torch.device,
+        target: torch.device,
+        *,
+        numbers: bool,
+    ) -> None:
         super().__init__(here, target)
         self._mode = mode
+        self._numbers = numbers
         self._traces = list[_FakeTrace]()
         # Of an accelerator nothing is taken while it is planned for: others may be at work there.
         self._probe = Probe(here, self.rates) if is_host(target) else None
@@ -252,11 +269,11 @@ class FakeCosts(RooflineCosts):
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
-        self._traces.append(_FakeTrace(self.device, self._target, self._probe))
+        self._traces.append(_FakeTrace(self.device, self._target, self._probe, numbers=self._numbers))
         return self._traces[-1]
 
     def _watch(self) -> RatedTrace:
-        return RatedTrace(self.device, self._target, fake=True, probe=self._probe)
+        return RatedTrace(self.device, self._target, fake=True, probe=self._probe, numbers=self._numbers)
 
     @property
     def left_behind(self) -> int:
@@ -285,8 +302,10 @@ def fake_device_for(target: torch.device) -> torch.device:
 
 
 @contextmanager
-def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.device) -> Iterator[tuple[Any, FakeCosts]]:
-    """Inside, the parameters and buffers of ``module`` are fakes, and it works on fakes only.
+def faked(
+    module: nn.Module, batch: Any, target: torch.device, here: torch.device, *, numbers: bool = True
+) -> Iterator[tuple[Any, FakeCosts]]:
+    """Inside, the parameters and buffers of ``module`` are fakes, and it works on fakes and small whole numbers only.
 
     Its tensors may also be on the meta device, or fakes of somebody else's. All its attributes are put back.
 
@@ -295,6 +314,7 @@ def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.devic
         batch: Any nested structure with tensors, real ones or not.
         target: What is planned for.
         here: Where the fakes are.
+        numbers: Whether small whole numbers stay real, with which the step takes the branches that it really does.
 
     Yields:
         The batch as fakes, and what watches a step on it.
@@ -305,12 +325,13 @@ def faked(module: nn.Module, batch: Any, target: torch.device, here: torch.devic
     if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         raise TypeError("a ScriptModule takes no fake tensors")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    meter = FakeCosts(mode, here, target)
+    numbers = numbers and is_host(here)
+    meter = FakeCosts(mode, here, target, numbers=numbers)
     known: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:
-            known[id(tensor)] = _fake_of(tensor, here)
+            known[id(tensor)] = _copy_of(tensor) if numbers and is_known(tensor) else _fake_of(tensor, here)
         return known[id(tensor)]
 
     with _put_back(module), mode:
@@ -358,6 +379,12 @@ def _put_back(module: nn.Module) -> Iterator[None]:
         for container, content in states:
             container.clear()
             container.extend(content) if isinstance(container, list | deque) else container.update(content)
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What the step writes to does not last."""
+    with disable_current_modes():
+        return tensor.detach().clone()
 
 
 def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,14 @@ import torch
 
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
-from lightning_dpx.torch_compat import DisableAutocast, disable_current_modes, schema_of, tree_flatten, tree_unflatten
+from lightning_dpx.torch_compat import (
+    DisableAutocast,
+    FakeTensor,
+    disable_current_modes,
+    schema_of,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_dpx.units import GIB
 
 aten = torch.ops.aten
@@ -116,7 +123,9 @@ def as_probed(out: Any, probed: Probed) -> Any:
 
 
 def _lying(tensor: Any, strides: tuple[int, ...] | None) -> Any:
-    if not _is_tensor(tensor) or strides is None or tensor.stride() == strides or tensor.dim() != len(strides):
+    if not isinstance(tensor, FakeTensor) or strides is None or tensor.layout is not torch.strided:
+        return tensor
+    if tensor.stride() == strides or tensor.dim() != len(strides):
         return tensor
     return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
 
