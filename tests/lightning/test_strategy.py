@@ -140,22 +140,6 @@ def test_an_error_in_one_replica_is_the_original_and_the_trainer_can_fit_again(e
     assert_equal({"w": check["net.0.weight"]}, {"w": run(seeded())["net.0.weight"]})
 
 
-class Ranks(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("rank", float(self.global_rank), reduce_fx="max", on_step=False, on_epoch=True)
-        self.log("world", float(self.trainer.world_size), reduce_fx="min", on_step=False, on_epoch=True)
-        self.log("rows_in_all", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-def test_inside_a_step_a_replica_is_a_rank(execution) -> None:
-    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=4)
-    trainer.fit(Ranks(), make_loader(num_rows=32), make_loader(num_rows=32))
-    logged = trainer.callback_metrics
-    assert (logged["rank"].item(), logged["world"].item(), logged["rows_in_all"].item()) == (3, 4, 32)
-    assert (trainer.global_rank, trainer.world_size) == (0, 1)
-
-
 class Watch(Callback):
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -190,28 +174,6 @@ def test_a_replica_may_return_none() -> None:
     halved = DataLoader([(rows[:8], labels[:8])], batch_size=None)
     make_trainer(max_epochs=1).fit(one, halved, halved)
     assert_equal(dict(model.state_dict()), dict(one.state_dict()))
-
-
-class Hooks(Classifier):
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.before = [*vars(self).get("before", []), len(batch[0])]
-        return batch
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch[0] * 0.5, batch[1]
-
-
-def test_batch_hooks_run_on_the_whole_batch_before_and_on_slices_after() -> None:
-    def seen(**options: Any) -> tuple[list[int], torch.Tensor]:
-        torch.manual_seed(0)
-        model = Hooks()
-        make_trainer(max_epochs=1, **options).fit(model, make_loader(), make_loader())
-        return model.before, model.net[0].weight.detach()
-
-    ours, one = seen(**inline(2)), seen()
-    assert ours[0] == one[0]
-    assert set(one[0]) == {16, 5}, "whole batches"
-    torch.testing.assert_close(ours[1], one[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")

@@ -1,0 +1,22 @@
+"""A profiled step, and which slices every device has a part in."""
+
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_place, demand
+from lightning_dpx.replicas import BatchSlice, Replica
+from tests.memory.made_up import SIZE, chain
+
+
+def test_the_demand_is_that_of_the_fullest_device() -> None:
+    step = SeenStep((chain(2), chain(6)), (1, 2))
+    assert demand(step, [SIZE, 6 * SIZE]) == 2.0
+    assert demand(step, [4 * SIZE, 6 * SIZE]) == 2.0
+
+
+def test_every_device_has_the_slices_of_its_replicas_the_largest_first() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    replicas = [Replica(index, device, nn.Linear(1, 1)) for index, device in enumerate([cpu, meta, cpu])]
+    slices = [BatchSlice(replica, rows, None) for replica, rows in zip(replicas, (2, 3, 5), strict=True)]
+    found = by_place(slices)
+    assert {device: [part.num_rows for part in mine] for device, mine in found.items()} == {cpu: [5, 2], meta: [3]}

@@ -1,0 +1,76 @@
+"""What replicas log in one step is logged once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.logging import StepLog, path_of, replay
+from lightning_dpx.replicas import BatchSlice, MergeRules, Replica
+
+CPU = torch.device("cpu")
+
+
+class Logs(nn.Module):
+    """Keeps what is logged at last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[str, float, dict[str, Any]]] = []
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.logged.append((name, round(float(value), 4), options))
+
+
+class NoMetrics:
+    """No value is that of a metric."""
+
+    def is_whole(self, value: Any) -> bool:
+        return False
+
+
+def logs_of(*entries: list[tuple[str, Any, dict[str, Any]]], rows: tuple[int, ...] = (3, 1)) -> list[StepLog]:
+    module = Logs()
+    found = []
+    for index, (mine, num_rows) in enumerate(zip(entries, rows, strict=True)):
+        log = StepLog(BatchSlice(Replica(index, CPU, module), num_rows, None))
+        with log.recording(module):
+            for name, value, options in mine:
+                module.log(name, value, **options)
+        found.append(log)
+    assert module.logged == [], "nothing reaches the module's own log inside a step"
+    return found
+
+
+def replayed(logs: list[StepLog]) -> list[tuple[str, float, dict[str, Any]]]:
+    module = Logs()
+    replay(logs, module, CPU, NoMetrics(), MergeRules())
+    return module.logged
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 2.0), ("sum", 6.0), ("min", 1.0), ("max", 5.0)])
+def test_values_come_together_by_their_own_operation_weighted_by_rows(reduce_fx: str, expected: float) -> None:
+    options = {"reduce_fx": reduce_fx}
+    logs = logs_of([("a", torch.tensor(1.0), options)], [("a", torch.tensor(5.0), options)])
+    [(name, value, _)] = replayed(logs)
+    assert (name, value) == ("a", expected)
+
+
+def test_a_name_that_is_logged_again_in_a_step_is_told_apart() -> None:
+    twice = [("a", 1.0, {}), ("a", 3.0, {})]
+    assert [(name, value) for name, value, _ in replayed(logs_of(twice, twice))] == [("a", 1.0), ("a", 3.0)]
+    assert path_of(("a", 0)) == "a"
+    assert path_of(("a", 1)) == "a (call 2)"
+
+
+def test_what_one_replica_logs_is_logged_and_batch_sizes_add_up() -> None:
+    logs = logs_of([("a", 1.0, {"batch_size": 6}), ("only", 7.0, {})], [("a", 5.0, {"batch_size": 2})])
+    found = {name: (value, options.get("batch_size")) for name, value, options in replayed(logs)}
+    assert found == {"a": (2.0, 8), "only": (7.0, None)}
+
+
+def test_a_logged_tensor_keeps_no_graph() -> None:
+    loss = torch.ones(1, requires_grad=True).sum()
+    [first, _] = logs_of([("a", loss, {})], [])
+    assert not first.entries["a", 0][0].requires_grad
