@@ -86,6 +86,7 @@ class GradientReducer(ABC):
         self._check(grads, names)
         if owners is None:
             owners = self.owners([_num_elements(column) for column in zip(*grads, strict=True)])
+        # A parameter that some replica did not use, or that has a sparse gradient there, cannot be in a bucket.
         targets = [self.distinct_devices.index(self.devices[owner]) for owner in owners]
         dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
         total: Gradients = [None] * len(targets)
@@ -141,8 +142,12 @@ class GradientReducer(ABC):
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         """The sums of D > 1 lists of n dense gradients, on every device."""
+        # What every reducer can do: sum on the first device, and send the result to the others.
         sums = self._sum(lists, [0] * len(lists[0]))
-        return [[self._move(tensor, device) for tensor in sums] for device in self.distinct_devices]
+        spread = []
+        for device in self.distinct_devices:
+            spread.append([self._move(tensor, device) for tensor in sums])
+        return spread
 
     def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """``tensor`` on ``device``; it travels in the communication dtype."""
@@ -168,7 +173,9 @@ class GradientReducer(ABC):
         lists: dict[torch.device, list[Dense]] = {device: [] for device in self.distinct_devices}
         for device, row in zip(self.devices, grads, strict=True):
             mine = _chosen(row, dense)
-            lists[device].append([tensor.float() if tensor.dtype in HALVES else tensor for tensor in mine])
+            if not HALVES.isdisjoint(map(_DTYPE, mine)):
+                mine = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in mine]
+            lists[device].append(mine)
         for first, *others in lists.values():
             add_in_place(first, others)
         return [lists[device][0] for device in self.distinct_devices]
@@ -237,11 +244,17 @@ def _add(column: Sequence[torch.Tensor | None], owner: torch.device, divisor: in
     if not present:
         return None
     dtype = present[0].dtype
-    wide = [gradient.to(owner).float() if dtype in HALVES else gradient.to(owner) for gradient in present]
-    total = wide[0]
-    for gradient in wide[1:]:
-        total = total + gradient
-    return (total / divisor if divisor > 1 else total).to(dtype)
+    total: torch.Tensor | None = None
+    for gradient in present:
+        arrived = gradient.to(owner)
+        if dtype in HALVES:
+            arrived = arrived.float()
+        # Not in place: of two sparse gradients the sum has other indices than either.
+        total = arrived if total is None else total + arrived
+    assert total is not None, "one is present"
+    if divisor > 1:
+        total = total / divisor
+    return total.to(dtype)
 
 
 REDUCERS: Registry[GradientReducer] = Registry("reducer")

@@ -127,6 +127,15 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def flatten_each(lists: Sequence[Sequence[torch.Tensor]], indices: Sequence[int]) -> list[torch.Tensor]:
+    """Of each list, the tensors at ``indices`` as one flat tensor."""
+    buckets = []
+    for row in lists:
+        chosen = [row[index] for index in indices]
+        buckets.append(flatten(chosen))
+    return buckets
+
+
 def unflatten(bucket: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     """Views of ``bucket`` with these shapes, in order."""
     parts = bucket.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
@@ -151,8 +160,10 @@ def unflatten_into(
 
 def unflatten_like(bucket: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of ``bucket`` with the shapes of ``like``; copies where those are not contiguous (channels last)."""
-    parts = unflatten_dense(bucket, like)
-    return [
-        part if part.stride() == own.stride() else torch.empty_like(own, device=bucket.device).copy_(part)
-        for part, own in zip(parts, like, strict=True)
-    ]
+    tensors = []
+    for part, own in zip(unflatten_dense(bucket, like), like, strict=True):
+        if part.stride() != own.stride():
+            # Optimizers are fast only where a gradient lies in memory as its parameter does.
+            part = torch.empty_like(own, device=bucket.device).copy_(part)
+        tensors.append(part)
+    return tensors

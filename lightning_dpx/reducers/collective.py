@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.buckets import alike, flatten, unflatten_into
+from lightning_dpx.reducers.buckets import alike, flatten_each, unflatten_into
 
 
 @register_reducer("collective")
@@ -19,7 +19,7 @@ class CollectiveReducer(GradientReducer):
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
-            shares = self._shares([[row[index] for index in indices] for row in lists])
+            shares = self._shares(flatten_each(lists, indices))
             device = self.distinct_devices[targets[indices[0]]]
             unflatten_into(self._gathered(shares, device), lists[0], indices, result)
         return result
@@ -27,17 +27,18 @@ class CollectiveReducer(GradientReducer):
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
-            shares = self._shares([[row[index] for index in indices] for row in lists])
+            shares = self._shares(flatten_each(lists, indices))
             for device, result in zip(self.distinct_devices, spread, strict=True):
                 unflatten_into(self._gathered(shares, device), lists[0], indices, result)
         return spread
 
-    def _shares(self, lists: Sequence[Dense]) -> Dense:
+    def _shares(self, buckets: Dense) -> Dense:
         """The sum of all devices' buckets, in D pieces, piece d on device d."""
-        buckets = [flatten(row) for row in lists]
+        # One for each device: all send and receive alike, so that no link is slower than the others.
         pieces = [bucket.tensor_split(len(buckets)) for bucket in buckets]
         shares = []
         for number, device in enumerate(self.distinct_devices):
+            # In the order of the devices, whichever sums: float addition is not associative, and runs shall repeat.
             total = self._move(pieces[0][number], device)
             for row in pieces[1:]:
                 total = total.add_(self._move(row[number], device))

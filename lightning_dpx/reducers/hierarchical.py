@@ -1,13 +1,14 @@
 """Two levels: within groups of well linked devices, then between the groups (tensorpack's DGX-1 mode, generalised)."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 from lightning_dpx.devices import linked_groups
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_into
+from lightning_dpx.reducers.buckets import alike, flatten_each, split_at_boundaries, unflatten_into
 
 
 @register_reducer("hierarchical")
@@ -34,8 +35,10 @@ class HierarchicalReducer(GradientReducer):
         groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(devices, communication_dtype)
-        self.groups = [list(group) for group in (linked_groups(self.distinct_devices) if groups is None else groups)]
-        if sorted(index for group in self.groups for index in group) != list(range(len(self.distinct_devices))):
+        if groups is None:
+            groups = linked_groups(self.distinct_devices)
+        self.groups = [list(group) for group in groups]
+        if sorted(chain.from_iterable(self.groups)) != list(range(len(self.distinct_devices))):
             raise ConfigurationError(
                 f"groups={self.groups} is not allowed; name every device from 0 to "
                 f"{len(self.distinct_devices) - 1} once."
@@ -45,8 +48,10 @@ class HierarchicalReducer(GradientReducer):
         result: Dense = list(lists[0])
         for turn, indices in enumerate(self._buckets(lists[0], targets)):
             target = targets[indices[0]]
-            buckets = [flatten([row[index] for index in indices]) for row in lists]
-            groups = sorted(self.groups, key=lambda group: target not in group)  # the owner's first
+            buckets = flatten_each(lists, indices)
+            # The owner's group comes first: the sums are then added where the result is wanted, and each other group
+            # sends one bucket across the slow link, however many devices it has.
+            groups = sorted(self.groups, key=lambda group: target not in group)
             leaders = [self._sum_group(buckets, group, turn) for group in groups]
             bucket = self._move(self._sum_leaders(leaders), self.distinct_devices[target])
             unflatten_into(bucket, lists[target], indices, result)
@@ -55,7 +60,7 @@ class HierarchicalReducer(GradientReducer):
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
-            buckets = [flatten([row[index] for index in indices]) for row in lists]
+            buckets = flatten_each(lists, indices)
             leaders = [self._sum_group(buckets, group, turn) for group in self.groups]
             homes = [leader.device for leader in leaders]
             total = self._sum_leaders(leaders)
@@ -72,8 +77,9 @@ class HierarchicalReducer(GradientReducer):
         num_splits = 2 * max(len(group) for group in self.groups)
         buckets = []
         for indices in alike(like, targets):
-            splits = split_at_boundaries([like[index].numel() for index in indices], num_splits)
-            buckets += [[indices[position] for position in split] for split in splits]
+            sizes = [like[index].numel() for index in indices]
+            for split in split_at_boundaries(sizes, num_splits):
+                buckets.append([indices[position] for position in split])
         return buckets
 
     def _sum_group(self, buckets: Dense, group: Sequence[int], turn: int) -> torch.Tensor:

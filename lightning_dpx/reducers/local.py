@@ -22,6 +22,8 @@ def add_in_place(total: list[torch.Tensor], others: Sequence[Sequence[torch.Tens
         for other in others:
             foreach_add_(total, list(other))
         return
+    # A foreach kernel reads and writes the running sum once per list; where that is larger than the cache, its way to
+    # memory and back is most of the time. Small tensors are in the cache anyway, and one kernel takes all of them.
     large = [index for index, tensor in enumerate(total) if tensor.numel() > BLOCK and _is_flat(total, others, index)]
     small = set(range(len(total))).difference(large) if large else range(len(total))
     for other in others if small else ():

@@ -28,6 +28,7 @@ class NaiveReducer(GradientReducer):
             if not indices:
                 continue
             sums = [self._move(lists[0][index], device) for index in indices]
+            # All tensors of a device in one call: for the many small ones of a network the calls are the time.
             for row in lists[1:]:
                 foreach_add_(sums, [self._move(row[index], device) for index in indices])
             for index, total in zip(indices, sums, strict=True):

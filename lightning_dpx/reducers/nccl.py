@@ -8,7 +8,7 @@ from torch.cuda import nccl
 from lightning_dpx.devices import has_nccl
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
-from lightning_dpx.reducers.buckets import alike, flatten, unflatten_into
+from lightning_dpx.reducers.buckets import alike, flatten_each, unflatten_into
 
 
 @register_reducer("nccl")
@@ -50,7 +50,10 @@ class NCCLReducer(GradientReducer):
         return spread
 
     def _buckets(self, lists: Sequence[Dense], indices: Sequence[int]) -> Dense:
-        buckets = [flatten([row[index] for index in indices]) for row in lists]
+        buckets = flatten_each(lists, indices)
         wire = self.communication_dtype
-        narrower = wire is not None and buckets[0].is_floating_point() and wire.itemsize < buckets[0].dtype.itemsize
-        return [bucket.to(wire) for bucket in buckets] if narrower else buckets
+        dtype = buckets[0].dtype
+        # Integers are counts, and complex numbers have no narrower kind: only floats travel in fewer bits.
+        if wire is None or not dtype.is_floating_point or wire.itemsize >= dtype.itemsize:
+            return buckets
+        return [bucket.to(wire) for bucket in buckets]

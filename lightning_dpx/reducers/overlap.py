@@ -37,8 +37,11 @@ class OverlappedReduction:
         self._names = names
         self._lock = threading.Lock()
         splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_splits)
-        self._split_of = {index: number for number, split in enumerate(splits) for index in split}
+        self._split_of: dict[int, int] = {}
+        for number, split in enumerate(splits):
+            self._split_of.update(dict.fromkeys(split, number))
         self._handles: list[RemovableHandle] = []
+        # Nothing is known before the first backward, so nothing is expected: it is reduced at its end as a whole.
         self._expected: set[int] = set()
         self._members: list[list[int]] = [list(split) for split in splits]
         self._unfilled = [0] * len(splits)  # by bucket, expected gradients that have not come yet
@@ -80,6 +83,8 @@ class OverlappedReduction:
             yield
         finally:
             self._during_backward = False
+        # A parameter without a gradient would keep its bucket waiting, and one that gets several (of a module that
+        # reentrant checkpointing runs twice) would be sent half-finished.
         counts = zip(*(self._num_gradients[replica] for replica in active), strict=True)
         once = (1,) * len(active)
         self._expected = {index for index, column in enumerate(counts) if column == once}
@@ -129,6 +134,7 @@ class OverlappedReduction:
                 return
             ready = [member for member in self._members[number] if member in self._expected]
             self._done.update(ready)
+        # Outside of the lock: a reduction may wait for a device, and other replicas go on filling other buckets.
         self._reduce(ready)
 
 

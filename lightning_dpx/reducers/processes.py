@@ -73,6 +73,8 @@ class ProcessReducer:
         """The samples of all processes, and what every gradient will be: dense, sparse or none."""
         rank = distributed.get_rank()
         world = distributed.get_world_size()
+        # One message before the gradients, because its answer decides which collectives follow: processes that do not
+        # make the same ones wait for each other until the timeout. What has been noticed (SIGTERM) travels with it.
         codes = [_code_of(gradient, world) for gradient in grads]
         header = torch.tensor([max(rows, 0.0), *[0.0] * world, *codes], dtype=torch.float64)
         header[1 + rank] = self._notice()
@@ -89,9 +91,11 @@ class ProcessReducer:
         own = [_dense(grads[index], like[index]) for index in used]
         wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
         targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
+        # All are started before the first is waited for: one bucket is on its way while the next is put together.
         works = []
         for indices in alike(own, targets):
-            for split in split_at_boundaries([own[i].numel() for i in indices], self._num_splits):
+            sizes = [own[index].numel() for index in indices]
+            for split in split_at_boundaries(sizes, self._num_splits):
                 members = [own[indices[position]] for position in split]
                 bucket = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
                 work = distributed.all_reduce(bucket, async_op=True)
@@ -108,17 +112,24 @@ class ProcessReducer:
         tensors = [like[index] for index in used]
         dtypes = [self._wire_dtype(tensor.dtype) for tensor in tensors]
         mine: list[Rows | None] = []
-        for gradient, dtype in zip((grads[index] for index in used), dtypes, strict=True):
-            own = None if gradient is None else _widened(gradient).coalesce()  # which adds as well
-            mine.append(None if own is None else Rows(own.indices(), (own.values() * factor).to(dtype)))
+        for index, dtype in zip(used, dtypes, strict=True):
+            gradient = grads[index]
+            if gradient is None:
+                mine.append(None)
+                continue
+            # A row that comes twice is added before it is scaled and narrowed, and not sent twice.
+            own = _widened(gradient).coalesce()
+            mine.append(Rows(own.indices(), (own.values() * factor).to(dtype)))
         sums = sum_over_processes(mine, tensors, dtypes)
         for index, total, tensor in zip(used, sums, tensors, strict=True):
             result[index] = total.to(device=tensor.device, dtype=tensor.dtype)
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype in HALVES:
-            return torch.float32
-        return self._wire if self._wire is not None and self._wire.itemsize < dtype.itemsize else dtype
+            return torch.float32  # a sum of halves overflows where no gradient does
+        if self._wire is not None and self._wire.itemsize < dtype.itemsize:
+            return self._wire
+        return dtype
 
     def _on_wire(self, values: torch.Tensor, factor: float) -> torch.Tensor:
         return (_widened(values) * factor).to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))

@@ -48,27 +48,46 @@ def sum_over_processes(
         dtypes: What they travel in.
     """
     device = wire_device(like[0].device)
+    shapes = _shapes_of_all(mine, like)
+    sizes = [_num_bytes(of_process, dtypes) for of_process in shapes]
+    received = _gather(_as_bytes(mine, device), sizes)
+    by_process = []
+    for message, of_process in zip(received, shapes, strict=True):
+        by_process.append(_from_bytes(message, of_process, dtypes))
+    sums = []
+    for number, tensor in enumerate(like):
+        # In order of rank on every process: the same additions, and so the same bits.
+        column = [gradients[number] for gradients in by_process]
+        sums.append(_add(column, tensor))
+    return sums
+
+
+def _shapes_of_all(mine: Sequence[Rows | None], like: Sequence[torch.Tensor]) -> list[list[tuple[int, ...]]]:
+    """By process and gradient: sparse dims, number of entries, and the sizes of an entry."""
     outline = torch.tensor([(0, 0) if rows is None else tuple(rows.indices.shape) for rows in mine])
     outlines = [torch.empty_like(outline) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(outlines, outline)  # on the host, as the sizes decide what is allocated
-    sparse_dims = torch.stack(outlines).amax(0)[:, 0].tolist()  # a process without a gradient cannot know them
-    shapes = [
-        [(dims, nnz, *tensor.shape[dims:]) for dims, nnz, tensor in zip(sparse_dims, counts, like, strict=True)]
-        for counts in (each[:, 1].tolist() for each in outlines)
-    ]
-    everyone = _gather(_as_bytes(mine, device), [_num_bytes(each, dtypes) for each in shapes])
-    columns = zip(
-        *(_from_bytes(each, shape, dtypes) for each, shape in zip(everyone, shapes, strict=True)), strict=True
-    )
-    return [_add(list(column), tensor) for column, tensor in zip(columns, like, strict=True)]
+    # On the host, although it costs a message more: the sizes decide what is allocated, and to read them from a device
+    # would wait for all that is queued there.
+    distributed.all_gather(outlines, outline)
+    # A process without a gradient says 0, so the largest is what all others say.
+    sparse_dims = torch.stack(outlines).amax(0)[:, 0].tolist()
+    shapes = []
+    for each in outlines:
+        of_process = []
+        for dims, nnz, tensor in zip(sparse_dims, each[:, 1].tolist(), like, strict=True):
+            of_process.append((dims, nnz, *tensor.shape[dims:]))
+        shapes.append(of_process)
+    return shapes
 
 
 def _as_bytes(mine: Sequence[Rows | None], device: torch.device) -> torch.Tensor:
     """All indices and values one after the other: one message, whatever the number of gradients and their dtypes."""
-    parts = [part.to(device) for rows in mine if rows is not None for part in (rows.indices, rows.values)]
-    return torch.cat(
-        [torch.empty(0, dtype=torch.uint8, device=device), *(part.reshape(-1).view(torch.uint8) for part in parts)]
-    )
+    parts = [torch.empty(0, dtype=torch.uint8, device=device)]  # a process without any gradient sends nothing
+    for rows in mine:
+        if rows is not None:
+            for part in (rows.indices, rows.values):
+                parts.append(part.to(device).reshape(-1).view(torch.uint8))
+    return torch.cat(parts)
 
 
 def _num_bytes(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> int:

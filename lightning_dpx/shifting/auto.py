@@ -45,28 +45,38 @@ def scaled(few: Sequence[Activation], more: Sequence[Activation], rows: tuple[in
 
 def parts_of(module: nn.Module, kept: dict[str, int]) -> list[Part]:
     """The parts, in the order of forward; a container that keeps nothing itself is taken apart."""
-    own = {name for name, size in kept.items() if size}
-
-    def inside(name: str) -> int:
-        return sum(size for other, size in kept.items() if other == name or other.startswith(f"{name}."))
-
-    def expand(name: str, child: nn.Module) -> list[tuple[str, nn.Module]]:
-        children = [(f"{name}.{key}" if name else key, value) for key, value in child.named_children()]
-        if not children or name in own:
-            return [(name, child)]
-        return [entry for path, value in children for entry in expand(path, value)]
-
-    units = [entry for key, value in module.named_children() for entry in expand(key, value)]
-    order = {name: position for position, name in enumerate(kept)}
+    units: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        units += _taken_apart(name, child, kept)
+    # ``kept`` is in the order of a traced forward; submodules are in the order in which they were assigned.
+    order = list(kept)
     positions: dict[str, int] = {}
     following = len(order)
-    for name, _ in reversed(units):  # one that keeps nothing runs before the next that does, as far as anyone can tell
-        ran = [position for other, position in order.items() if other == name or other.startswith(f"{name}.")]
-        following = positions[name] = min(ran, default=following)
-    return [
-        Part(name, inside(name), sum(parameter.nbytes for parameter in child.parameters()))
-        for name, child in sorted(units, key=lambda unit: positions[unit[0]])
-    ]
+    for name, _ in reversed(units):
+        ran = [position for position, other in enumerate(order) if _is_inside(other, name)]
+        # One that keeps nothing leaves no trace; it runs before the next that does, as far as anyone can tell.
+        following = min(ran, default=following)
+        positions[name] = following
+    parts = []
+    for name, child in sorted(units, key=lambda unit: positions[unit[0]]):
+        held = sum(size for other, size in kept.items() if _is_inside(other, name))
+        parts.append(Part(name, held, sum(parameter.nbytes for parameter in child.parameters())))
+    return parts
+
+
+def _taken_apart(name: str, child: nn.Module, kept: dict[str, int]) -> list[tuple[str, nn.Module]]:
+    """``child``, or its own parts where it only holds them: a step may call those past its ``forward``."""
+    children = list(child.named_children())
+    if not children or kept.get(name):
+        return [(name, child)]
+    units: list[tuple[str, nn.Module]] = []
+    for key, grandchild in children:
+        units += _taken_apart(f"{name}.{key}", grandchild, kept)
+    return units
+
+
+def _is_inside(name: str, container: str) -> bool:
+    return name == container or name.startswith(f"{container}.")
 
 
 def choose_parts(
@@ -90,7 +100,7 @@ def choose_parts(
         stay = parts[: len(parts) - count]
         go = parts[len(parts) - count :]
         source = elsewhere + sum(part.kept + per_parameter * part.parameters for part in stay) + transient
-        source -= sum(part.parameters for part in go)
+        source -= sum(part.parameters for part in go)  # ``free`` was measured with them on the source
         target = sum(part.kept + (1 + per_parameter) * part.parameters for part in go) + (transient if go else 0)
         lacking = max(0, source - room[0]) + max(0, target - room[1])
         if lacking == 0:

@@ -37,6 +37,7 @@ class BetweenSteps(TorchFunctionMode):
             return func(*args, **kwargs)
         if in_shifted_step() or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
+        # A number in a tensor of the host may meet any device, as torch has it, and so decides nothing.
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
         pair = next((pair for pair in self.pairs if devices <= set(pair)), None) if len(devices) > 1 else None

@@ -86,6 +86,7 @@ class Copies:
         if entry is not None and entry[0] == version_counter(tensor):
             held: torch.Tensor = entry[1]
             return held
+        # On its way back a copy that nobody has written is the original itself.
         version, reference = self._originals.get(tensor, (-1, None))
         original = reference() if reference is not None and version == version_counter(tensor) else None
         if isinstance(original, torch.Tensor) and original.device == device:
@@ -98,6 +99,7 @@ class Copies:
         return arrived
 
     def _lend(self, tensor: torch.Tensor, arrived: torch.Tensor) -> None:
+        # ``detach`` shares the version counter, and ``data`` takes the memory away from this one only.
         counter = arrived.detach()
         counter.data = counter.new_empty(0)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -264,6 +264,8 @@ class Shift:
             )
         for tensor in moving:
             _relocate(tensor, self.target)
+        # Hooks, and no wrapper: names, classes and state dict of the module stay. They are first on the way in and last
+        # on the way out, so that hooks that are there already see tensors of the device that the part runs on.
         for name in self.chosen:
             child = module.get_submodule(name)
             child.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -288,9 +290,17 @@ class Shift:
         """Parameters and buffers of the chosen submodules that nobody else uses."""
         inside = [child for name in self.chosen for child in module.get_submodule(name).modules()]
         members = set(inside)
-        outside = {id(t) for child in module.modules() if child not in members for t in _tensors(child)}
-        own = {id(tensor): tensor for child in inside for tensor in _tensors(child)}
-        return [tensor for key, tensor in own.items() if key not in outside]
+        # A tied weight stays where the rest of the module uses it; the shifted part gets a copy in every step.
+        outside: set[int] = set()
+        for child in module.modules():
+            if child not in members:
+                outside.update(map(id, _tensors(child)))
+        own: dict[int, torch.Tensor] = {}
+        for child in inside:
+            for tensor in _tensors(child):
+                if id(tensor) not in outside:
+                    own[id(tensor)] = tensor
+        return list(own.values())
 
     @contextmanager
     def active(self) -> Iterator[None]:
