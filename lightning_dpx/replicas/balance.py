@@ -6,7 +6,8 @@ and undamped steps would oscillate. Shares change only where the slowest device 
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -42,10 +43,13 @@ class WorkloadBalancer:
             self._ended.append((self._rows, self._open))
         self._open = {}
         self._rows = tuple(rows)
-        while self._ended and all(watch.done for watches in self._ended[0][1].values() for watch in watches):
+        # Only of steps whose work is over: to wait for a device here would keep the next step from being queued.
+        while self._ended and _are_done(self._ended[0][1]):
             rows_then, watches = self._ended.pop(0)
             if len(watches) == len(self._devices):
-                seconds = [sum(watch.seconds() for watch in watches[index]) for index in range(len(self._devices))]
+                seconds = []
+                for index in range(len(self._devices)):
+                    seconds.append(sum(watch.seconds() for watch in watches[index]))
                 self.observe(rows_then, seconds)
         self._pause -= 1
 
@@ -67,10 +71,15 @@ class WorkloadBalancer:
 
     def _decide(self) -> None:
         rows = self._window[-1][0]
-        times = [statistics.median(seconds[index] for _, seconds in self._window) for index in range(len(rows))]
+        # The median: a single slow step (the loader, another process) says nothing of a device.
+        times = []
+        for index in range(len(rows)):
+            times.append(statistics.median(seconds[index] for _, seconds in self._window))
         self._window = []
         rates = self._per_device([count / time for count, time in zip(rows, times, strict=True)])
-        wanted = [(share * rate / sum(rates)) ** 0.5 for share, rate in zip(self.shares, rates, strict=True)]
+        total = sum(rates)
+        wanted = [(share * rate / total) ** 0.5 for share, rate in zip(self.shares, rates, strict=True)]
+        # Never nothing: a device without rows is measured no more, and could not come back.
         least = max(SMALLEST_SHARE / len(rows), min(2 / sum(rows), 1 / len(rows)))
         proposal = _at_least(wanted, least)
         now = max(times)
@@ -84,20 +93,27 @@ class WorkloadBalancer:
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
     def _per_device(self, rates: Sequence[float]) -> list[float]:
-        return [
-            statistics.mean(rate for rate, other in zip(rates, self._devices, strict=True) if other == device)
-            for device in self._devices
-        ]
+        by_device: dict[torch.device, list[float]] = {}
+        for device, rate in zip(self._devices, rates, strict=True):
+            by_device.setdefault(device, []).append(rate)
+        return [statistics.mean(by_device[device]) for device in self._devices]
+
+
+def _are_done(watches: Mapping[int, Sequence[Stopwatch]]) -> bool:
+    """Whether all devices have passed what was watched."""
+    return all(watch.done for watch in chain.from_iterable(watches.values()))
 
 
 def _at_least(weights: Sequence[float], least: float) -> tuple[float, ...]:
     """Shares in proportion to ``weights``, none below ``least``, with sum 1."""
     low: set[int] = set()
     while True:
+        # What is raised to the least takes from the others, which may then fall below it in their turn.
         rest = sum(weight for index, weight in enumerate(weights) if index not in low)
-        shares = [
-            least if index in low else weight / rest * (1 - least * len(low)) for index, weight in enumerate(weights)
-        ]
+        left = 1 - least * len(low)
+        shares = []
+        for index, weight in enumerate(weights):
+            shares.append(least if index in low else weight / rest * left)
         below = {index for index, share in enumerate(shares) if share < least}
         if below <= low:
             return tuple(shares)

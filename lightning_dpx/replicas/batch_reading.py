@@ -351,10 +351,13 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
         told = [f"{_listed(inputs)}: {rows}" for rows, inputs in by_rows.items()]
         reasons.append(f"Its inputs do not agree on the number of rows: {'; '.join(told)}.")
         usual = total if total is not None else max(by_rows, key=lambda rows: len(by_rows[rows]))
-        odd += [found for rows, inputs in by_rows.items() if rows != usual for found in inputs]
+        for rows, inputs in by_rows.items():
+            if rows != usual:
+                odd += inputs
         kinds += [("sizes", found.path) for found in reading.counted]
     for found, why in reading.opaque:
-        reasons.append(f"{found} cannot be cut{f': {why}' if why else ''}.")
+        because = f": {why}" if why else ""
+        reasons.append(f"{found} cannot be cut{because}.")
         kinds.append(("opaque", found.path, type(found.node).__name__))
     unread = reading.lists if total is None and not reading.counted else []
     # Rows rather than columns, unless it is one tensor for all rows beside others.
@@ -365,12 +368,15 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
     if not reasons:
         reasons.append(f"Nothing in the batch ({type(reading.batch).__name__}) has a batch dim.")
         kinds.append(("nothing", type(reading.batch).__name__))
+    # The kind, by which an announcement is made once, has no numbers in it: they differ from batch to batch.
     general = sorted({re.sub(r"\b\d+\b", "*", str(kind)) for kind in kinds})
     return UncuttableBatch(_shortened(reasons), _advice(reading, odd, [*doubtful, *unread, *ragged]), general)
 
 
 def _advice(reading: BatchReading, odd: list[Input], lists: list[Input]) -> str:
-    told = [sentence for found in lists for sentence in _advice_on_list(reading, found)]
+    told: list[str] = []
+    for found in lists:
+        told += _advice_on_list(reading, found)
     named = [found.path for found in odd if found.path][:MOST_NAMED]
     rest = [found for found in reading.counted if found.path not in named]
     if named and rest:
@@ -405,11 +411,16 @@ def _advice_on_list(reading: BatchReading, found: Input) -> list[str]:
 def _dims(reading: BatchReading, paths: list[str], dim: int) -> str:
     """``batch_dim`` as it must be given then: with all that was given before."""
     before = reading.batch_dim
-    if isinstance(before, int):
-        kept = {} if before == 0 else {found.path: before for found in reading.counted if found.path}
-    else:
-        kept = dict(before)
-    return f"batch_dim={ {**kept, **dict.fromkeys(paths, dim)}!r}"
+    # One dim for all inputs has to be named for each, as soon as one of them has another.
+    dims: dict[str, int] = {}
+    if not isinstance(before, int):
+        dims.update(before)
+    elif before != 0:
+        for found in reading.counted:
+            if found.path:
+                dims[found.path] = before
+    dims.update(dict.fromkeys(paths, dim))
+    return f"batch_dim={dims!r}"
 
 
 def _array_paths(node: Any, path: str) -> list[str]:
@@ -419,7 +430,10 @@ def _array_paths(node: Any, path: str) -> list[str]:
     children = None if is_array(node) or slicer_of(node) is not None else children_of(node)
     if children is None or is_list_of_values(node):
         return [path]
-    return [found for name, child in children for found in _array_paths(child, join_path(path, name))]
+    paths: list[str] = []
+    for name, child in children:
+        paths += _array_paths(child, join_path(path, name))
+    return paths
 
 
 def _failure(reading: BatchReading, found: Input, error: Exception) -> UncuttableBatch:

@@ -5,6 +5,7 @@ What a rehearsal has found out is merged by rule. Where nothing is known, a valu
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -136,10 +137,16 @@ def gather(
     Raises:
         GatherError: the replicas returned different structures, or different values that have no merge.
     """
-    present = [(result, size) for result, size in zip(results, sizes, strict=True) if result is not None]
+    # A replica that returns nothing had nothing to say of its rows: they count neither as zeros nor as rows.
+    present: list[Any] = []
+    counts: list[float] = []
+    for result, size in zip(results, sizes, strict=True):
+        if result is not None:
+            present.append(result)
+            counts.append(size)
     if not present:
         return None
-    return _merge([result for result, _ in present], [size for _, size in present], device, dim, "result")
+    return _merge(present, counts, device, dim, "result")
 
 
 def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str, path: str) -> Any:
@@ -149,10 +156,11 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
         GatherError: no numbers; names the key.
     """
     if isinstance(parts[0], Mapping) and all(part.keys() == parts[0].keys() for part in parts):
-        return {
-            key: merge_by_reduction([part[key] for part in parts], weights, device, reduce_fx, f"{path}.{key}")
-            for key in parts[0]
-        }
+        merged_items = {}
+        for key in parts[0]:
+            column = [part[key] for part in parts]
+            merged_items[key] = merge_by_reduction(column, weights, device, reduce_fx, f"{path}.{key}")
+        return merged_items
     if not all(map(is_numeric, parts)):
         names = ", ".join(sorted({type(part).__name__ for part in parts}))
         raise GatherError(
@@ -162,7 +170,11 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
     plain = all(isinstance(part, NUMBERS) for part in parts)
     if plain and kind == "mean" and all(part == parts[0] for part in parts):
         return parts[0]
-    tensors = [_as_tensor(part) if plain else torch.as_tensor(part, device=device) for part in parts]
+    if plain:
+        tensors = [_as_tensor(part) for part in parts]
+    else:
+        tensors = [torch.as_tensor(part, device=device) for part in parts]
+    # In float32 at least: a sum of many rows in half precision would overflow.
     if not plain or kind == "mean":
         tensors = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     merged = reduce_numbers(tensors, kind, weights)  # type: ignore[arg-type]
@@ -182,10 +194,9 @@ def _merge(parts: list[Any], sizes: list[float], device: torch.device, dim: int,
         return _merge_tensors(parts, sizes, device, dim, path)
     if isinstance(first, np.ndarray | np.generic):
         return _merge_arrays(parts, sizes, device, dim, path)
-    if type(first) in (list, tuple) and all(
-        _has_plain_rows(part, size) for part, size in zip(parts, sizes, strict=True)
-    ):
-        return type(first)(item for part in parts for item in part)
+    # Only texts and numbers, one for each row, are rows for certain: a list of tensors of that length may be columns.
+    if type(first) in (list, tuple) and all(map(_has_plain_rows, parts, sizes)):
+        return type(first)(chain.from_iterable(parts))
     children = [children_of(part) for part in parts]
     if children[0] is not None:
         return _merge_children(parts, children, sizes, device, dim, path)
@@ -203,7 +214,11 @@ def _merge_children(
     if isinstance(parts[0], Mapping):
         if any(set(other) != set(names[0]) for other in names[1:]):
             raise GatherError(f"The replicas returned different keys for {path}: {' and '.join(map(str, names))}.")
-        children = [sorted(part, key=lambda item: names[0].index(item[0])) for part in children]
+        in_order = []
+        for part in children:
+            by_name = dict(part)
+            in_order.append([(name, by_name[name]) for name in names[0]])
+        children = in_order
     elif any(other != names[0] for other in names[1:]):
         lengths = ", ".join(str(len(other)) for other in names)
         raise GatherError(f"The replicas returned different lengths for {path}: {lengths}; all must be equal.")
@@ -216,10 +231,9 @@ def _merge_children(
 def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
     if len(parts) == 1:
         return parts[0].to(device)
+    # Outputs often have their rows along dim 0 though inputs have them elsewhere (T x N in, N classes out).
     for candidate in dict.fromkeys((dim, 0)):
-        if all(
-            part.ndim > candidate and part.shape[candidate] == rows for part, rows in zip(parts, sizes, strict=True)
-        ):
+        if all(_has_rows_along(candidate, part, rows) for part, rows in zip(parts, sizes, strict=True)):
             return torch.cat([part.to(device) for part in parts], candidate)
     if any(part.shape != parts[0].shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -229,8 +243,15 @@ def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.
         )
     if parts[0].is_floating_point() or parts[0].is_complex():
         return weighted_mean(parts, sizes, device)
+    # Integers that agree are a setting, such as a number of classes; those that differ are counts, and add up.
     moved = [part.to(device) for part in parts]
-    return moved[0] if all(torch.equal(part, moved[0]) for part in moved[1:]) else torch.stack(moved).sum(0)
+    if all(torch.equal(part, moved[0]) for part in moved[1:]):
+        return moved[0]
+    return torch.stack(moved).sum(0)
+
+
+def _has_rows_along(dim: int, tensor: torch.Tensor, num_rows: float) -> bool:
+    return tensor.ndim > dim and tensor.shape[dim] == num_rows
 
 
 def _merge_arrays(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:

@@ -8,6 +8,7 @@ Slices of unequal size make coincidences rare: a 12 x 12 matrix keeps its shape,
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -152,7 +153,7 @@ class Search:
         return [self._unlike(path, whole, parts)]
 
     def _lists(self, whole: Sequence[Any], parts: Sequence[Any], path: str) -> list[Finding]:
-        joined = [item for part in parts for item in part]
+        joined = list(chain.from_iterable(parts))
         if len(joined) == len(whole) and not self._differs(list(whole), joined, path):
             return [Finding(path=path, rules=(Rule(kind="items"),))]
         if all(len(part) == len(whole) for part in parts):
@@ -274,7 +275,8 @@ def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
 
 def has_no_equality(value: Any) -> bool:
     """Whether two objects of this class are equal only if they are one."""
-    return "__eq__" not in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
+    # ``object`` itself, the last of the row, has one: that of identity.
+    return not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
 
 
 def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
@@ -287,12 +289,13 @@ def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
     theirs = getattr(two, "__dict__", {})
     if mine.keys() != theirs.keys():
         return False
-    return all(
-        error <= tolerance.relative
-        for key in mine
-        if mine[key] is not one  # an object may refer to itself
-        for _, error in compare_trees(mine[key], theirs[key], tolerance)
-    )
+    for key, value in mine.items():
+        if value is one:  # an object may refer to itself
+            continue
+        for _, error in compare_trees(value, theirs[key], tolerance):
+            if error > tolerance.relative:
+                return False
+    return True
 
 
 def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> Iterator[tuple[str, float]]:
@@ -332,8 +335,12 @@ def join(values: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor:
     """The values one after the other, block by block."""
     if rule.blocks == 1:
         return torch.cat(list(values), rule.dim)
-    blocks = [value.chunk(rule.blocks, rule.dim) for value in values]
-    return torch.cat([column[index] for index in range(rule.blocks) for column in blocks], rule.dim)
+    # Two augmented views of a batch, one after the other: all slices' first blocks, then all their second ones.
+    chunks = [value.chunk(rule.blocks, rule.dim) for value in values]
+    in_order: list[torch.Tensor] = []
+    for blocks in zip(*chunks, strict=True):
+        in_order += blocks
+    return torch.cat(in_order, rule.dim)
 
 
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], device: torch.device) -> torch.Tensor:
@@ -408,32 +415,35 @@ class Merger:
         if rule.kind == "items" and isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
         if rule.kind == "items" and isinstance(parts[0], list | tuple):
-            return type(parts[0])(item for part in parts for item in part)
+            return type(parts[0])(chain.from_iterable(parts))
         if rule.kind == "union" and isinstance(parts[0], Mapping | set | frozenset):
             return _union(parts)
         if all(map(is_numeric, parts)):
             return self._numbers(parts, rule, path)
-        if rule.kind == "equal" and not is_equal_object(parts[0], parts[1:]) and not has_no_equality(parts[0]):
+        if rule.kind == "equal":
+            # Objects of a class without equality are never equal; the rehearsal has looked into them instead.
+            if is_equal_object(parts[0], parts[1:]) or has_no_equality(parts[0]):
+                return parts[0]
             self._no_longer_equal(path)
-        if rule.kind == "equal" and (is_equal_object(parts[0], parts[1:]) or has_no_equality(parts[0])):
-            return parts[0]
         return self.fallback(parts, path)
 
     def _children(self, parts: list[Any], path: str) -> Any:
         columns = [dict(children_of(part) or ()) for part in parts]
         if any(column.keys() != columns[0].keys() for column in columns):
             return self.fallback(parts, path)
-        merged = [self.merge([column[name] for column in columns], f"{path}.{name}") for name in columns[0]]
+        merged = []
+        for name in columns[0]:
+            of_slices = [column[name] for column in columns]
+            merged.append(self.merge(of_slices, f"{path}.{name}"))
         return rebuild(parts[0], merged)
 
     def _numbers(self, parts: list[Any], rule: Rule, path: str) -> Any:
         first = parts[0]
         if isinstance(first, torch.Tensor):
             values = [part.to(self.device) for part in parts]
-            merged = self._tensors(values, rule)
         else:
             values = [as_tensor(part) for part in parts]
-            merged = self._tensors(values, rule)
+        merged = self._tensors(values, rule)
         if merged is None:
             if rule.kind == "equal":
                 self._no_longer_equal(path)
@@ -450,9 +460,12 @@ class Merger:
     def _tensors(self, values: list[torch.Tensor], rule: Rule) -> torch.Tensor | None:
         shapes = {tuple(value.shape) for value in values}
         if rule.kind == "join":
+            # The rule comes from a few rows; an output of the whole batch may have another shape (padding, say).
             others = {tuple(_other_dims(value, rule.dim)) for value in values}
             whole_blocks = all(value.ndim > rule.dim and value.shape[rule.dim] % rule.blocks == 0 for value in values)
-            return join(values, rule) if whole_blocks and len(others) == 1 else None
+            if len(others) > 1 or not whole_blocks:
+                return None
+            return join(values, rule)
         if len(shapes) > 1:
             return None
         if rule.kind == "equal":

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -236,7 +237,8 @@ class PythonState:
         """Whether the step that is under way changed a container that all replicas share."""
         if not self._begun:
             return False
-        return any(_mark(container) != mark for entries in self._watched.values() for container, mark in entries)
+        watched = chain.from_iterable(self._watched.values())
+        return any(_mark(container) != mark for container, mark in watched)
 
     def collect(self, active: Sequence[Replica]) -> None:
         """After a step: the user's containers get what the active replicas did to their mirrors, in replica order."""
@@ -460,7 +462,11 @@ class StateFingerprint:
 
 def _modules_of(kept: Iterable[Any]) -> set[int]:
     """The ids of all modules among ``kept``, and of what those hold."""
-    return {id(child) for module in kept if isinstance(module, nn.Module) for child in module.modules()}
+    found: set[int] = set()
+    for module in kept:
+        if isinstance(module, nn.Module):
+            found.update(map(id, module.modules()))
+    return found
 
 
 def _identities(item: Any) -> Any:
@@ -483,10 +489,11 @@ class _SeenTensor:
 
 
 def _remembered(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _SeenTensor(weakref.ref(value), version_of(value)) if isinstance(value, torch.Tensor) else value
-        for key, value in attributes.items()
-    }
+    seen = dict(attributes)
+    for key, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            seen[key] = _SeenTensor(weakref.ref(value), version_of(value))
+    return seen
 
 
 def _is_still(seen: Any, value: object) -> bool:
@@ -501,4 +508,9 @@ def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
     held = [(key, state[key]) for key in _HOOKS if state.get(key)]
     if not held:
         return {}
-    return {(key, number): hook for key, hooks in held for number, hook in hooks.items() if not is_ours(hook)}
+    found: dict[tuple[str, int], Any] = {}
+    for key, hooks in held:
+        for number, hook in hooks.items():
+            if not is_ours(hook):
+                found[key, number] = hook
+    return found

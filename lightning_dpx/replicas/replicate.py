@@ -314,7 +314,9 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, Any]]:
     children = list(modules_without(module, memo))
     themselves = [child for child in children if not _can_be_a_shell(child)]
     # A compiled module is made by its constructor, from a finished copy of what it compiles.
-    inside = {id(inner) for child in themselves for inner in child.modules()}
+    inside: set[int] = set()
+    for child in themselves:
+        inside.update(map(id, child.modules()))
     for child in children:
         if id(child) not in inside:
             shell = type(child).__new__(type(child))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import IOBase
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -248,8 +249,9 @@ class IteratorsOfStep:
                 assert known is iterator, "held here, so that its id stays its own"
                 shared = SharedIterator(iterator, self._home, taken)
                 self._shared.append(shared)
-                of_all = [place for column in columns for place in column if place[0] == path]
-                for _, own_space, own_key in of_all:
+                for found, own_space, own_key in chain.from_iterable(columns):
+                    if found != path:
+                        continue
                     if own_space[own_key] is not shared:  # one list may be that of all replicas
                         self._exchanged.append((own_space, own_key, _unwrapped(own_space[own_key]), shared))
                         own_space[own_key] = shared

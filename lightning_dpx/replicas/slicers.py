@@ -165,7 +165,10 @@ class _PackedSlicer(Slicer):
         return [pack_sequence(rows[start:stop], enforce_sorted=is_sorted) for start, stop in spans(sizes)]
 
     def join(self, parts: Sequence[PackedSequence]) -> PackedSequence:
-        rows = [row for part in parts for row in unpack_sequence(part)]
+        rows: list[torch.Tensor] = []
+        for part in parts:
+            rows += unpack_sequence(part)
+        # Each part is sorted for itself: the rows of all may no longer be, and then the order has to be kept aside.
         lengths = [len(row) for row in rows]
         is_sorted = parts[0].sorted_indices is None and lengths == sorted(lengths, reverse=True)
         return pack_sequence(rows, enforce_sorted=is_sorted)
@@ -179,14 +182,18 @@ class _GraphSlicer(Slicer):
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         batches = sys.modules["torch_geometric.data"].Batch
-        followed = [key for key in batch.keys() if f"{key}_batch" in batch.keys() and f"{key}_ptr" in batch.keys()]  # noqa: SIM118
+        # ``follow_batch`` of the loader is kept nowhere; the keys that it has added tell.
+        keys = set(batch.keys())
+        followed = [key for key in batch.keys() if {f"{key}_batch", f"{key}_ptr"} <= keys]  # noqa: SIM118
         graphs = batch.index_select(slice(None))
         parts = [batches.from_data_list(graphs[a:b], follow_batch=followed) for a, b in spans(sizes)]
         self._check(batch, parts)
         return parts
 
     def join(self, parts: Sequence[Any]) -> Any:
-        graphs = [graph for part in parts for graph in part.index_select(slice(None))]
+        graphs: list[Any] = []
+        for part in parts:
+            graphs += part.index_select(slice(None))
         return sys.modules["torch_geometric.data"].Batch.from_data_list(graphs)
 
     def _check(self, batch: Any, parts: Sequence[Any]) -> None:
@@ -214,7 +221,10 @@ class _DeepGraphSlicer(Slicer):
 
     def join(self, parts: Sequence[Any]) -> Any:
         dgl = sys.modules["dgl"]
-        return dgl.batch([graph for part in parts for graph in dgl.unbatch(part)])
+        graphs: list[Any] = []
+        for part in parts:
+            graphs += dgl.unbatch(part)
+        return dgl.batch(graphs)
 
 
 _BUILT_IN: dict[str, Slicer] = {

@@ -140,13 +140,22 @@ def slice_batch(
         SliceError: a dim is out of range.
     """
     if (size := _size_of_plain_tensors(batch, batch_dim)) is not None and size == sum(sizes):
+        # The usual batch, in every step: nothing is read, and no path is made of it.
         columns = [cut_array(tensor, sizes, batch_dim) for tensor in batch]  # type: ignore[arg-type]
         slices: list[Any] = [type(batch)(parts) for parts in zip(*columns, strict=True)]
     else:
         reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
-        present = iter(reading.cut([size for size in sizes if size]))
-        slices = [next(present) if size else None for size in sizes]
-    return [part if size else None for part, size in zip(slices, sizes, strict=True)]
+        slices = _with_gaps(reading.cut([size for size in sizes if size]), sizes)
+    for index, size in enumerate(sizes):
+        if not size:
+            slices[index] = None
+    return slices
+
+
+def _with_gaps(parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """One entry for each size: the next part, or ``None`` where there are no rows."""
+    present = iter(parts)
+    return [next(present) if size else None for size in sizes]
 
 
 def _size_of_plain_tensors(batch: Any, batch_dim: BatchDim) -> int | None:
@@ -212,8 +221,9 @@ class BatchSlicer:
         """
         if self.slicer is None:
             return slice_batch(batch, sizes, self.batch_dim, self.loaders)
-        present = iter(call_slicer(self.name, self.slicer.cut, batch, [size for size in sizes if size]))
-        return [next(present) if size else None for size in sizes]
+        # A user's slicer need not know of replicas without rows: a graph of none, say, may not exist.
+        parts = call_slicer(self.name, self.slicer.cut, batch, [size for size in sizes if size])
+        return _with_gaps(parts, sizes)
 
     def _num_rows_by_user(self, slicer: Slicer, batch: Any) -> int:
         if isinstance(slicer, FunctionSlicer):
@@ -255,8 +265,8 @@ class CountedBatch:
         """See :meth:`BatchSlicer.cut`."""
         if self.reading is None:
             return self.slicer.cut(self.batch, sizes)
-        present = iter(self.reading.cut([size for size in sizes if size]))
-        return [next(present) if size else None for size in sizes]
+        parts = self.reading.cut([size for size in sizes if size])
+        return _with_gaps(parts, sizes)
 
 
 def _rows_for_function(batch: Any) -> int | None:

@@ -48,10 +48,11 @@ class _BufferCandidates:
         if any(value.shape != values[0].shape for value in values):
             return values[0] if rule == "first" else None
         if rule == "mean" and self._owned.is_floating_point():
-            return torch.stack(
-                [value * (n / sum(self._rows)) for value, n in zip(values, self._rows, strict=True)]
-            ).sum(0)
+            total_rows = sum(self._rows)
+            weighted = [value * (rows / total_rows) for value, rows in zip(values, self._rows, strict=True)]
+            return torch.stack(weighted).sum(0)
         if rule == "sum" and self._before is not None and self._owned.dtype != torch.bool:
+            # What it was, once, and what each replica added to it: a counter of batches or tokens.
             total = self._before.clone()
             for value in values:
                 total = total + (value - self._before)
@@ -111,6 +112,7 @@ class StateSync:
 
     def set_owners(self, owners: Sequence[int]) -> None:
         """The replica whose copy of each parameter the optimizer changes; replica 0 unless said otherwise."""
+        # No list at all where all are replica 0: nearly every step asks whether there are others.
         self._owners = list(owners) if any(owners) else []
         self._flags = [parameter.requires_grad for parameter in self._root.parameters]
 
@@ -149,6 +151,7 @@ class StateSync:
         for index, owner in enumerate(self._owners):
             mine = self._root.parameters[index]
             theirs = replicas[owner].parameters[index]
+            # The one that changed counts; where both did, the user's own module.
             if mine.requires_grad == self._flags[index] != theirs.requires_grad:
                 mine.requires_grad_(theirs.requires_grad)
             self._flags[index] = mine.requires_grad
@@ -207,12 +210,13 @@ class StateSync:
         apart = [replica for replica in self._primaries if replica.device != self._root.device]
         mine = checksums(self._root.parameters) if apart else []
         names = [name for name, _ in self._root.module.named_parameters()]
-        return [
-            (name, replica.index)
-            for replica in apart
-            for name, here, there in zip(names, mine, checksums(replica.parameters), strict=True)
-            if here != there
-        ]
+        found: list[tuple[str, int]] = []
+        for replica in apart:
+            theirs = checksums(replica.parameters)
+            for name, here, there in zip(names, mine, theirs, strict=True):
+                if here != there:
+                    found.append((name, replica.index))
+        return found
 
     def _changes_known(self) -> bool:
         owned = self._root.parameters
