@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_place, trial_noted
+from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_replica, trial_noted
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_the_first_module_that_made_a_nan_is_remembered() -> None:
 
 def test_replica_device_and_stage_are_noted_and_that_a_run_was_a_trial() -> None:
     error = ValueError("odd")
-    note_place(error, 2, CPU, "forward")
+    note_replica(error, 2, CPU, "forward")
     with pytest.raises(ValueError, match="odd"), trial_noted(1, CPU, "training step", "to find a plan"):
         raise error
     assert error.__notes__ == [
