@@ -36,7 +36,7 @@ def new_replicas(
         "batch_slicer": given.batch_slicer,
         "execution": given.execution,
         "buffers": given.buffers,
-        "micro_batches": given.micro_batches,
+        "micro_batches": given.first_micro_batches,
         "merge": True,
         "keep": [item for item in keep if item is not None],
         "private": private_attributes(),
@@ -61,7 +61,7 @@ def replicas_by_hand(
     Raises:
         ReplicationError: the module cannot be copied faithfully.
     """
-    numbers = parse_micro_batches(strategy.options.micro_batches, len(devices))
+    numbers = parse_micro_batches(strategy.options.first_micro_batches, len(devices))
     if max(numbers) == 1:
         return new_replicas(strategy, module, devices, metrics)
     if len(devices) > 1:

@@ -64,7 +64,7 @@ class StrategyOptions:
     timeout: float
     check_replicas_every_n_steps: int
     verify: Verify
-    micro_batches: MicroBatches
+    micro_batches: MicroBatches | Literal["auto"]
     device_shifts: dict[torch.device, torch.device] = field(init=False)
     shifted_parts: list[str] = field(init=False)
 
@@ -79,7 +79,8 @@ class StrategyOptions:
         _check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps)
         check_workload(self.workload)
         check_batch_dim(self.batch_dim)
-        check_micro_batches(self.micro_batches)
+        if self.micro_batches != "auto":
+            check_micro_batches(self.micro_batches)
         if self.batch_slicer is not None:
             make_slicer("batch_slicer", self.batch_slicer)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):
@@ -98,6 +99,16 @@ class StrategyOptions:
         """What gradients travel in between devices; ``None`` for their own dtype."""
         dtype: torch.dtype | None = getattr(torch, self.communication_dtype) if self.communication_dtype else None
         return dtype
+
+    @property
+    def first_micro_batches(self) -> MicroBatches:
+        """Into how many micro-batches slices are cut until a plan says otherwise."""
+        return 1 if self.micro_batches == "auto" else self.micro_batches
+
+    @property
+    def chooses_micro_batches(self) -> bool:
+        """Whether the first batch decides into how many micro-batches slices are cut."""
+        return self.micro_batches == "auto" and self.memory_budget is not None
 
     @property
     def chooses_shifts(self) -> bool:

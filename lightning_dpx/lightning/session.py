@@ -7,7 +7,7 @@ strategy --hooks of Lightning's--> session.training    batch -> loss, and after 
                                      +-- slices, replicas, step, metrics, rules, memory: one object for each concern
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,6 +22,7 @@ from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.micro_batches import MicroBatchSteps
 from lightning_dpx.lightning.options import StrategyOptions
 from lightning_dpx.lightning.owners import begin_optimizers, load_states, move_optimizers, optimize_owners
 from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals
@@ -35,7 +36,6 @@ from lightning_dpx.replicas import BatchSlice, ReplicaSet, StepTimes
 from lightning_dpx.step import TrainingStep
 
 if TYPE_CHECKING:
-    from lightning_dpx.lightning.micro_batches import MicroBatchSteps
     from lightning_dpx.lightning.strategy import DPXStrategy
 
 
@@ -164,6 +164,22 @@ class Session(Run):
         if not replicas.is_outdated:
             return True
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
+        return self._make_replicas_anew()
+
+    def cut_slices(self, micro_batches: Sequence[int]) -> bool:
+        """From now on training steps have their slices cut into so many micro-batches, one number for each device.
+
+        Returns:
+            Whether there are replicas; see :meth:`follow_structure`.
+        """
+        self.replicas.cut_slices(list(micro_batches))
+        if not self._make_replicas_anew():
+            return False
+        self.micro_batches = MicroBatchSteps(self) if self.replicas.has_micro_batches else None
+        return True
+
+    def _make_replicas_anew(self) -> bool:
+        replicas = self.replicas
         step = self.step
         optimizers = self.strategy.optimizers
         homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))

@@ -112,6 +112,9 @@ class DPXStrategy(ParallelStrategy):
             nearly equal rows, of which each runs forward and backward before the next one begins, so that only its
             activations are held. Outside the step nothing changes: it is one step on one batch. Evaluation and
             prediction are cut likewise. A training step by hand, and one with training_step_end, runs in one piece.
+            "auto" has memory_budget choose M together with the plan, so that a training step is fastest; the step stays
+            in one piece where the rehearsal finds that micro-batches are not what one device gives, such as with batch
+            norm. Without a budget it is 1.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -147,7 +150,7 @@ class DPXStrategy(ParallelStrategy):
         check_replicas_every_n_steps: int = 100,
         batch_slicer: Slicer | Callable[[Any, list[int]], list[Any]] | None = None,
         verify: Verify = "warn",
-        micro_batches: int | list[int] = 1,
+        micro_batches: int | list[int] | Literal["auto"] = 1,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -212,7 +215,7 @@ class DPXStrategy(ParallelStrategy):
         return self.options.batch_slicer
 
     @property
-    def micro_batches(self) -> int | list[int]:
+    def micro_batches(self) -> int | list[int] | Literal["auto"]:
         """As given."""
         given: Any = self.options.micro_batches
         return given  # type: ignore[no-any-return]

@@ -56,9 +56,9 @@ class TrainingFlow:
         if not session.follow_structure():
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         args = session.memory.rewindable(args)
-        slices = session.slices.of(NAME, args[0])
-        if session.rehearsals.before_step(NAME, slices, args, kwargs):
-            slices = session.slices.of(NAME, args[0])  # it may have to run whole
+        slices = self._rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
+        if session.memory.cuts_slices(slices, args, kwargs):
+            slices = self._rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         session.memory.before_step(slices, args, kwargs)
         if self._runs_alone(slices):
             outputs = self._run_alone(slices[0], args, kwargs)
@@ -79,6 +79,12 @@ class TrainingFlow:
         put_iterators_back(session.module)
         session.end_batch(NAME, args)
         return outputs
+
+    def _rehearsed(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:
+        """The slices after a rehearsal, which may have found that the batch must stay whole."""
+        if self._session.rehearsals.before_step(NAME, slices, args, kwargs):
+            return self._session.slices.of(NAME, args[0])
+        return slices
 
     def _runs_alone(self, slices: list[BatchSlice]) -> bool:
         """Whether the first replica has the whole batch, and nothing of it concerns the others or other processes."""

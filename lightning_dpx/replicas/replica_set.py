@@ -189,10 +189,7 @@ class ReplicaSet:
         self._physical = tuple(distinct_devices(self.devices))
         self._is_on_host = all(map(is_host, self.devices))
         self._workload = parse_workload(workload, len(devices))
-        self.micro_batches = parse_micro_batches(micro_batches, len(devices))
-        self.has_micro_batches = max(self.micro_batches) > 1
-        # The place among the devices of every replica: micro-batches are replicas of one device.
-        self.device_of = [place for place, number in enumerate(self.micro_batches) for _ in range(number)]
+        self._set_micro_batches(micro_batches)
         unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
         self._balancer = WorkloadBalancer(self.devices) if unequal else None
         self._keep = tuple(keep)
@@ -209,6 +206,7 @@ class ReplicaSet:
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
         self._merge = merge and execution == "auto"
         self._deadline = deadline
+        self._execution: Execution = execution
         self._executor = make_executor(execution, self.devices, deadline, self.device_of)
         oversubscribed = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
         self._rendezvous_slot = RendezvousSlot(
@@ -274,6 +272,23 @@ class ReplicaSet:
         if not all(map(operator.eq, map(_SHAPE, self.root.parameters), self._shapes)):
             return True
         return _names_of_buffers(self.root) != self._names
+
+    def _set_micro_batches(self, micro_batches: MicroBatches) -> None:
+        self.micro_batches = parse_micro_batches(micro_batches, len(self.devices))
+        self.has_micro_batches = max(self.micro_batches) > 1
+        # The place among the devices of every replica: micro-batches are replicas of one device.
+        self.device_of = [place for place, number in enumerate(self.micro_batches) for _ in range(number)]
+
+    def cut_slices(self, micro_batches: MicroBatches) -> None:
+        """From the next :meth:`remake` on, training steps have their slices cut into so many micro-batches.
+
+        Others stay as they are: what keeps nothing for a backward need not be cut.
+        """
+        self._set_micro_batches(micro_batches)
+        self._in_one_piece = {False}
+        self._sizes.clear()
+        self._executor.close()
+        self._executor = make_executor(self._execution, self.devices, self._deadline, self.device_of)
 
     def remake(self) -> None:
         """Copies the user's module again, as it is now; what is measured and known of its steps stays.

@@ -19,7 +19,13 @@ from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, Step, devices_of
-from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_device, demand, profiled_steps
+from lightning_dpx.lightning.memory.seen_steps import (
+    SeenStep,
+    TriedSteps,
+    by_device,
+    demand,
+    profiled_steps,
+)
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import (
     MemoryPlan,
@@ -73,6 +79,8 @@ class MemoryPlanning:
     Attributes:
         plans: By device, what is followed.
         profiles: By device, the step that leaves least room there, of those that the plan was made for.
+        cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
+        tried: Steps of the batch that is planned next, where their profiles are known.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
@@ -106,6 +114,8 @@ class MemoryPlanning:
         self._before: dict[torch.device, int] = {}
         self._steps = 0
         self._other_steps = OtherSteps()
+        self.cut_costs: dict[torch.device, float] = {}
+        self.tried: TriedSteps = {}
 
     @property
     def wanted(self) -> bool:
@@ -224,9 +234,9 @@ class MemoryPlanning:
         anew = self._other_steps.expected
         if anew and self._cache.is_used:
             self._leave_cache()
-        seen = profiled_steps(
-            replicas, slices, run, self._cache, accumulates=held.accumulates, together=self.asked, anew=anew
-        )
+        options = {"accumulates": held.accumulates, "together": self.asked, "anew": anew}
+        seen = profiled_steps(replicas, slices, run, self._cache, self.tried, **options)
+        self.tried = {}
         if not self._shapes.hold(batch) or self._steps_differ(seen):
             self._plan(replicas, slices, held, seen, source)
             self._shapes.add(batch)
@@ -302,7 +312,8 @@ class MemoryPlanning:
                     index = error.device_index
                     self._explain(error, devices[index], held[index], allowed[index], steps[-1].sharing[index])
                 raise
-            decided[home] = _Decided(tuple(devices), tuple(steps), shared.plans, shared.worst)
+            plans = self._in_micro_batches(shared.plans, replicas, slices_of[home][0])
+            decided[home] = _Decided(tuple(devices), tuple(steps), plans, shared.worst)
             for index, device in enumerate(devices):
                 step = steps[shared.worst[index]]
                 limits[device] = (allowed[index], step.sharing[index])
@@ -316,6 +327,21 @@ class MemoryPlanning:
         for device, remark in said.items():
             limit, sharing = self._limits[device]
             rank_zero_info(_announcement(device, self.plans[device], helds[device], limit, sharing, remark))
+
+    def _in_micro_batches(
+        self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice
+    ) -> tuple[MemoryPlan, ...]:
+        """Plans for one micro-batch, with what is known of all of them together."""
+        number = replicas.micro_batches[replicas.device_of[largest.replica.index]]
+        if number == 1 or not replicas.cuts_slices:
+            return plans
+        cost = self.cut_costs.get(largest.replica.device, 1.0)
+        found = list[MemoryPlan]()
+        for plan in plans:
+            extra = max(0.0, cost * (1 + (plan.recompute_share or 0.0)) - 1)
+            of_all = replace(plan, recompute_share=extra, least_share=None)
+            found.append(replace(of_all, micro_batches=number, micro_batch_rows=largest.num_rows))
+        return tuple(found)
 
     def _list_plans(self) -> None:
         self.plans = {}
@@ -333,6 +359,17 @@ class MemoryPlanning:
             f"On {device}, {self.budgets.told(device)} allows {format_mib(limit)} in all, of which parameters, "
             f"gradients, their reduction and optimizer state take {format_mib(held)}; it must allow at least {least}."
         )
+
+    def room_of_replica(
+        self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device
+    ) -> int:
+        """Bytes of activations that each replica on ``device`` is allowed.
+
+        Raises:
+            BudgetError: there is no room for any.
+        """
+        limit = self.budgets.limit(device, replicas.devices)
+        return self._room(device, static, limit) // len(by_device(slices)[device])
 
     def _room(self, device: torch.device, static: StaticMemory, limit: int) -> int:
         """Bytes for activations on ``device``, of all the replicas that share it."""
@@ -438,6 +475,7 @@ class MemoryPlanning:
         self._provisional = False
         self._other_steps = OtherSteps()
         self._cache.start()
+        self.cut_costs = {}
         self.plans.clear()
         self.profiles.clear()
         self._decided.clear()
@@ -477,4 +515,10 @@ def _announcement(device: torch.device, plan: MemoryPlan, static: int, limit: in
     peak = static + sharing * (plan.peak or 0)
     figures = f"{format_mib(peak)} predicted of {format_mib(limit)} allowed, {format_mib(static)} static"
     head = f"dpx: memory of {device}{how}: {figures}{remark}"
-    return f"{head}\n{'everything fits; nothing is computed again' if plan.keeps_all else format_plan(plan)}"
+    if not plan.keeps_all:
+        return f"{head}\n{format_plan(plan)}"
+    if plan.micro_batches > 1:
+        share = f"{1 + (plan.recompute_share or 0.0):.2f} x the time of a plain step"
+        cut = f"{plan.micro_batches} micro-batches of {plan.micro_batch_rows} rows"
+        return f"{head}\n{cut} fit without a plan; {share}"
+    return f"{head}\neverything fits; nothing is computed again"

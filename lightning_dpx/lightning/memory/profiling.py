@@ -161,6 +161,17 @@ def _shadow_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
     return shadow
 
 
+def first_rows_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> tuple[int, Callable[[int], Any]]:
+    """The rows of a slice, and what gives its first ones, as many as wanted.
+
+    Raises:
+        UncuttableBatch: it cannot be cut.
+    """
+    rows = replicas.slicer.num_rows(batch_slice.batch)
+    whole = BatchSlice(batch_slice.replica, rows, batch_slice.batch)
+    return rows, lambda count: _first_rows(replicas, whole, count)
+
+
 def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any:
     if rows == batch_slice.num_rows:
         return batch_slice.batch

@@ -1,7 +1,7 @@
 """The steps that plans are made for: one on the largest slice of every device, profiled or taken in proportion."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
 
+TriedSteps = dict[tuple[int, bool], Profile]  # by rows, and by whether gradients are added to earlier ones
 _Known = dict[tuple[str, ...], dict[int, list[Profile]]]  # by what is shifted, and by rows
 
 
@@ -50,6 +51,7 @@ def profiled_steps(
     slices: Sequence[BatchSlice],
     run: Step,
     cache: PlanningCache,
+    tried: TriedSteps,
     *,
     accumulates: bool,
     together: bool,
@@ -62,6 +64,7 @@ def profiled_steps(
         slices: What each of them gets.
         run: As :func:`profile_share` takes it.
         cache: Where profiles of an earlier run may be.
+        tried: Steps of this batch that were profiled already, with no parts shifted.
         accumulates: Whether gradients are added to those of earlier batches.
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
@@ -70,7 +73,7 @@ def profiled_steps(
     largest = {home: here[0] for home, here in slices_of.items() if home in replicas.devices}
 
     def profiled() -> list[list[Profile]]:
-        known: _Known = {}
+        known: _Known = {(): {rows: [one] for (rows, adds), one in tried.items() if adds == accumulates}}
         profile = partial(profile_slice, replicas, run=run, accumulates=accumulates)
         return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
 
@@ -111,7 +114,8 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
         few = min(alike)
         more = max(alike)
         pairs = zip(alike[few], alike[more], strict=True)
-        return [extrapolate(first, second, (few, more), batch_slice.num_rows) for first, second in pairs]
+        found = [extrapolate(first, second, (few, more), batch_slice.num_rows) for first, second in pairs]
+        return [replace(profile, scale=1.0) for profile in found]  # all rows would have fitted
     for device in devices:
         rank_zero_info(f"dpx: profiles a step on {batch_slice.num_rows} rows to plan the memory of {device} ...")
         alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, device=device))

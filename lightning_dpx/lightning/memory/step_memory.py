@@ -14,6 +14,7 @@ from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
 from lightning_dpx.lightning.memory.example_input import profile_example
+from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiling import keeps_gradients
@@ -56,6 +57,14 @@ class NoStepMemory:
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The step's arguments, as they may be given to several runs of it."""
         return args
+
+    def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether slices are cut into micro-batches from this step on, which its rehearsal looks at next."""
+        return False
+
+    def leave_micro_batches(self, reason: str) -> bool:
+        """Their rehearsal found a difference; says whether slices stay in one piece then."""
+        return False
 
     def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a training step allocates anything."""
@@ -102,6 +111,33 @@ class StepMemory(NoStepMemory):
         self._plans = planning.wanted or self.repeats_steps
         self._shifts_open = session.options.chooses_shifts  # the first batch decides
         self._step: StepInput | None = None  # that can be taken again
+        self._micro_batches = MicroBatchChooser(session)
+
+    def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Chooses, of the first batch, into how many micro-batches every device's slice is cut.
+
+        Raises:
+            BudgetError: the budget cannot be met, whatever the number.
+        """
+        chooser = self._micro_batches
+        session = self._session
+        if not (chooser.is_open and session.options.chooses_micro_batches):
+            return False
+        with iterators_peeked(session.replicas.root.module) as peeked:
+            run = self._tried_step(StepInput(slices, args, kwargs), peeked)
+            static = self._static_memory(slices)
+            room_of = partial(self._planning.room_of_replica, session.replicas, slices, static)
+            numbers = chooser.numbers(slices, run, room_of, self._planning.planner)
+        is_cut = max(numbers) > 1 and session.cut_slices(numbers)
+        self._planning.tried = chooser.tried
+        if not is_cut:
+            return False
+        self._planning.cut_costs = {device: choice.cut_share for device, choice in chooser.choices.items()}
+        return True
+
+    def leave_micro_batches(self, reason: str) -> bool:
+        """What was chosen here is taken back; what was asked for stays."""
+        return self._micro_batches.leave(reason)
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Rehearsals and repetitions of a step that fetches by itself fetch what the step fetches."""
@@ -239,7 +275,7 @@ class StepMemory(NoStepMemory):
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
             moving=session.step.reduction_bytes(active),
             moves_in_backward=session.step.reduces_in_backward,
-            accumulates=keeps_gradients(session.trainer) or replicas.has_micro_batches,
+            accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
         )
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:

@@ -220,16 +220,20 @@ class Rehearsals:
                 rehearsal = _Rehearsal(strategy, call, self._loss_reduction, asked)
                 outcome = rehearsal.run()
         except SlicesFail as failure:
-            if self._left_slices(call, failure):
+            if self._left_micro_batches(call, failure.reason) or self._left_slices(call, failure):
                 return
             strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
         except NotRehearsed as reason:
+            if self._left_micro_batches(call, f"they could not be checked: {reason}"):
+                return
             self._say(f"dpx: {call.name} was not checked against one device: {reason}")
             return
         except BaseException as error:  # such as Ctrl-C; any other error of the step is announced, and ends nothing
             error.add_note(f"In the rehearsal of {call.name}, which checks its slices against one device.")
             raise
+        if self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
+            return
         rules = self._joined(key, outcome, news)
         if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
@@ -238,6 +242,13 @@ class Rehearsals:
         if call.name == "training_step":
             strategy.session.step.rules = rules
         self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+
+    def _left_micro_batches(self, call: Call, reason: str) -> bool:
+        """Micro-batches that nobody asked for are given up where there is a reason."""
+        if not reason or call.name != "training_step":
+            return False
+        left: bool = self._strategy.session.memory.leave_micro_batches(reason)
+        return left
 
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
         """Where micro-batches fail, slices of several devices may not: those are rehearsed instead."""
@@ -373,6 +384,13 @@ class _Rehearsal:
                 traceback.clear_frames(error.__traceback__)
                 self._check_iterators()
                 raise NotRehearsed(f"the rehearsal failed with {_told(error)}") from None
+
+    def what_micro_batches_change(self, outcome: Outcome) -> str:
+        """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""
+        if self._norms:
+            return f"{', '.join(self._norms[:3])} would normalize by micro-batch."
+        found = outcome.comparison
+        return f"on {found.rows} rows, {found.summary()}." if found.differences else ""
 
     def _check_iterators(self) -> None:
         """What came of a rehearsal says nothing about a step that takes items which cannot be given back.

@@ -64,6 +64,8 @@ class MicroBatchChoice:
         seconds: Of the step in micro-batches, with the plan.
         considered: Seconds by number of micro-batches, of all that were planned; infinite where the budget is not met.
         least: Seconds that no plan goes below with any number of micro-batches.
+        share: Seconds over those of the step in one piece, if nothing is computed again.
+        cut_share: The same of the micro-batches without the plan.
     """
 
     candidate: Candidate
@@ -71,6 +73,8 @@ class MicroBatchChoice:
     seconds: float
     considered: Mapping[int, float]
     least: float
+    share: float
+    cut_share: float
 
 
 class ProfilesByRows:
@@ -200,7 +204,8 @@ def choose_micro_batches(
         assert failed is not None, "there is always one candidate"
         raise failed
     seconds, candidate, found = best
-    return MicroBatchChoice(candidate, found, seconds, considered, least)
+    usual = candidates[0].seconds
+    return MicroBatchChoice(candidate, found, seconds, considered, least, seconds / usual, candidate.seconds / usual)
 
 
 def _easier(one: BudgetError | None, other: BudgetError) -> BudgetError:

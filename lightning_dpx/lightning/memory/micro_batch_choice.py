@@ -1,0 +1,139 @@
+"""``micro_batches="auto"``: the first training batch decides into how many micro-batches every device's slice is cut.
+
+    slices of the first batch --profiles of all, a half, a quarter of the rows--> numbers, the fastest within the budget
+      --Session.cut_slices--> replicas for the micro-batches --rehearsal--> as on one device: they stay
+                                                                            else: one piece, and what that costs
+
+The rehearsal of micro-batches is that of replicas: slices of unequal size beside the whole batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_dpx.lightning.memory.profiling import (
+    NoLossError,
+    Step,
+    devices_of,
+    first_rows_of,
+    keeps_gradients,
+    profile_slice,
+)
+from lightning_dpx.lightning.memory.seen_steps import TriedSteps, by_device
+from lightning_dpx.memory import MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches, plan_profile
+from lightning_dpx.replicas import BatchSlice, UncuttableBatch
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+RoomOf = Callable[[torch.device], int]  # bytes of activations that one replica there is allowed
+
+
+@dataclass(slots=True)
+class MicroBatchChooser:
+    """Chooses for the training steps of a session, once.
+
+    Args:
+        session: Whose.
+
+    Attributes:
+        is_open: Whether nothing is decided yet.
+        choices: By device, what was chosen.
+        tried: The steps that were profiled.
+    """
+
+    session: "Session"
+    is_open: bool = True
+    choices: dict[torch.device, MicroBatchChoice] = field(default_factory=dict)
+    tried: TriedSteps = field(default_factory=dict)
+
+    def numbers(self, slices: list[BatchSlice], run: Step, room_of: RoomOf, planner: Any) -> list[int]:
+        """Micro-batches of every device, 1 where its slice had better stay in one piece.
+
+        Args:
+            slices: Of the first batch.
+            run: ``run(module, rows, num_rows)``: the training step of a shadow of a replica.
+            room_of: What is allowed.
+            planner: Who plans.
+
+        Raises:
+            BudgetError: a budget cannot be met, whatever the number.
+        """
+        self.is_open = False
+        devices = self.session.replicas.devices
+        why_not = self._why_in_one_piece(slices)
+        if why_not:
+            rank_zero_info(f'dpx: micro_batches="auto" leaves training steps in one piece: {why_not}')
+            return [1] * len(devices)
+        largest = {home: here[0] for home, here in by_device(slices).items()}
+        try:
+            for home, batch_slice in largest.items():
+                self.choices[home] = self._choice(batch_slice, run, room_of(home), planner)
+        except UncuttableBatch as error:
+            rank_zero_info(f'dpx: micro_batches="auto" leaves training steps in one piece: {error.reason}')
+            self.choices.clear()
+        except NoLossError:
+            self.is_open = True  # the next step may return a loss
+        return [self.choices[device].candidate.number if device in self.choices else 1 for device in devices]
+
+    def _why_in_one_piece(self, slices: list[BatchSlice]) -> str:
+        """What stands in the way of micro-batches, known before anything is profiled."""
+        session = self.session
+        if not session.module.automatic_optimization:
+            return "they optimize by hand."
+        if session.end_hook("training_step") is not None:
+            return "training_step_end needs the outputs of all rows, with what they keep for backward."
+        if session.shifts:
+            return "parts of the module are shifted to other devices."
+        if session.whole_batches.reason_for("training_step") is not None:
+            return "their batches cannot be cut."
+        if session.has_processes:
+            return "there are several processes."
+        if any(len(devices_of(batch_slice.replica)) > 1 for batch_slice in slices):
+            return "a replica runs on several devices."
+        return ""
+
+    def _choice(self, batch_slice: BatchSlice, run: Step, room: int, planner: Any) -> MicroBatchChoice:
+        session = self.session
+        replicas = session.replicas
+        device = batch_slice.replica.device
+        rows, batch_of = first_rows_of(replicas, batch_slice)
+        accumulates = keeps_gradients(session.trainer)
+
+        def profile_of(count: int, adds: bool) -> Profile:
+            rank_zero_info(f"dpx: profiles a step on {count} rows to plan the memory of {device} ...")
+            part = BatchSlice(batch_slice.replica, count, batch_of(count))
+            profile = profile_slice(replicas, part, run, device, accumulates=adds or accumulates)
+            self.tried[count, adds or accumulates] = profile
+            return profile
+
+        def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
+            return plan_profile(replicas.root.module, profile, budget, planner)
+
+        return plan_in_micro_batches(rows, profile_of, plan_of, lambda _number: room)[1]
+
+    def leave(self, reason: str) -> bool:
+        """After a rehearsal: micro-batches are not what one device gives, so steps stay in one piece.
+
+        Args:
+            reason: What differs.
+
+        Returns:
+            Whether they had been chosen here; what the user chose stays.
+        """
+        session = self.session
+        if not self.choices or not session.replicas.has_micro_batches:
+            return False
+        expected = max(choice.share for choice in self.choices.values())
+        number = max(choice.candidate.number for choice in self.choices.values())
+        self.choices.clear()
+        rank_zero_warn(
+            f"dpx: {number} micro-batches would be {expected:.2f} x the time of a plain step, but they are not what "
+            f"one device gives: {reason} So the step stays in one piece, with a memory plan for all of its rows; "
+            f"micro_batches={number} cuts it all the same."
+        )
+        session.cut_slices([1] * len(session.replicas.devices))
+        return True

@@ -1,0 +1,177 @@
+"""``micro_batches="auto"``: what the first batch decides, and what its rehearsal takes back."""
+
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_dpx as dpx
+from lightning_dpx.memory import Planner
+from lightning_dpx.memory.plan.problem import Choice, Problem
+from tests.conftest import make_trainer
+
+ROWS = 512
+UNPLANNED = 880_000  # bytes, about, of the activations of a step on all rows
+HALF = UNPLANNED // 2
+SEEN: SimpleQueue[int] = SimpleQueue()  # rows of steps: where no rehearsal looks for Python state
+
+
+class KeepsAll(Planner):
+    """Computes nothing again, so that only micro-batches can meet a budget."""
+
+    name = "keeps all"
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        return Choice()
+
+
+class Tower(LightningModule):
+    """Rows (B, 16) to a loss, the mean over them."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = [nn.BatchNorm1d(64) if norm else nn.Identity() for _ in range(4)]
+        blocks = [nn.Sequential(nn.Linear(16, 64), one, nn.Tanh(), nn.Linear(64, 16)) for one in norms]
+        self.net = nn.Sequential(*blocks)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 1:  # the first step is also profiled and rehearsed
+            SEEN.put(len(batch))
+        loss = self.net(batch).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        SEEN.put(-len(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ByHand(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class EndsStep(Tower):
+    def training_step_end(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.mean()
+
+
+def seen_rows() -> list[int]:
+    """Of the second training step, and of evaluation as negative numbers."""
+    return [SEEN.get() for _ in range(SEEN.qsize())]
+
+
+def fitted(module: LightningModule, devices: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    rows = torch.randn(2 * ROWS, 16, generator=torch.Generator().manual_seed(1))
+    trainer_options: dict[str, Any] = {"accelerator": options.pop("accelerator", "cpu"), "max_epochs": 1}
+    if options:
+        trainer_options["strategy"] = dpx.DPXStrategy(plan_cache=False, **options)
+    trainer = make_trainer(devices=devices, **trainer_options)
+    trainer.fit(module, DataLoader(rows, ROWS), DataLoader(rows[:ROWS], ROWS))
+    seen = {**module.state_dict(), "loss": trainer.callback_metrics["loss"]}
+    return {name: value.detach().cpu().clone() for name, value in seen.items()}
+
+
+def static_bytes(module: nn.Module) -> int:
+    """Parameters, buffers and gradients; SGD has no state."""
+    return 2 * sum(p.nbytes for p in module.parameters()) + sum(b.nbytes for b in module.buffers())
+
+
+def options_for(module: nn.Module, activations: int, **more: Any) -> dict[str, Any]:
+    return {"memory_budget": static_bytes(module) + activations, "micro_batches": "auto", "planner": KeepsAll(), **more}
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, torch.Tensor]:
+    return fitted(Tower())
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_a_step_that_does_not_fit_is_cut(one_device, caplog) -> None:
+    seen_rows()
+    module = Tower()
+    caplog.set_level("INFO")
+    torch.testing.assert_close(fitted(module, **options_for(module, HALF)), one_device)
+    rows = seen_rows()
+    trained = [one for one in rows if one > 0]
+    assert sum(trained) == ROWS
+    assert len(trained) > 1
+    assert set(rows) - set(trained) == {-ROWS}, "evaluation keeps nothing for backward, and is not cut"
+    assert f"{len(trained)} micro-batches of {trained[0]} rows fit without a plan" in said(caplog)
+    assert "as on one device" in said(caplog)
+
+
+def test_a_step_that_fits_stays_in_one_piece_and_is_profiled_once(one_device, caplog) -> None:
+    seen_rows()
+    module = Tower()
+    caplog.set_level("INFO")
+    seen = fitted(module, **options_for(module, 8 * UNPLANNED))
+    assert all(torch.equal(value, one_device[name]) for name, value in seen.items())
+    assert [rows for rows in seen_rows() if rows > 0] == [ROWS]
+    assert said(caplog).count("profiles a step") == 1
+
+
+def test_without_a_budget_there_is_nothing_to_choose_for(one_device) -> None:
+    seen_rows()
+    seen = fitted(Tower(), micro_batches="auto")
+    assert all(torch.equal(value, one_device[name]) for name, value in seen.items())
+    assert [rows for rows in seen_rows() if rows > 0] == [ROWS]
+
+
+def test_batch_norm_keeps_the_step_in_one_piece(caplog) -> None:
+    module = Tower(norm=True)
+    with (
+        pytest.warns(UserWarning, match=r"not what one device gives: net.0.1, net.1.1, net.2.1 would"),
+        pytest.raises(dpx.BudgetError),  # with this planner, only micro-batches would have met it
+    ):
+        fitted(module, **options_for(module, HALF))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(ByHand, "they optimize by hand"), (EndsStep, "training_step_end needs the outputs of all rows")],
+)
+def test_steps_that_cannot_be_cut_further_say_why(kind, why, caplog) -> None:
+    module = kind()
+    caplog.set_level("INFO")
+    seen = fitted(module, **options_for(module, 8 * UNPLANNED))
+    assert f'micro_batches="auto" leaves training steps in one piece: {why}' in said(caplog)
+    torch.testing.assert_close(seen, fitted(kind()))
+
+
+def test_devices_of_unequal_budgets_have_unequal_numbers(sim, one_device, caplog) -> None:
+    seen_rows()
+    module = Tower()
+    static = 2 * static_bytes(module)  # with the reduction
+    caplog.set_level("INFO")
+    budget = {"sim:0": static + 8 * UNPLANNED, "sim:1": static + HALF // 3}
+    seen = fitted(module, 2, accelerator="sim", **{**options_for(module, 0), "memory_budget": budget})
+    torch.testing.assert_close(seen, one_device)
+    trained = [rows for rows in seen_rows() if rows > 0]
+    assert sum(trained) == ROWS
+    assert trained[0] == ROWS // 2, "the first device's slice stays in one piece"
+    assert len(trained) > 2, "the second one's is cut"
+    assert "micro-batches of" in said(caplog)
+
+
+@pytest.mark.parametrize("number", ["many", 0, [1, 0], 2.0])
+def test_what_is_no_number_is_refused(number) -> None:
+    with pytest.raises(dpx.ConfigurationError, match="micro_batches"):
+        dpx.DPXStrategy(micro_batches=number, memory_budget="1GiB")
