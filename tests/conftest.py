@@ -239,6 +239,15 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+def strategy_in(execution: str, **options: Any) -> dpx.DPXStrategy:
+    """For tests that are not about ``verify``: steps are checked in line, and not once more in threads.
+
+    A check takes as long as all the rest of a short run.
+    """
+    verify = "off" if execution == "threads" else "warn"
+    return dpx.DPXStrategy(**{"verify": verify, "execution": execution, **options})
+
+
 def make_loader(num_rows: int = 53, batch_size: int = 16) -> DataLoader[Any]:
     """53 rows in batches of 16: the last batch holds 5."""
     generator = torch.Generator().manual_seed(1)

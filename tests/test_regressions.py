@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
 from tests import programs
-from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run, seeded
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run, seeded, strategy_in
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -351,7 +351,7 @@ def test_trains_as_on_one_device(case: type[Base], execution: str, hardware: str
         return case()
 
     expected = run(build(), make_loader())
-    ours = run(build(), make_loader(), strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    ours = run(build(), make_loader(), strategy=strategy_in(execution), devices=3)
     loose = {"rtol": 2e-2, "atol": 2e-2} if case is AutocastInStep else {}
     if loose:
         for name, value in expected.items():
@@ -362,7 +362,7 @@ def test_trains_as_on_one_device(case: type[Base], execution: str, hardware: str
 
 def test_structured_outputs_keep_their_types(execution: str) -> None:
     model, loader = StructuredOutputs(), make_loader()
-    predictions = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3).predict(model, loader)
+    predictions = make_trainer(strategy=strategy_in(execution), devices=3).predict(model, loader)
     expected = make_trainer().predict(model, loader)
     for (result, record), (plain_result, plain_record) in zip(predictions, expected, strict=True):
         assert isinstance(result, Result)
@@ -394,7 +394,7 @@ class ReadsNames(Base):
 
 def test_lists_of_strings_are_cut_with_their_rows(execution: str) -> None:
     """DataParallel hands the whole list to every replica."""
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    trainer = make_trainer(strategy=strategy_in(execution), devices=3, max_epochs=1)
     loader = DataLoader(Texts(), 8)
     trainer.fit(ReadsNames(), loader)
     predictions = trainer.predict(ReadsNames(), loader)
@@ -406,7 +406,7 @@ def test_lists_of_strings_are_cut_with_their_rows(execution: str) -> None:
 def test_batches_smaller_than_the_number_of_replicas(num_rows: int, execution: str) -> None:
     """DataParallel fails where a replica has nothing (pytorch 15161, 52260)."""
     loader = make_loader(num_rows, 16)
-    ours = run(seeded(), loader, strategy=dpx.DPXStrategy(execution=execution), devices=4)
+    ours = run(seeded(), loader, strategy=strategy_in(execution), devices=4)
     expected = run(seeded(), loader)
     for seen in (ours, expected):
         del seen["logged/rows"], seen["logged/largest"]
@@ -427,16 +427,17 @@ class Raises(Base):
 def test_errors_keep_their_type_attributes_and_identity(execution: str) -> None:
     """DataParallel rebuilds errors from their message, which a custom constructor does not survive."""
     with pytest.raises(RefusedError) as caught:
-        make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3).fit(
-            Raises(), make_loader(), make_loader()
-        )
+        make_trainer(strategy=strategy_in(execution), devices=3).fit(Raises(), make_loader(), make_loader())
     assert caught.value.detail == "the user's own"
     assert any("replica" in note.lower() for note in caught.value.__notes__)
 
 
 def test_files_have_bare_names_and_load_on_one_device(tmp_path, execution: str) -> None:
     """DataParallel prefixes every name with ``module.``."""
-    trainer, model = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=3), seeded()
+    trainer, model = (
+        make_trainer(strategy=strategy_in(execution), devices=3),
+        seeded(),
+    )
     trainer.fit(model, make_loader(), make_loader())
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     saved = torch.load(tmp_path / "model.ckpt", weights_only=True)["state_dict"]

@@ -46,6 +46,7 @@ settings_of_a_run = st.fixed_dictionaries(
         "gradient_buckets": st.sampled_from([0, 1, 8]),
         "communication_dtype": st.sampled_from([None, None, "bfloat16"]),
         "buffers": st.sampled_from(["broadcast", "mean"]),
+        "verify": st.sampled_from(["warn", "off", "off"]),  # a check takes as long as the run
         "planned": st.sampled_from([False, False, True]),
         "shifted": st.sampled_from([False, False, True]),
         "precision": st.sampled_from(list(TOLERANCES)),

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import lightning_dpx as dpx
 from lightning_dpx.replicas import ReplicaSet
 from tests import programs
-from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, seeded, strategy_in
 from tests.test_parity import strip_rows
 
 on_sim = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -32,9 +32,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def dpx_on(devices: int = 2, execution: Any = "inline", **options: Any) -> dict[str, Any]:
-    """Trainer options for replicas that really run; rehearsals in threads are the business of other tests."""
-    options = {"verify": "off" if execution == "threads" else "warn"} | options
-    return {"strategy": dpx.DPXStrategy(execution=execution, **options), "devices": devices}
+    """Trainer options for replicas that really run."""
+    return {"strategy": strategy_in(execution, **options), "devices": devices}
 
 
 def fit(model: LightningModule, **options: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from tests.conftest import assert_equal, make_loader, make_trainer
+from tests.conftest import assert_equal, make_loader, make_trainer, strategy_in
 
 pytestmark = [
     pytest.mark.usefixtures("hardware"),
@@ -137,7 +137,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "event"), CASES)
 def test_whatever_happens_in_a_window_happens_as_on_one_device(kind, event, num_replicas, execution) -> None:
     for position in range(WINDOW if event != "nothing" else 1):
-        strategy = dpx.DPXStrategy(execution=execution)
+        strategy = strategy_in(execution)
         ours = trained(kind, position, event, strategy=strategy, devices=num_replicas)
         assert_equal(ours, of_one_device(kind, position, event))
 

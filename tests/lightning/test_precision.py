@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from tests.conftest import Classifier, make_loader, make_trainer, run, seeded
+from tests.conftest import Classifier, make_loader, make_trainer, run, seeded, strategy_in
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -50,7 +50,7 @@ def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 def test_parity_with_one_device(precision: str, num_replicas: int, execution: str) -> None:
     options = {"gradient_clip_val": 0.5}
     expected = run(seeded(), **on_one_device(precision), **options)
-    strategy = dpx.DPXStrategy(execution=execution)
+    strategy = strategy_in(execution)
     ours = run(seeded(), **on_one_device(precision), strategy=strategy, devices=num_replicas, **options)
     assert_near(ours, expected, TOLERANCES[precision])
 
@@ -99,7 +99,7 @@ def test_infinity_in_one_replica_skips_once_and_halves_once(
     rows, labels = torch.randn(48, 8), torch.randint(3, (48,))
     rows[16 + marked_row, 0] = 77
     watch = Watch()
-    strategy = dpx.DPXStrategy(execution=execution, reducer=reducer, communication_dtype=communication_dtype)
+    strategy = strategy_in(execution, reducer=reducer, communication_dtype=communication_dtype)
     trainer = make_trainer(
         strategy=strategy, devices=4, plugins=[mixed_16()], max_epochs=1, callbacks=[watch], limit_val_batches=0
     )

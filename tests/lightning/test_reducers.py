@@ -23,6 +23,7 @@ from tests.conftest import (
     make_trainer,
     run,
     seeded,
+    strategy_in,
 )
 from tests.lightning.manual.test_manual import GAN, Manual
 from tests.test_parity import strip_rows
@@ -44,7 +45,7 @@ on_sim = {"accelerator": "sim"}
     ids=["plain", "accumulated-clipped", "clipped-by-value"],
 )
 def test_trains_to_the_weights_of_one_device(name: str, options: dict[str, Any], execution: str) -> None:
-    strategy = dpx.DPXStrategy(reducer=name, execution=execution, workload=[2.0, 1.0, 1.0])
+    strategy = strategy_in(execution, reducer=name, workload=[2.0, 1.0, 1.0])
     ours = run(seeded(optimizer="adam"), strategy=strategy, devices=3, **options)
     assert_equal(strip_rows(ours), strip_rows(run(seeded(optimizer="adam"), **options)))
 
@@ -68,7 +69,7 @@ def test_colocated_owners_with_manual_optimization(kind: type[LightningModule], 
         make_trainer(**options).fit(model, make_loader())
         return {name: value.cpu() for name, value in model.state_dict().items()}
 
-    ours = train(strategy=dpx.DPXStrategy(reducer="colocate", execution=execution), devices=3, **on_sim)
+    ours = train(strategy=strategy_in(execution, reducer="colocate"), devices=3, **on_sim)
     assert_equal(ours, train())
 
 

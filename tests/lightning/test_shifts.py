@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lightning_dpx as dpx
 from lightning_dpx.simulate import clear_traffic, traffic
-from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, run, strategy_in
 from tests.test_parity import strip_rows
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -60,7 +60,7 @@ PARTS = ["net.[1-3]", "extra"]
 def test_shifted_replicas_train_to_the_weights_of_one_device(
     devices: int, shifts: dict[str, str], reducer: str, execution: str
 ) -> None:
-    strategy = dpx.DPXStrategy(reducer=reducer, execution=execution, shifts=shifts, shift_activations=PARTS)
+    strategy = strategy_in(execution, reducer=reducer, shifts=shifts, shift_activations=PARTS)
     clear_traffic()
     ours = run(stacked(), strategy=strategy, accelerator="sim", devices=devices)
     assert any(t.target == torch.device("sim:5") for t in traffic())

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
-from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, places, run, seeded
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, places, run, seeded, strategy_in
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -131,12 +131,12 @@ class Failing(Classifier):
 
 
 def test_an_error_in_one_replica_is_the_original_and_the_trainer_can_fit_again(execution) -> None:
-    strategy = dpx.DPXStrategy(execution=execution)
+    strategy = strategy_in(execution)
     with pytest.raises(LookupError, match="on purpose") as caught:
         run(Failing(), strategy=strategy, devices=2)
     assert f"In replica 1 on {places(2)[1]}, during training_step." in caught.value.__notes__
     strategy.teardown()
-    check = run(seeded(), strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    check = run(seeded(), strategy=strategy_in(execution), devices=2)
     assert_equal({"w": check["net.0.weight"]}, {"w": run(seeded())["net.0.weight"]})
 
 

@@ -17,7 +17,7 @@ from torchmetrics.regression import MeanSquaredError
 from torchmetrics.wrappers import MinMaxMetric
 
 import lightning_dpx as dpx
-from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run, strategy_in
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -65,7 +65,7 @@ def measured(kind: type[Measured], loader: Any, **options: Any) -> dict[str, tor
 @pytest.mark.parametrize("num_rows", [53, 64])
 def test_metrics_of_every_kind_equal_one_device(num_rows, execution) -> None:
     loader = make_loader(num_rows)
-    ours = measured(Measured, loader, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    ours = measured(Measured, loader, strategy=strategy_in(execution), devices=3)
     one = measured(Measured, loader)
     assert "logged/accuracy_step" in one
     assert "logged/error/dataloader_idx_1" in one
@@ -101,7 +101,7 @@ class Own(Classifier):
 
 def test_a_metric_of_ones_own_in_predict(execution) -> None:
     model, loader = Own(), make_loader()
-    run(model, loader, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    run(model, loader, strategy=strategy_in(execution), devices=3)
     assert model.found == loader.dataset.tensors[0].abs().max()
 
 
@@ -158,7 +158,7 @@ def test_what_a_step_asks_a_metric_is_answered_for_the_whole_batch(execution: st
         return model, {**{name: value.cpu() for name, value in model.state_dict().items()}, **logged}
 
     (ours, our_state), (one, state) = (
-        fitted(strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas),
+        fitted(strategy=strategy_in(execution), devices=num_replicas),
         fitted(),
     )
     assert_equal(our_state, state)
@@ -183,7 +183,7 @@ class SomeRows(Classifier):
 
 @pytest.mark.host
 def test_slices_that_do_not_call_a_metric_are_not_waited_for(execution: str) -> None:
-    ours = run(SomeRows(), strategy=dpx.DPXStrategy(execution=execution), devices=3, max_epochs=1)
+    ours = run(SomeRows(), strategy=strategy_in(execution), devices=3, max_epochs=1)
     assert_equal(
         {name: ours[name] for name in ours if "logged/f" in name or "logged/s" in name},
         {
@@ -218,7 +218,7 @@ def test_fit_then_test_then_fit_with_rows_that_a_metric_has_kept(execution: Any)
     def trainer_of(execution: Any) -> Any:
         if execution is None:
             return make_trainer(max_epochs=1)
-        return make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+        return make_trainer(max_epochs=1, strategy=strategy_in(execution), devices=2)
 
     def stages(execution: Any = None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -244,7 +244,7 @@ def test_an_error_in_a_metric_names_it(execution: str) -> None:
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ValueError, match="shape") as caught:
-        run(Wrong(), strategy=dpx.DPXStrategy(execution=execution), devices=2)
+        run(Wrong(), strategy=strategy_in(execution), devices=2)
     assert "In update of the metric accuracy (MulticlassAccuracy)." in caught.value.__notes__
 
 
