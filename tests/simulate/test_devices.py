@@ -1,5 +1,7 @@
 """Memory, traffic and the accelerator of simulated devices."""
 
+import gc
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -84,7 +86,9 @@ def test_a_step_that_does_not_fit_frees_everything_and_a_smaller_one_trains(sim)
     before = sim.memory_allocated(0)
     with pytest.raises(torch.OutOfMemoryError):
         one_step(model, "sim:0", 32)
-    assert sim.memory_allocated(0) == before
+    gc.collect()
+    # Less where the thread of the device's backward had not yet let go of the last of the step before.
+    assert sim.memory_allocated(0) <= before
     one_step(model, "sim:0", 4)
     assert sim.max_memory_allocated(0) <= 2 * needed
 
