@@ -80,7 +80,7 @@ class GradientReducer(ABC):
         """
         usual = len(self.distinct_devices) == 1 and not average and len(grads) == len(self.devices)
         if usual and _can_be_added_directly(grads):  # one look at each gradient
-            first, *others = [_chosen(row, range(len(row))) for row in grads]
+            first, *others = [[gradient for gradient in row if gradient is not None] for row in grads]
             add_in_place(first, others)
             return [*first]
         self._check(grads, names)

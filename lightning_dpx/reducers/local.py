@@ -25,7 +25,11 @@ def add_in_place(total: list[torch.Tensor], others: Sequence[Sequence[torch.Tens
     # A foreach kernel reads and writes the running sum once per list; where that is larger than the cache, its way to
     # memory and back is most of the time. Small tensors are in the cache anyway, and one kernel takes all of them.
     large = [index for index, tensor in enumerate(total) if tensor.numel() > BLOCK and _is_flat(total, others, index)]
-    small = set(range(len(total))).difference(large) if large else range(len(total))
+    if not large:  # to choose from the lists would take as long as to add small tensors
+        for other in others:
+            foreach_add_(total, list(other))
+        return
+    small = set(range(len(total))).difference(large)
     for other in others if small else ():
         foreach_add_([total[index] for index in small], [other[index] for index in small])
     for index in large:

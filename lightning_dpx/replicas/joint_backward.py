@@ -4,26 +4,28 @@ Of the nodes that are ready, the engine takes the one that was made last. So it 
 end, then the one before; a hook on every root tells whose turn it is.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_dpx.replicas.context import ReplicaRank, as_rank, become_rank
+from lightning_dpx.replicas.collectives import Rendezvous
+from lightning_dpx.replicas.context import RendezvousSlot, ReplicaRank, as_rank, become_rank
 from lightning_dpx.torch_compat import run_backward
 
 Roots = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors, and the gradient of each
 
 
-def joint_backward(ranks: Sequence[ReplicaRank], roots: Sequence[Roots], failed: Callable[[int, Any], None]) -> None:
-    """The backward of K replicas in the calling thread.
+def joint_backward(roots: Sequence[Roots], failed: Callable[[int, Any], None]) -> None:
+    """The backward of K replicas in the calling thread; code that runs in a replica's part finds its rank.
 
     Args:
-        ranks: K ranks; code that runs in a replica's part finds its own.
         roots: K pairs of the tensors to start from, made in this order, and their gradients.
         failed: Told the place (0 to K - 1) of the replica that raised an error, and the error, which is raised on.
     """
+    ranks = _ranks_of(len(roots))
     # The last replica with anything to do begins, so nobody need tell it: a hook is 5 us of a step.
     first = max((index for index, (tensors, _) in enumerate(roots) if tensors), default=len(roots) - 1)
     turns = _Turns(ranks, first)
@@ -45,6 +47,13 @@ def joint_backward(ranks: Sequence[ReplicaRank], roots: Sequence[Roots], failed:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@functools.lru_cache(maxsize=64)  # nobody can meet in it, so it holds nothing of a step and serves for all
+def _ranks_of(number: int) -> list[ReplicaRank]:
+    refusal = "no step before met in it, so the backward of all replicas is one; ask for execution='threads'"
+    slot = RendezvousSlot(Rendezvous(number, refusal=refusal))
+    return [ReplicaRank(index, number, slot) for index in range(number)]
 
 
 class _Turns:

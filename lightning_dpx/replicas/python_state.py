@@ -180,6 +180,8 @@ class PythonState:
         return len(self._private & vars(child).keys())
 
     def _sync_mirrors(self) -> None:
+        if not self._mirrors:
+            return
         for replica in self._others:
 
             def translate(value: Any, replica: Replica = replica) -> Any:
@@ -247,7 +249,7 @@ class PythonState:
         self._begun = False
         self._memos = {}
         for replica in active:
-            if replica is not self._root:
+            if replica is not self._root and self._mirrors:
 
                 def translate_back(value: Any, replica: Replica = replica) -> Any:
                     return self._translated_back(replica, value)

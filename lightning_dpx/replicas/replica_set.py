@@ -23,7 +23,6 @@ from lightning_dpx.devices import (
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
-from lightning_dpx.replicas.collectives import Rendezvous
 from lightning_dpx.replicas.context import InterProcess, RendezvousSlot, ReplicaRank, as_rank
 from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_replica
@@ -43,7 +42,7 @@ from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
-from lightning_dpx.torch_compat import buffers_of
+from lightning_dpx.torch_compat import buffers_of, run_backward
 
 Execution = Literal["auto", "inline", "threads"]
 _NOTHING = nullcontext()
@@ -52,7 +51,7 @@ _SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take
 _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: K are made in every step, and that would cost them 1 us each
 class BatchSlice:
     """One active replica's part of a batch.
 
@@ -448,17 +447,15 @@ class ReplicaSet:
         return values
 
     def _tasks(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Task]:
-        one_by_one = self._runs_one_by_one(stage)
+        hand_over = self.python_state.hand_over if self._runs_one_by_one(stage) else None
         searched = torch.is_anomaly_enabled() and stage != "backward"
         balancer = self._balancer if self.root.module.training else None
         tasks: list[Task] = []
         for rank, batch_slice in enumerate(slices):
             replica = batch_slice.replica
-            watches: list[Watch | None] = []
-            if balancer is not None:
-                watches.append(balancer.watch(self.device_of[replica.index]))
-            if self.times is not None:
-                watches.append(self.times.watch(self.device_of[replica.index], stage))
+            watches: Sequence[Watch] = ()
+            if balancer is not None or self.times is not None:
+                watches = self._watches(replica, stage, balancer)
             task = ReplicaTask(
                 replica.index,
                 replica.device,
@@ -467,13 +464,19 @@ class ReplicaSet:
                 partial(keep_gradients_out, replica.parameters),
                 rank=ReplicaRank(rank, len(slices), self._rendezvous_slot),
                 batch_slice=batch_slice,
-                before=self.python_state.hand_over if rank > 0 and one_by_one else None,
-                watches=[watch for watch in watches if watch is not None],
+                before=hand_over if rank > 0 else None,
+                watches=watches,
                 first_nan=self._first_nans[replica.index],
                 searched=searched,
             )
             tasks.append(task)
         return tasks
+
+    def _watches(self, replica: Replica, stage: str, balancer: WorkloadBalancer | None) -> list[Watch]:
+        device = self.device_of[replica.index]
+        of_balancer = balancer.watch(device) if balancer is not None else None
+        of_times = self.times.watch(device, stage) if self.times is not None else None
+        return [watch for watch in (of_balancer, of_times) if watch is not None]
 
     def backward(self, slices: Sequence[BatchSlice], roots: Sequence[Roots]) -> None:
         """Every replica's own backward, from the tensors that its forward returned, with their gradients.
@@ -482,11 +485,8 @@ class ReplicaSet:
             BaseException: the first replica's error, the original object with a note.
         """
         if self._walk_as_one(slices):
-            refusal = "no step before met in it, so the backward of all replicas is one; ask for execution='threads'"
-            rendezvous_slot = RendezvousSlot(Rendezvous(len(slices), refusal=refusal))
-            ranks = [ReplicaRank(index, len(slices), rendezvous_slot) for index in range(len(slices))]
             try:
-                joint_backward(ranks, roots, lambda place, error: self._blame(slices[place].replica, error))
+                joint_backward(roots, lambda place, error: self._blame(slices[place].replica, error))
             except BaseException:
                 forget_failed_backward()
                 raise
@@ -498,7 +498,7 @@ class ReplicaSet:
             if not tensors:
                 return
             try:
-                torch.autograd.backward(tensors, gradients)
+                run_backward(tensors, gradients)
             except BaseException:
                 forget_failed_backward()
                 raise

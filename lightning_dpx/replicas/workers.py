@@ -101,7 +101,7 @@ class _Turns:
         self.meeting = Rendezvous(len(tasks), in_turns=True, start_others=self._start_others, deadline=deadline)
         self.abandoned = False
         self._context = CallerContext.capture()
-        self._variables = [contextvars.copy_context() for _ in tasks]
+        self._variables = contextvars.copy_context()
         self._begun = [False] * len(tasks)
         self._threads: dict[int, tuple[threading.Thread, RunningTask]] = {}
 
@@ -120,7 +120,10 @@ class _Turns:
 
     def wait(self) -> None:
         """Until all have ended; those in threads are abandoned after Ctrl-C, or beyond the deadline."""
-        interrupted = any(isinstance(one.error, KeyboardInterrupt) for one in self.outcomes)
+        errors = [one.error for one in self.outcomes if one.error is not None]
+        if not self._threads and not errors:  # as in nearly every step
+            return
+        interrupted = any(isinstance(error, KeyboardInterrupt) for error in errors)
         late = {} if interrupted or not self._threads else self._join()
         if interrupted or late:
             self.abandon()
@@ -167,7 +170,7 @@ class _Turns:
         try:
             self.meeting.begin(index)
             running.begin()
-            self.outcomes[index] = self._variables[index].run(_attempt_in, self._context, self._tasks[index])
+            self.outcomes[index] = self._variables.copy().run(_attempt_in, self._context, self._tasks[index])
         except StepAbandoned:
             return
         finally:
@@ -425,7 +428,7 @@ def _attempt_in(context: "CallerContext", task: Task) -> Outcome:
         return task.attempt()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: two are made in every step
 class CallerContext:
     """The thread-local state of torch in the calling thread."""
 
