@@ -68,7 +68,7 @@ def test_training_on_devices_of_unequal_speed_converges_and_equals_one_device(ex
     class Watched(dpx.DPXStrategy):
         def training_step(self, *args, **kwargs):
             output = super().training_step(*args, **kwargs)
-            sizes.append(self._replicas.sizes(64))
+            sizes.append(self.session.replicas.sizes(64))
             return output
 
     dpx.simulate(3, speed=[1, 0.5, 0.25])

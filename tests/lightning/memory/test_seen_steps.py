@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_place, demand
+from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_device, demand
 from lightning_dpx.replicas import BatchSlice, Replica
 from tests.memory.made_up import SIZE, chain
 
@@ -18,5 +18,5 @@ def test_every_device_has_the_slices_of_its_replicas_the_largest_first() -> None
     cpu, meta = torch.device("cpu"), torch.device("meta")
     replicas = [Replica(index, device, nn.Linear(1, 1)) for index, device in enumerate([cpu, meta, cpu])]
     slices = [BatchSlice(replica, rows, None) for replica, rows in zip(replicas, (2, 3, 5), strict=True)]
-    found = by_place(slices)
+    found = by_device(slices)
     assert {device: [part.num_rows for part in mine] for device, mine in found.items()} == {cpu: [5, 2], meta: [3]}
