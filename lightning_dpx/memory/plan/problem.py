@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lightning_dpx.memory.plan.forecast import Forecast, Outline
+from lightning_dpx.memory.plan.forecast import Forecast, Forecaster
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.progress import at
 from lightning_dpx.registry import Registry
@@ -67,7 +67,7 @@ class Problem:
         self.profile = profile
         self.proved: dict[int, float] = {}
         self.lowered: list[Choice] = []
-        self._outline = Outline(profile, MOST_TIMES)
+        self._forecaster = Forecaster(profile, MOST_TIMES)
         self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
         members: dict[int, list[int]] = {}
         for index, value in enumerate(profile.values):
@@ -111,14 +111,14 @@ class Problem:
         key = frozenset(dropped), frozenset(uncached)
         if key not in self._forecasts:
             at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
-            self._forecasts[key] = self._outline.forecast(*key)
+            self._forecasts[key] = self._forecaster.forecast(*key)
         return self._forecasts[key]
 
     def timeline(self, choice: Choice) -> np.ndarray:
         """Bytes at every event of the step with this choice; its forecast is known then as well."""
         key = self.values_of(choice.dropped), self.values_of(choice.uncached)
         at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
-        self._forecasts[key], curve = self._outline.timeline(*key)
+        self._forecasts[key], curve = self._forecaster.timeline(*key)
         return curve
 
     @cached_property

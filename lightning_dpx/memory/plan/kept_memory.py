@@ -1,0 +1,121 @@
+"""What is there at every event of a step without being made again: the profile's own curve, less what is dropped.
+
+bytes ^      ________________
+      |   __/   all is kept  \\__          a dropped storage is missing from its last use in forward ("unused")
+      |  /  ________________   \\         to the event at which it would have gone ("freed");
+      | /__/ some is dropped \\__\\_       a mask that is compressed leaves its compact form there;
+      +--------------------------> events    what has yet to be computed from a kept storage holds it longer
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
+from lightning_dpx.memory.profile.data import Profile, SavedValue
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that no recomputation takes.
+
+    Attributes:
+        curve: Bytes at every event (E).
+        num_bytes: That stay from forward to backward.
+        compressed: Dropped values that leave something compact: they are expanded once in forward, to compare.
+    """
+
+    curve: np.ndarray
+    num_bytes: int
+    compressed: list[SavedValue]
+
+
+def kept_memory(outline: Outline, choice: RecomputedValues, offloaded: Sequence[int]) -> KeptMemory:
+    """What is there if ``choice`` is dropped.
+
+    Args:
+        outline: Of the profile.
+        choice: What is dropped.
+        offloaded: Which of that leaves for the host, in the order of forward.
+    """
+    profile = outline.profile
+    values = profile.values
+    end = len(profile.curve)
+    change = [0] * (end + 2)  # bytes that come or go, at each event
+    compressed = [values[index] for index in choice.dropped if values[index].compact]
+    for value in compressed:  # beside the mask itself, as long as forward has a use for that
+        change[value.saved] += value.compact
+        change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
+    until, needed = _needed_until(profile, choice)
+    for call, begin in choice.drawn_from.items():
+        change[begin] += values[call].state
+        change[max(begin, until[call])] -= values[call].state
+    num_bytes = _change_storages(profile, choice, needed, left_at(profile, offloaded), change)
+    curve = outline.curve + np.cumsum(np.array(change[:end], dtype=np.int64))
+    return KeptMemory(curve, num_bytes, compressed)
+
+
+def _change_storages(
+    profile: Profile, choice: RecomputedValues, needed: Sequence[int], left: Mapping[int, int], change: list[int]
+) -> int:
+    """Storages that are dropped go early, others stay as long as something is computed from them.
+
+    Args:
+        profile: Of the step.
+        choice: What is dropped.
+        needed: The event up to which each storage is computed from.
+        left: The event at which each offloaded storage has left.
+        change: Bytes that come or go at each event; changed.
+
+    Returns:
+        Bytes that stay from forward to backward.
+    """
+    kept_in = {value.storage for index, value in enumerate(profile.values) if index not in choice.dropped}
+    compact = [0] * len(profile.storages)
+    for value in profile.values:
+        if value.compact:
+            compact[value.storage] += value.compact
+    kept = 0
+    for number, storage in enumerate(profile.storages):
+        if number in kept_in:
+            kept += storage.num_bytes
+            if needed[number] > storage.freed:  # backward has had it, and has yet to compute something from it
+                change[storage.freed] += storage.num_bytes
+                change[needed[number]] -= storage.num_bytes
+        elif storage.unused < storage.freed:
+            gone = storage.num_bytes - compact[number]
+            change[min(max(storage.unused + 1, left.get(number, 0)), storage.freed)] -= gone
+            change[storage.freed] += gone
+            kept += compact[number]
+    return kept
+
+
+def _needed_until(profile: Profile, choice: RecomputedValues) -> tuple[list[int], list[int]]:
+    """The event at which every value and every kept storage goes, if all that holds it is computed from it."""
+    until = [0] * len(profile.values)
+    storages = [0] * len(profile.storages)
+    for request in profile.requests:
+        until[request.value] = max(until[request.value], request.released)
+    for index in range(len(until) - 1, -1, -1):  # inputs come first
+        value = profile.values[index]
+        if choice.lazy[index]:
+            for source in value.inputs:
+                until[source] = max(until[source], until[index])
+        elif value.storage >= 0:
+            storages[value.storage] = max(storages[value.storage], until[index])
+    return until, storages
+
+
+def left_at(profile: Profile, offloaded: Sequence[int]) -> dict[int, int]:
+    """By offloaded storage, the event at which its last value has left for the host."""
+    values = profile.values
+    left = dict[int, int]()
+    for position, index in enumerate(offloaded):
+        event = profile.forward_events
+        later = position + profile.prefetch_depth
+        if later < len(offloaded):
+            event = values[offloaded[later]].saved
+        storage = values[index].storage
+        left[storage] = max(left.get(storage, 0), event)
+    return left

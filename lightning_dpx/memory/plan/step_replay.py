@@ -1,0 +1,217 @@
+"""Plays a profiled step through, with a choice of values dropped: every request of backward, as it would be served.
+
+    request --> there already? --no--> compute: first what it is made from, then itself    (fetched, if offloaded)
+       |                                  |-- memory: comes, HeldMemory; noted, HeldCurve
+       |                                  '-- inputs: one use less each, UseCounts; the last use forgets them
+       '--> in use by autograd until it is released; one use less
+
+The rules are those of :mod:`lightning_dpx.memory.execute.values`, which does this with tensors.
+"""
+
+from lightning_dpx.memory.plan.held_memory import HeldCurve, HeldMemory, OffloadedMemory
+from lightning_dpx.memory.plan.kept_memory import KeptMemory, kept_memory
+from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
+from lightning_dpx.memory.plan.use_counts import UseCounts
+
+
+class TooOftenError(Exception):
+    """Values are computed more often than is acceptable."""
+
+
+class StepReplay:
+    """One step of a profile.
+
+    Args:
+        outline: Of the profile.
+        choice: What is dropped.
+        most_computed: How many computations are acceptable.
+
+    Attributes:
+        curve: Bytes at every event, after :meth:`run`.
+        seconds: Of all computations.
+        fetches: Seconds of each copy back from the host.
+        offloaded: What comes back from the host.
+    """
+
+    def __init__(self, outline: Outline, choice: RecomputedValues, most_computed: float) -> None:
+        profile = outline.profile
+        values = profile.values
+        self._outline = outline
+        self._choice = choice
+        self._uses = UseCounts(outline, choice)
+        self._memory = HeldMemory(choice, outline.inputs)
+        self._computations_left = most_computed
+        self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
+        self.curve = HeldCurve(len(profile.curve))
+        self.seconds = 0.0
+        self.fetches = list[float]()
+        offloaded = [index for index in choice.dropped if values[index].offloaded and values[index].storage >= 0]
+        in_order = sorted(offloaded, key=lambda index: (values[index].saved, index))
+        self.offloaded = OffloadedMemory(in_order, values, profile.prefetch_depth)
+
+    def run(self) -> tuple[int, KeptMemory]:
+        """The most bytes that are there at any event, and what is kept.
+
+        Raises:
+            TooOftenError: more is computed than is acceptable.
+        """
+        profile = self._outline.profile
+        kept = kept_memory(self._outline, self._choice, self.offloaded.order)
+        for value in kept.compressed:  # it is expanded once, to compare
+            self._note_spot(max(0, value.saved - 1), value.compact + value.num_bytes)
+        event = 0
+        for request in profile.requests:
+            self._advance(event, request.event)
+            event = request.event
+            self._serve(request.value, event, request.released)
+        self._advance(event, len(profile.curve))
+        return self.curve.end(kept.curve), kept
+
+    def _note_spot(self, event: int, beside: int) -> None:
+        self.curve.note_spot(event, self._memory.num_bytes + self.offloaded.on_the_way.num_bytes + beside)
+
+    def _advance(self, start: int, stop: int) -> None:
+        """Notes what is held between two requests."""
+        memory = self._memory
+        ends = memory.ends
+        event = start
+        while event < stop:
+            memory.release_until(event)
+            until = min(stop, ends[0][0]) if ends else stop
+            self.curve.note_span(until - event, memory.num_bytes + self.offloaded.on_the_way.num_bytes)
+            event = until
+
+    def _serve(self, wanted: int, event: int, released: int) -> None:
+        """A request of backward, for the value ``wanted``, which it uses until ``released``."""
+        memory = self._memory
+        memory.now = event
+        self._uses.advance(event)
+        memory.release_until(event)
+        if not self._choice.lazy[wanted]:
+            return
+        if not memory.there[wanted]:
+            self._compute(wanted, event)
+        in_use = memory.in_use
+        in_use[wanted] = max(in_use[wanted], released)
+        value = self._outline.profile.values[wanted]
+        if value.picked:  # autograd uses the memory of the whole call
+            (call,) = value.inputs
+            in_use[call] = max(in_use[call], released)
+        self._use(wanted)
+
+    def _compute(self, wanted: int, event: int) -> None:
+        """Makes ``wanted`` and whatever is missing on the way to it."""
+        inputs = self._outline.inputs
+        there = self._memory.there
+        stack = [wanted]
+        made = set[int]()
+        later = list[int]()  # whose inputs are used up only when ``wanted`` is there
+        self._nested_uses = None
+        while stack:
+            index = stack[-1]
+            if there[index]:
+                stack.pop()
+                continue
+            missing = [source for source in inputs[index] if not there[source]]
+            if missing:
+                if len(missing) > 1:
+                    missing.sort(key=self._has_all_inputs, reverse=True)
+                stack += missing
+                continue
+            stack.pop()
+            self._make(index, event)
+            self._release_nested(wanted, index)
+            if later or (index in made and not self._choice.uncached[index]):
+                later.append(index)
+            else:
+                made.add(index)
+                self._use_inputs(index)
+            self._memory.kept.clear()
+        for index in later:
+            self._use_inputs(index)
+
+    def _make(self, index: int, event: int) -> None:
+        """The value is computed or fetched: its inputs are there."""
+        memory = self._memory
+        memory.there[index] = True
+        self._computations_left -= 1
+        if self._computations_left < 0:
+            raise TooOftenError
+        value = self._outline.profile.values[index]
+        if index in self.offloaded:
+            self.fetches.append(value.copying)
+            self.offloaded.fetch(index)
+        else:
+            self.seconds += value.seconds
+        size = self._choice.sizes[index]
+        if size:
+            memory.num_bytes += size
+        else:
+            for source in memory.viewed(index):
+                memory.views[source] += 1
+        self._note_spot(event, self._choice.beside[index])
+
+    def _has_all_inputs(self, index: int) -> bool:
+        there = self._memory.there
+        return all(there[source] for source in self._outline.inputs[index])
+
+    def _release_nested(self, wanted: int, index: int) -> None:
+        """Forgets what ``index`` was made from, of nested values, but for what is needed until ``wanted`` is there."""
+        nested = self._choice.nested
+        sources = [source for source in self._outline.inputs[index] if nested[source]]
+        if not sources:
+            return
+        if self._nested_uses is None:
+            self._nested_uses = self._nested_uses_to_come(wanted)  # without those of ``index``, which is there
+        else:
+            for source in sources:
+                self._nested_uses[source] = self._nested_uses.get(source, 0) - 1
+        for source in sources:
+            if self._nested_uses.get(source, 0) > 0:
+                self._memory.kept.add(source)
+            else:
+                self._memory.forget(source)
+
+    def _nested_uses_to_come(self, wanted: int) -> dict[int, int]:
+        """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
+        nested = self._choice.nested
+        uses = dict[int, int]()
+        stack = [wanted]
+        seen = {wanted}
+        while stack:
+            index = stack.pop()
+            if self._memory.there[index]:
+                continue
+            for source in self._outline.inputs[index]:
+                if nested[source]:
+                    uses[source] = uses.get(source, 0) + 1
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return uses
+
+    def _use_inputs(self, index: int) -> None:
+        """The inputs of a value have been used to make it."""
+        uncached = self._choice.uncached
+        for source in self._outline.inputs[index]:
+            if not uncached[index]:
+                self._use(source)
+            elif uncached[source] and not self._choice.nested[source]:
+                self._memory.forget(source)
+
+    def _use(self, index: int) -> None:
+        """A value has been used once; after the last time, or where it is made for each, it is forgotten."""
+        choice = self._choice
+        left = self._uses.left
+        stack = [index]
+        while stack:
+            index = stack.pop()
+            left[index] -= 1
+            if not choice.lazy[index]:
+                continue
+            if choice.uncached[index] or left[index] <= 0:
+                self._memory.forget(index)
+            if left[index] <= 0:
+                left[index] = self._uses.of_backward[index]
+                if choice.uncached[index]:
+                    stack += self._outline.inputs[index]
