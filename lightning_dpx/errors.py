@@ -81,7 +81,7 @@ class CollectiveError(DPXError, RuntimeError):
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and the message of somebody else's ``error``, also where its own ``__str__`` fails."""
+    """The type and the message of a foreign ``error``, also where its own ``__str__`` fails."""
     try:
         message = str(error)
     except Exception as failure:  # noqa: BLE001  the user's own code

@@ -1,6 +1,6 @@
 """How far planning is, on standard error, for people who wait longer than two seconds.
 
-What plans tells where it is, wherever it is (:func:`at`); whoever started it decides whether anybody shall see that
+What plans tells where it is, wherever it is (:func:`at`); what started it decides whether that is shown
 (:func:`shown`). Nothing is written unless standard error is a terminal.
 """
 

@@ -3,7 +3,7 @@
 Valid for eager and for compiled steps alike. A dispatch mode (``MemoryTrace``) is not: ``torch.compile`` runs the plain
 Python code for as long as one is active, inside compiled code there would be no operators to see, and autograd adds up
 the gradients of a parameter of many uses out of place. The profiler (``torch.profiler``) reports every block that the
-CPU allocator gives out or takes back, whoever asks for it.
+CPU allocator gives out or takes back, wherever that is asked for.
 """
 
 from collections.abc import Callable, Iterator

@@ -167,7 +167,7 @@ def compare_plans(
 def _keep_freed_memory() -> None:
     """Glibc hands large blocks back to the system and asks for them again, by rules that depend on the order of events.
 
-    Whether a step pays for that is chance, so for the time of the bench nobody does.
+    Whether a step pays for that is chance, so for the time of the bench no step does.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         trim_threshold = -1

@@ -26,7 +26,7 @@ from lightning_dpx.reducers import REDUCERS, GradientReducer, make_reducer
 from lightning_dpx.torch_compat import foreach_copy_
 
 SIZES = ("1e5", "1e6", "1e7", "2.5e7", "1e8", "resnet50", "gpt2")
-SETTLE_SECONDS = 0.05  # thread pools spin on for a while, and would take the cores of whoever comes next
+SETTLE_SECONDS = 0.05  # thread pools spin on for a while, and would take the cores of what comes next
 PEER = "ddp all-reduce"
 LIMIT = "copy limit"
 
@@ -164,7 +164,7 @@ def compare_reductions(
         BenchError: a size is not known, or a process of the peer failed.
     """
     placed = [canonical_device(device) for device in devices]
-    shapes = {size: shapes_of(size) for size in sizes}  # before processes start that nobody will ask
+    shapes = {size: shapes_of(size) for size in sizes}  # before processes start that will not ask
     backend = "nccl" if has_nccl(placed) else "gloo"
     progress(f"starting {len(placed)} processes for {PEER} ({backend})")
     peers = _Peers(len(placed), backend)

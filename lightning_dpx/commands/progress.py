@@ -6,7 +6,7 @@ _WIDTH = 100
 
 
 def progress(text: str) -> None:
-    """Tells it on standard error, over what was told before; nothing where nobody looks."""
+    """Tells it on standard error, over what was told before; nothing without a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{'dpx: ' + text[:_WIDTH]:{_WIDTH}}")
         sys.stderr.flush()

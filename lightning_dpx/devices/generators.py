@@ -12,7 +12,7 @@ from lightning_dpx.torch_compat import DisableFuncTorch
 
 
 def host_random_state() -> torch.Tensor:
-    """A snapshot of the process-wide CPU generator, to notice that somebody drew from it."""
+    """A snapshot of the process-wide CPU generator, to notice that it was drawn from."""
     return torch.get_rng_state()
 
 

@@ -89,7 +89,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _available_bytes() -> int:
-    """Of the host: free pages, and those of files that Linux gives up for whoever asks."""
+    """Of the host: free pages, and those of files that Linux gives up on demand."""
     if not os.path.exists("/proc/meminfo"):
         return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
     with open("/proc/meminfo", encoding="ascii") as file:

@@ -13,7 +13,7 @@ DEFAULT_DEVICES = 8
 
 
 class SimAccelerator(Accelerator):
-    """Devices made by :func:`lightning_dpx.simulate`, or by this class where nobody did."""
+    """Devices made by :func:`lightning_dpx.simulate`, or by this class where it was not called."""
 
     def setup_device(self, device: torch.device) -> None:
         """Makes the root device current.

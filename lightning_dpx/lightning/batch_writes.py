@@ -113,7 +113,7 @@ class BatchWrites:
         self._is_watching = False
 
     def is_for(self, module: LightningModule) -> bool:
-        """Whether somebody looks at the batch that comes, after its step; if not, the last one is forgotten."""
+        """Whether a hook looks at the next batch after its step; if not, the last one is forgotten."""
         trainer: Any = module.trainer
         stage = trainer.state.stage
         num_callbacks = len(trainer.callbacks)
@@ -129,7 +129,7 @@ class BatchWrites:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks at the batch after its step."""
+        """Whether a hook looks at the batch after its step."""
         return self._shown is not _MISSING
 
     def show(self, batch: Any) -> Any:

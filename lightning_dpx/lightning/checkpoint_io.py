@@ -89,6 +89,6 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # of another user
         return True
     return process != os.getpid()  # of which no save is under way

@@ -1,7 +1,7 @@
 """Tensors that an optimizer changes although they are no parameters of the module.
 
 A temperature ``self.log_alpha = torch.zeros(1, requires_grad=True)``, or layers in a plain list: a replica holds a copy
-of them whose gradient nobody collects. So a training step whose optimizers change any gets its batches whole.
+of them whose gradient is not collected. So a training step whose optimizers change any gets its batches whole.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -158,7 +158,7 @@ class OneDevice(Run):
         """Nothing was timed."""
 
     def mark_changed(self) -> None:
-        """Nobody has copies of the parameters."""
+        """There are no copies of the parameters."""
 
     def release_cores(self) -> None:
         """There are no workers."""

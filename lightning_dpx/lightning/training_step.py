@@ -10,7 +10,7 @@
     after_backward  the leaf's gradient --TrainingStep.backward--> gradients of every replica
                                         --TrainingStep.reduce---> their sums on the owners
 
-A batch that one replica gets whole, with nobody else to wait for, takes the way of one device: see OneDevice.
+A batch that one replica gets whole, with no other process to wait for, takes the way of one device: see OneDevice.
 """
 
 from typing import TYPE_CHECKING, Any

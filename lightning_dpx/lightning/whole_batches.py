@@ -123,5 +123,5 @@ def rows_to_weigh_by(batch: Any) -> int:
         return 1
     try:
         return next((rows for rows in batch_sizes_in(batch) if rows is not None), 1)
-    except Exception:  # noqa: BLE001  whatever objects raise that nobody iterates over on one device
+    except Exception:  # noqa: BLE001  whatever objects raise over which one device does not iterate
         return 1

@@ -74,7 +74,7 @@ def search_plan(
         num_trials: Steps of the grid of ``"search"``.
         device: What to plan for, such as ``"cuda"``; unless given, where the module is, with times measured there.
             For another one, the step runs on fake tensors (for the host, each different operator is tried once beside),
-            times come from FLOPs and bytes moved, and nobody proves that what is computed again is the same;
+            times come from FLOPs and bytes moved, and no run proves that what is computed again is the same;
             :attr:`MemoryPlan.basis` says so. A step that fake tensors cannot run is run on a part of its
             rows (of dim 0) instead, with a warning.
         plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
@@ -280,7 +280,7 @@ class AppliedPlan:
     Args:
         module: What runs.
         plan: Which.
-        watches: Whether somebody looks at what is ``unknown``. Then the first steps are followed tensor by tensor,
+        watches: Whether the caller looks at what is ``unknown``. Then the first steps are followed tensor by tensor,
             and as many again after one that was another than those before.
 
     Attributes:

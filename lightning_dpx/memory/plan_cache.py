@@ -225,7 +225,7 @@ def found_or_planned(
 
 
 def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: Any) -> str:
-    """The key of a step's profiles; empty where nobody can tell what the step depends on.
+    """The key of a step's profiles; empty where it cannot be told what the step depends on.
 
     Args:
         module: What runs.
@@ -269,7 +269,7 @@ def _checksum(text: str) -> str:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Of all that a profile and a plan come from; of this package also its files, which somebody may be working on."""
+    """Of all that a profile and a plan come from; of this package also its files, which may be under development."""
     folder = Path(__file__).parents[1]
     files = sorted(path for path in folder.rglob("*.py"))
     own = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]

@@ -1,7 +1,7 @@
 """Which Python objects lead to a module or a tensor: only those are per replica, all others are shared.
 
 The walk follows what an object refers to, as Python's garbage collector sees it, so that it knows containers, slots,
-closures, partial functions and classes that nobody told it about. It stops at what is code or belongs to the
+closures, partial functions and classes that were not registered. It stops at what is code or belongs to the
 framework: classes, modules of Python, the globals of functions, and whatever the caller names.
 """
 
@@ -25,7 +25,7 @@ ATOMS: frozenset[type] = frozenset(
         torch.layout, torch.memory_format, torch.Size,
     }
 )  # fmt: skip
-# Objects that are seen, but whose content is nobody's business.
+# Objects that are seen, but whose content is not looked at.
 _OPAQUE = (types.ModuleType, types.MappingProxyType, types.FrameType, types.TracebackType, memoryview, torch.Generator)
 
 MUTABLE: tuple[type, ...] = (list, dict, set, deque)

@@ -6,7 +6,7 @@ over all of that once and notes, for every object that can be written to, what i
 
 [Note: hidden state] Of some objects Python cannot see all that they hold: an iterator's position, a file's, the inside
 of a compiled class. A type shows all of it if its instances take no more bytes than its slots, ``__dict__`` and weak
-references explain. An object of any other type that is not known to be constant is *hidden*: nobody can tell whether
+references explain. An object of any other type that is not known to be constant is *hidden*: it cannot be told whether
 it was written to.
 """
 
@@ -96,11 +96,11 @@ class ObjectState:
     Args:
         modules: Whose attributes; modules behind them that are not among these are an obstacle.
         follow_code: Also what their classes hold, and the globals that the code of these names; but not of installed
-            packages, whose files nobody writes for one model.
+            packages, whose files are not written for one model.
         copies: Keep what arrays hold, to put it back; not only their checksums.
 
     Attributes:
-        obstacle: Why nobody can tell whether something changed; empty if one can.
+        obstacle: Why it cannot be told whether something changed; empty if it can.
         outside: Modules that are not among ``modules``.
     """
 
@@ -232,7 +232,7 @@ class ObjectState:
             if is_generator(value):
                 self._entries.append(_Entry(path, value, state_of, put_back))
             elif value is not torch.default_generator:
-                self._stop(f"{path} draws random numbers that nobody can draw again")
+                self._stop(f"{path} draws random numbers that cannot be drawn again")
         elif isinstance(value, np.ndarray | bytearray) or _is_buffer(value):
             self._add_array(path, value)
         elif isinstance(value, weakref.ref):
@@ -246,7 +246,7 @@ class ObjectState:
         elif isinstance(value, functools.partial | types.MappingProxyType):
             self._waiting += [(path, one) for one in gc.get_referents(value) if not isinstance(one, type)]
         elif _is_hidden(value):
-            self._stop(f"{path} is a {type(value).__name__}, whose state nobody can see")
+            self._stop(f"{path} is a {type(value).__name__}, whose state cannot be seen")
         else:
             self._add_object(path, value)
 

@@ -1,4 +1,4 @@
-"""The generators of ``random`` and of NumPy: whether somebody has drawn from them, without copying them each time.
+"""The generators of ``random`` and of NumPy: whether they were drawn from, without copying them each time.
 
 Copying takes 40 us, which is much for something that is asked twice at every call of a module. What CPython and NumPy
 keep of a generator lies in one piece of memory; to see that nothing was drawn it is enough to read that. Whether the
@@ -35,7 +35,7 @@ class ProcessGenerators:
 
     @property
     def holds_a_number(self) -> bool:
-        """Whether NumPy has drawn a normal number that it has yet to give out: nobody sees it go."""
+        """Whether NumPy has drawn a normal number that it has yet to give out: its end leaves no trace."""
         return self._numpy is not None and bool(self._numpy[3])
 
     def _all(self) -> list[Any]:
@@ -44,7 +44,7 @@ class ProcessGenerators:
 
 
 class GeneratorWatch:
-    """Gives the same object again as long as nobody has drawn."""
+    """Gives the same object again as long as nothing was drawn."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[Any, ...], ProcessGenerators] | None = None

@@ -155,7 +155,7 @@ def between_processes(what: str, call: Callable[[], Result]) -> Result:
 
 
 def is_loss_of_a_process(error: BaseException) -> bool:
-    """Whether torch.distributed raised ``error`` for lack of another process, and nobody has called the roll yet."""
+    """Whether torch.distributed raised ``error`` for lack of another process, and the roll has not been called yet."""
     if isinstance(error, CollectiveError):
         return False
     return isinstance(error, distributed.DistError) or (

@@ -133,7 +133,7 @@ def _read(told: bytes) -> dict[int, str]:
 
 
 def _judge(others: list[int], answers: dict[int, str]) -> dict[int, str]:
-    """Who failed or does not answer; only if nobody did, those that are somewhere else."""
+    """Who failed or does not answer; only if none did, those that are somewhere else."""
     gone = {rank: answers.get(rank, "") for rank in others}
     gone = {rank: what for rank, what in gone.items() if not what or what.startswith("failed")}
     return gone or {rank: what for rank, what in answers.items() if what != _WAITS}

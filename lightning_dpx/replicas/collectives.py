@@ -2,7 +2,7 @@
 
 All participants exchange one value each and continue together. A participant that ends its step, with or without an
 error, while others wait for it, breaks the meeting: they get an error that says who is missing, at once. Replicas that
-run in line take turns: whoever has to wait hands over to the next, so that one runs at a time and always in the same
+run in line take turns: one that has to wait hands over to the next, so that one runs at a time and always in the same
 order; threads for the waiting ones are made only when a step really meets.
 """
 
@@ -18,7 +18,7 @@ import torch
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.replicas.context import ReplicaRank, outside_step
 
-# Ctrl-C that comes just before a thread begins to wait is heard when it wakes: so nobody waits longer at a time.
+# Ctrl-C that comes just before a thread begins to wait is heard when it wakes: so no wait is longer at a time.
 WAIT_SECONDS = 1.0
 
 
@@ -38,7 +38,7 @@ class Rendezvous:
     Args:
         world_size: Participants, with ranks 0 to ``world_size - 1``.
         in_turns: One participant runs at a time, the lowest rank that can go on first.
-        refusal: Why nobody can meet here, if so.
+        refusal: Why no rendezvous is possible here, if so.
         start_others: Called once, by the first participant to wait in turns; starts the participants that have not
             begun, each of which calls :meth:`begin`.
         deadline: Seconds that a participant waits for the others; no limit unless given.
@@ -127,7 +127,7 @@ class Rendezvous:
     def end(self, rank: int) -> None:
         """The participant has finished its run or failed."""
         if self._in_turns and not self._started:
-            self._ended.add(rank)  # nobody else runs, so nobody waits
+            self._ended.add(rank)  # no other runs, so none waits
             return
         with self._changed:
             self._ended.add(rank)
@@ -135,7 +135,7 @@ class Rendezvous:
             self._hand_over()
 
     def abandon(self) -> None:
-        """Nobody waits for the participants: those that wait for each other hear of it."""
+        """The participants are given up: those in a rendezvous get an error."""
         self._abandoned = True
         self._refusal = "the step was interrupted"
         # One of them may be in the middle of what all met for, an optimizer's step, say; it tells the others then.
@@ -147,7 +147,7 @@ class Rendezvous:
                 self._changed.release()
 
     def _settle(self) -> None:
-        """Once nobody else can come: those that wait go on, together or in part, or hear that they cannot."""
+        """Once no other can come: those that wait go on, together or in part, or hear that they cannot."""
         if not self._arrived or len(self._arrived) + len(self._ended) < self.world_size or self._appointed:
             return
         kinds = {rank: arrival.kind for rank, arrival in sorted(self._arrived.items())}

@@ -21,7 +21,7 @@ class RendezvousPlace(Protocol):
         """What ``act`` makes of all values."""
 
     def abandon(self) -> None:
-        """Nobody waits for the participants any more."""
+        """The participants are given up."""
 
 
 class InterProcess(Protocol):
@@ -67,7 +67,7 @@ class ReplicaRank:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to meet, in this process or another."""
+        """Whether there is no other to meet, in this process or another."""
         return self.world_size == 1 and self.rendezvous_slot.beyond is None
 
     def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list, *, optional: bool = False) -> Any:

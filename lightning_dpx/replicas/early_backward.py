@@ -40,7 +40,7 @@ class ExpectedGradient:
 
     Attributes:
         value: A number, or a tensor of one that lives on an accelerator.
-        is_certain: Nothing of the user's stands between the loss and its backward, so that nobody need look.
+        is_certain: Nothing of the user's stands between the loss and its backward, so that no check is needed.
     """
 
     value: float | torch.Tensor = 1.0

@@ -47,7 +47,7 @@ def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether ``value`` is an object of somebody's class whose attributes may change."""
+    """Whether ``value`` is an object of a user's class whose attributes may change."""
     return hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE)
 
 

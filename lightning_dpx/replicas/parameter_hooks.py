@@ -28,7 +28,7 @@ class ParameterHooks:
             return None
         now = self._hooks_now()
         different = [index for index in {**self._hooks, **now} if self._hooks.get(index) != now.get(index)]
-        if not different:  # else whoever asks next must be told, too
+        if not different:  # else the next caller must hear of it, too
             self._next = RemovableHandle.next_id
         return min(different, default=None)
 

@@ -1,7 +1,7 @@
 """Plain Python state of the replicas: one set of objects for all; tensors and submodules per replica.
 
 Replicas hold the same Python objects wherever those neither are nor hold a tensor or a submodule (see ``replicate``),
-so most of what hooks and steps change needs nobody to carry it. What is left for this file:
+so most of what hooks and steps change need not be carried. What is left for this file:
 
 - an attribute that a hook set on the user's module: before a step the replicas get it;
 - an attribute that steps rebind: the first replica's value counts, so ``self.count += 1`` counts once a step;
@@ -49,7 +49,7 @@ class PythonState:
     Args:
         replicas: K replicas that are equal now.
         private: Names of attributes that belong to the framework.
-        skip: Types of submodules that somebody else looks after.
+        skip: Types of submodules that are looked after elsewhere.
         keep: Objects that are shared whatever they hold.
     """
 
@@ -374,7 +374,7 @@ class PythonState:
     # ---- structure and hooks ----
 
     def note_hooks_of_parameters(self) -> None:
-        """Somebody else has seen to it that hooks of parameters do no harm."""
+        """It has been seen to elsewhere that hooks of parameters do no harm."""
         self._parameter_hooks = ParameterHooks(self._root.parameters)
 
     def _check_hooks_of_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""A tensor of another device that is copied when somebody first uses it.
+"""A tensor of another device that is copied when it is first used.
 
 Containers on the module may hold thousands of tensors, such as the outputs of an epoch. A replica that only appends to
 such a list must not pay for a copy of what is in it; one that reads it must find tensors on its own device.

@@ -221,7 +221,7 @@ class ReplicaSet:
         self.draws = DrawWatch(module)
         self._callers_threads: int | None = None
         self._walked_apart = False
-        self.times: StepTimes | None = None  # of the step that somebody watches
+        self.times: StepTimes | None = None  # of the step that is watched
 
     @property
     def output_dim(self) -> int:
@@ -394,7 +394,7 @@ class ReplicaSet:
         if counted.num_rows == 0:
             return [self.whole_slice(batch, 0)]
         sizes = self.sizes(counted.num_rows)
-        # Who gets all rows needs no slice, so that what could not be cut is nobody's concern.
+        # Who gets all rows needs no slice, so that what could not be cut does not matter.
         one_gets_all = sum(size > 0 for size in sizes) == 1
         parts = [batch if size else None for size in sizes] if one_gets_all else counted.cut(sizes)
         self._begin_timing(sizes)
@@ -507,7 +507,7 @@ class ReplicaSet:
         self._walked_apart = True
 
     def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
-        """Several in line on the host, once a backward met nobody, and while nobody wants to see them apart."""
+        """Several in line on the host, once a backward met no other, and while they are not watched apart."""
         seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
         in_line = self._is_on_host and isinstance(self._executor, InlineExecutor)
         return len(slices) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
@@ -583,7 +583,7 @@ class ReplicaSet:
 def end_failed_step(
     modules: Iterable[nn.Module], devices: Iterable[torch.device] = (), *, interrupted: bool = False
 ) -> None:
-    """Whoever gets the error of a step finds nothing of it running, or writing to a module; within a bound.
+    """After the error of a step nothing of it is running, or writing to a module; within a bound.
 
     Args:
         modules: The module, or its replicas.

@@ -58,7 +58,7 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
         devices: K devices, repeated ones allowed.
         keep: Objects that all replicas share by reference, whatever they hold.
         existing: Per replica, parameters by name that it takes instead of copies.
-        private: Types of submodules of which nothing is shared, because somebody else brings their state together.
+        private: Types of submodules of which nothing is shared, because their state is brought together elsewhere.
         shared: Submodules that all replicas share, and that stay where they are.
         micro_batches: Per device, how many replicas it has, which share the parameters of the first of them; one
             unless given.

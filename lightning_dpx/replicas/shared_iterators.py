@@ -98,7 +98,7 @@ class SharedIterator(IteratorProxy):
         vars(self).update(_home=home, _lock=threading.Lock(), _taken=list(taken), _places={}, _may_fetch=True)
 
     def _take(self, fetch: Callable[[Any], Any]) -> Any:
-        """The next item of whoever asks: each replica has its own place in what the step has taken so far."""
+        """The next item of the caller: each replica has its own place in what the step has taken so far."""
         state = vars(self)
         rank = current_rank()
         number = 0 if rank is None else rank.rank
@@ -265,7 +265,7 @@ class IteratorsOfStep:
                 _write_to_space(place[1], place[2], shared)
 
     def rewind(self, *, may_fetch: bool) -> None:
-        """Whoever asks from here on gets the items that were taken in this step, from the first one.
+        """Callers from here on get the items that were taken in this step, from the first one.
 
         Args:
             may_fetch: Whether more than these may be taken.

@@ -181,7 +181,7 @@ class BatchSlicer:
         name: ... what to call it in messages.
 
     Attributes:
-        loaders: See :func:`slice_batch`; whoever knows the loaders sets it.
+        loaders: See :func:`slice_batch`; set where the loaders are known.
     """
 
     def __init__(self, batch_dim: BatchDim, slicer: Slicer | None = None, name: str = "") -> None:

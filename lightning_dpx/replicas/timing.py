@@ -1,4 +1,4 @@
-"""How long every replica works in a step, for whoever wants to see it."""
+"""How long every replica works in a step, for callbacks that watch it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from lightning_dpx.devices import Stopwatch, synchronize
 
 
 class StepTimes:
-    """Times one step; the steps that nobody gave one to are not touched.
+    """Times one step; the steps without one are not touched.
 
     Args:
         devices: K devices.
@@ -35,7 +35,7 @@ class StepTimes:
         return watch
 
     def watch_alone(self, stage: str) -> Stopwatch:
-        """The same for whoever runs the whole step, if it turns out that nobody was watched more closely."""
+        """The same for what runs the whole step, if it turns out that no replica was watched more closely."""
         watch = Stopwatch(self.devices[0])
         self._alone.append((stage, watch))
         return watch

@@ -1,6 +1,6 @@
 """Micro-batches whose gradients depend on the outputs of all: forward without a graph, and once more with one.
 
-    first    slices --forward, nothing kept--> outputs of all rows --> somebody's loss --> its gradients
+    first    slices --forward, nothing kept--> outputs of all rows --> the caller's loss --> its gradients
     second   slice --random numbers and buffers as in the first--forward--> graph --backward--> parameters' gradients
                 +-- the next slice, when the graph of this one is gone
 

@@ -144,7 +144,7 @@ class _Turns:
         return {}
 
     def abandon(self) -> None:
-        """Nobody waits any more for those that run."""
+        """Tasks that still run are given up."""
         self.abandoned = True
         self.meeting.abandon()
         _give_up(self._tasks, {index: task for index, (_, task) in self._threads.items()})
@@ -238,7 +238,7 @@ class ThreadedExecutor(Executor):
         self._threads: list[threading.Thread] = []
         self._threads_per_lane = intra_op_threads
         self._process = os.getpid()
-        weakref.finalize(self, _end, self._inboxes)  # whoever forgets to close it leaves no threads behind
+        weakref.finalize(self, _end, self._inboxes)  # where it is never closed, no threads stay behind
 
     @property
     def on_host(self) -> bool:
@@ -333,7 +333,7 @@ class ThreadedExecutor(Executor):
     def _abandon(
         self, tasks: Sequence[Task], running: "dict[int, RunningTask]", rendezvous_slot: RendezvousSlot
     ) -> None:
-        """Nobody waits for this run any more: its lanes end, those in the middle of a task as soon as they can."""
+        """This run is given up: its lanes end, those in the middle of a task as soon as they can."""
         rendezvous_slot.abandoned = True
         assert rendezvous_slot.meeting is not None, "of this run"
         rendezvous_slot.meeting.abandon()

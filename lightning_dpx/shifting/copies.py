@@ -18,7 +18,7 @@ class Extent:
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
-        start = 4096 + tensor.storage_offset() * size  # nobody reads there; an address of 0 means "none" to numpy
+        start = 4096 + tensor.storage_offset() * size  # nothing reads there; an address of 0 means "none" to numpy
         self.__array_interface__ = {
             "data": (start, True),
             "shape": tuple(tensor.shape),
@@ -33,7 +33,7 @@ class Extent:
 
 
 class Lent(NamedTuple):
-    """A copy that somebody may write into.
+    """A copy that may be written into.
 
     Attributes:
         storage: Of the original. As long as this is held, no other storage gets its address.
@@ -70,7 +70,7 @@ class Copies:
         self._lent: dict[int, list[Lent]] = {}  # by the original's storage, which its views share
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Whoever writes into a copy writes past the original, and all that read the original, or a view, differ."""
+        """What is written into a copy misses the original, and all that read the original, or a view, differ."""
         if not self._lent or not has_storage(tensor):
             return
         for lent in self._lent.get(key_of(tensor.untyped_storage()), ()):

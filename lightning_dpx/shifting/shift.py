@@ -287,7 +287,7 @@ class Shift:
             _relocate(tensor, device or self.source)
 
     def _own_tensors(self, module: nn.Module) -> list[torch.Tensor]:
-        """Parameters and buffers of the chosen submodules that nobody else uses."""
+        """Parameters and buffers of the chosen submodules that no other submodule uses."""
         inside = [child for name in self.chosen for child in module.get_submodule(name).modules()]
         members = set(inside)
         # A tied weight stays where the rest of the module uses it; the shifted part gets a copy in every step.

@@ -30,7 +30,7 @@ class View(Protocol):
 
 _MOST_ITEMS = 64  # of a container: a vocabulary holds no optimizers, and this is asked in every step
 _VIEW: ContextVar[View | None] = ContextVar("lightning_dpx_view", default=None)
-# One for each block of `viewed` that is open anywhere in the process. While there is none, nobody need ask for the
+# One for each block of `viewed` that is open anywhere in the process. While there is none, no caller need ask for the
 # current view: Lightning asks a strategy for its module 40 times a step, and a context variable costs 40 ns each time.
 OPEN_VIEWS: list[View | None] = []
 

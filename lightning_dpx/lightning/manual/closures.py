@@ -39,7 +39,7 @@ class Command:
 
 
 class AbandonedStep(BaseException):
-    """Unwinds an optimizer whose replicas have failed; nobody outside of this file sees it."""
+    """Unwinds an optimizer whose replicas have failed; it is not seen outside of this file."""
 
 
 class ClosureRounds:

@@ -257,7 +257,7 @@ class ReplicaView:
 
 @contextmanager
 def optimizers_checked() -> Iterator[None]:
-    """An optimizer of a replica's parameters that nobody knew of may not step on its own, for a while."""
+    """An optimizer of a replica's parameters that was not known may not step on its own, for a while."""
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         view = current_view()
@@ -375,7 +375,7 @@ def _read(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_method_of(value: Any, owner: Any) -> bool:
-    """Bound to it, or to the optimizer that it wraps, or put on it by somebody (schedulers do that to ``step``)."""
+    """Bound to it, or to the optimizer that it wraps, or put on it from outside (schedulers do that to ``step``)."""
     bound = getattr(value, "__self__", None)
     return bound is not None and (bound is owner or isinstance(bound, Optimizer | LRScheduler))
 

@@ -67,7 +67,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back, in place: whoever holds one of the objects sees it as it was."""
+        """Puts everything back, in place: other references to one of the objects see it as it was."""
         for tensor, value in self._tensors:
             if tensor.shape == value.shape:
                 tensor.copy_(value)

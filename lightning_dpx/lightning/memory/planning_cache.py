@@ -48,7 +48,7 @@ class PlanningCache:
         """The profiles of some steps: of an earlier run, or else from ``make``.
 
         Args:
-            keys: Of each step; empty where nobody knows.
+            keys: Of each step; empty where they are not known.
             make: Profiles all steps.
             agree: Whether all processes of the run say yes.
             anew: Whether what an earlier run has kept is known to be wrong.

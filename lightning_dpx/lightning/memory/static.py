@@ -46,7 +46,7 @@ class StaticMemory:
     def _lasting(self, device: torch.device) -> int:
         """All the time: allocated now, or about to be."""
         parameters = self._parameters(device)
-        if is_host(device):  # where nobody counts
+        if is_host(device):  # where memory is not counted
             buffers = [
                 b
                 for batch_slice in self.slices
@@ -70,7 +70,7 @@ class StaticMemory:
 
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:
-    """Optimizer state that the owners of ``parameters`` will hold, and that nobody counts yet."""
+    """Optimizer state that the owners of ``parameters`` will hold, and that is not counted yet."""
     copies = max((states_of(optimizer) for optimizer in optimizers), default=2)
     there = sum(len(optimizer.state) for optimizer in optimizers) > 0
     bytes_by_device: dict[torch.device, int] = {}

@@ -279,7 +279,7 @@ class StepMemory(NoStepMemory):
         )
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
-        """The training step of a stand-in, whose logs nobody reads: ``run(module, rows, num_rows)``."""
+        """The training step of a stand-in, whose logs are not read: ``run(module, rows, num_rows)``."""
         session = self._session
         strategy = self._session.strategy
         guest = ManualGuest(strategy, session.module, session.step.owner_parameters, session.replicas.devices)

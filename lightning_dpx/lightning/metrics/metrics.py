@@ -4,7 +4,7 @@ A metric need not be additive: ``RunningMean`` counts its updates, ``BootStrappe
 ``MinMaxMetric`` compares values of whole batches. So the states of copies are never merged. During a step the metric's
 methods collect what every replica gives them, and the user's metric is called once with the joined arguments, in the
 order of the rows: ``update`` and ``reset``, which return nothing, after the step; ``forward`` and ``compute``, whose
-value the step may use, where the replicas meet in them. Nobody but the user ever resets a metric.
+value the step may use, where the replicas meet in them. Only the user ever resets a metric.
 """
 
 import types
@@ -230,7 +230,7 @@ class ReplicaMetrics:
                 self._install()
 
     def _call_pending(self) -> None:
-        """After the step, or before a value is computed in it: what the replicas have called and nobody waits for."""
+        """After the step, or before a value is computed in it: what the replicas called without waiting for it."""
         step = self._step
         assert step is not None, "only called in a step"
         keys = dict.fromkeys(key for calls in step.pending for key in calls)

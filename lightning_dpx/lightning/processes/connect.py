@@ -51,7 +51,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     thread = threading.Thread(target=join, name="dpx-connect", daemon=True)
     thread.start()
     thread.join(timeout + _GRACE)
-    why = failures[0] if failures else "somebody answers there who is not one of them" if thread.is_alive() else None
+    why = failures[0] if failures else "another program answers there" if thread.is_alive() else None
     if why is None:
         start_roll_call()
         if ours:
@@ -98,7 +98,7 @@ def agree(mine: Fingerprint) -> None:
         difference = _first_difference(everyone[0], theirs)
         if difference is not None:
             what, first, other = difference
-            with suppress(RuntimeError):  # whoever leaves first must not take the answer away from the others
+            with suppress(RuntimeError):  # the first to leave must not take the answer away from the others
                 distributed.barrier()
             raise ReplicationError(
                 f"The processes do not train the same thing: {what} is {first} on rank 0 and {other} on rank {rank}."

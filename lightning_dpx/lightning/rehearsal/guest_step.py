@@ -25,7 +25,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
 )
 from lightning_dpx.torch_compat import disable_current_modes
 
-_HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a real step, so nobody shall see them go
+_HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a real step, so their end must not be seen
 
 _HIDDEN: "weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, Any]]]" = weakref.WeakKeyDictionary()
 
@@ -61,7 +61,7 @@ class ManualGuest:
 
     @contextmanager
     def visit(self, shadow: Any) -> Iterator[None]:
-        """A step of ``shadow`` in here; nobody who watches operators or saved tensors sees what is prepared for it.
+        """A step of ``shadow`` in here; what watches operators or saved tensors does not see it prepared.
 
         Raises:
             PlanError: no copies of the optimizers can be made.

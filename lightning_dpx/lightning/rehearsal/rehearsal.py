@@ -337,7 +337,7 @@ class _Rehearsal:
         strategy: Whose step it is.
         call: What the trainer called.
         loss_reduction: As given.
-        asked: Gets the iterators that somebody wanted an item of, though it could not be given back.
+        asked: Gets the iterators that were asked for an item, though it could not be given back.
 
     Attributes:
         metric_rules: How arguments of metrics are joined, as was learned.

@@ -12,9 +12,9 @@ called once more, as ``torch.utils.checkpoint`` calls it, with hooks that catch 
 [Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes parameters,
 buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
 attributes, classes and globals lead to (see :mod:`lightning_dpx.python_objects.object_state`); they lead to something
-whose state nobody can see, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
-a function mode, or talks to other processes. Random numbers, whoever draws them, and what the attributes lead to are as
-they were when the call began, and are put back. The profile makes every call once more before a plan relies on it, and
+whose state cannot be seen, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
+a function mode, or talks to other processes. Random numbers, wherever they are drawn, and what the attributes lead
+to are as they were when the call began, and are put back. The profile makes every call once more before a plan relies on it, and
 compares all numbers.
 """
 
@@ -67,7 +67,7 @@ _NORMS = (AnyBatchNorm.forward, AnyInstanceNorm.forward)
 _SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
 _HOST = torch.device("cpu")
 _REPEATING = threading.local()
-_GENERATORS = threading.Lock()  # the host's belongs to all threads: nobody else repeats random numbers at that time
+_GENERATORS = threading.Lock()  # the host's belongs to all threads: no other thread repeats random numbers at that time
 
 
 class OutputKey(NamedTuple):
@@ -136,7 +136,7 @@ class Argument:
         """The tensor as it was, if it is still there.
 
         Raises:
-            NotRecomputable: somebody has written to it.
+            NotRecomputable: it was written to.
         """
         found: torch.Tensor | None = self._reference()
         counter = self._counter if found is None else found
@@ -344,7 +344,7 @@ class Call:
                 )
 
     def _put_attributes_back(self) -> list[Any]:
-        """Whoever calls the module may have set others since, or written to what they hold; what they held now."""
+        """The caller of the module may have set others since, or written to what they hold; what they held now."""
         state = self._anatomy.state
         now = state.marks()
         if left := state.put_back(self._held, now):
@@ -425,7 +425,7 @@ class Replay:
         self._wanted[key] = size, dtype
 
     def forgo(self, key: OutputKey) -> None:
-        """Nobody will."""
+        """None will."""
         del self._wanted[key]
 
     @contextmanager
@@ -441,7 +441,7 @@ class Replay:
         """The outcome, for these arguments.
 
         Raises:
-            RuntimeError: the call does something else this time, or nobody could make it again from the start.
+            RuntimeError: the call does something else this time, or it could never be made again.
         """
         call = self.call
         outcome = ReplayOutputs()
@@ -499,7 +499,7 @@ def _described(key: OutputKey) -> str:
 
 
 def _obstacle(leaves: Collection[Any]) -> str:
-    """Why nobody can make a call again that takes this; empty if somebody can."""
+    """Why a call that takes this cannot be made again; empty if it can."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in _TENSORS or leaf.layout is not torch.strided or leaf.is_inference():
@@ -515,7 +515,7 @@ def _obstacle(leaves: Collection[Any]) -> str:
 
 
 def _obstacle_in(parts: Collection[nn.Module]) -> str:
-    """Why nobody can make calls of these modules again; empty if somebody can."""
+    """Why calls of these modules cannot be made again; empty if they can."""
     for part in parts:
         if isinstance(part, nn.SyncBatchNorm):
             return "a SyncBatchNorm in it meets the other replicas"

@@ -37,7 +37,7 @@ class _Collector:
                     gc.enable()
 
     def collect_young(self) -> None:
-        """Finds what a run in :meth:`resting` has left in cycles, unless nobody wants that ever."""
+        """Finds what a run in :meth:`resting` has left in cycles, unless that is switched off."""
         if self._was_enabled:
             gc.collect(1)
 

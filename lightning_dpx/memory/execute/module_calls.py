@@ -21,7 +21,7 @@ class _Running:
         stack: Name, number of values so far and what is noted of the running calls, innermost last.
         saved: Tensors that autograd has saved so far.
         noted: The calls that may have to be made again.
-        given: The name of the next value, where somebody else gives names.
+        given: The name of the next value, where names are given elsewhere.
         watch: Told of every call.
         hears: Whether all that autograd saves is counted.
     """
@@ -160,8 +160,8 @@ class CallNames:
         return None
 
     def hear(self, *, hears: bool) -> None:
-        """Whether :meth:`count` is told of all that is saved from now on; without that, nobody knows numbers in calls
-        that are running."""
+        """Whether :meth:`count` is told of all that is saved from now on; without that, those in running calls
+        are not known."""
         running = self._saving
         if running is None:
             return

@@ -47,7 +47,7 @@ class Replay:
         call: Which.
         given: The tensors that it takes, in the order of its arguments.
         expected: How many tensors it will save, if it draws random numbers; -1 if it draws none, and ``None`` where
-            nobody knows.
+            that is not known.
 
     Attributes:
         call: Likewise.
@@ -163,7 +163,7 @@ class Replay:
         """What autograd saves when the call is made again.
 
         Raises:
-            RuntimeError: somebody has written to what the call was given or has saved, or it does something else now.
+            RuntimeError: what the call was given or has saved was written to, or it does something else now.
         """
         call = self.call
         count = len(self._sizes)
@@ -198,7 +198,7 @@ class Replay:
             )
 
     def _written(self) -> bool:
-        """Whether somebody has written to what the call returned."""
+        """Whether what the call returned was written to."""
         return any(version_counter(counter) != version for counter, version in self._outputs)
 
     def _refuse_written(self, found: Sequence[torch.Tensor | None], output: Any) -> None:

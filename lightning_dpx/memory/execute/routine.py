@@ -128,7 +128,7 @@ def make_routine(
         wanted: The names of the values that matter.
         containers: The modules that have modules in them. A stretch does not go on across the call of one, because such
             a call may be missing in another step.
-        asked: The operators whose operands somebody has asked for.
+        asked: The operators whose operands were unpacked.
     """
     stretches: dict[Entered, tuple[Saved | None, ...]] = {}
     start = _ROOT
@@ -564,7 +564,7 @@ class Practised(Rematerialisation):
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Likewise, and notes steps that run backwards of their own, which are followed call by call for good."""
-        # Whoever looks at an attribute of a node, such as ``grad_fn._saved_input``, unpacks it as well.
+        # Code that looks at an attribute of a node, such as ``grad_fn._saved_input``, unpacks it as well.
         if self._running and current_graph_task_id() != -1:
             self._runs_backwards = True
         return super().unpack(saved)

@@ -350,7 +350,7 @@ class Rematerialisation:
         self._want_operands = True
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
-        """The value of such a tensor; nobody may write to it before backward."""
+        """The value of such a tensor; it may not be written to before backward."""
         value = Value("", "constant")
         value.keep(tensor)
         return value
@@ -510,7 +510,7 @@ class Node:
             if known is not None and known.identity is not None:
                 if self._owner.reached is not None and self._owner.read_saved(self._node, name) is None:
                     self._owner.reached.append(weakref.ref(known))
-                return known  # saved, so nobody may have written to it
+                return known  # saved, so it may not have been written to
         found = self._owner.read_saved(self._node, name)
         if found is not None:
             return found

@@ -32,7 +32,7 @@ _NAME = "disable_saved_tensors_hooks"
 
 
 class _StepAside:
-    """The stand-in, for as long as somebody needs it, in the threads that do."""
+    """The stand-in, for as long as it is needed, in the threads that need it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ class Identity(NamedTuple):
         expected = 1
         for step, size, _ in sorted(steps):
             if step != expected:
-                return False  # a part of something larger, on which nobody can rely
+                return False  # a part of something larger, that cannot be relied on
             expected *= size
         return any(step != other for step, _, other in steps)
 
@@ -62,10 +62,10 @@ class Unnamed:
         self.version = version
 
     def read(self) -> torch.Tensor:
-        """The tensor, if nobody has written to it.
+        """The tensor, if it was not written to.
 
         Raises:
-            RuntimeError: somebody has.
+            RuntimeError: it was.
         """
         if version_counter(self.tensor) != self.version:
             refuse(self.tensor, self.version, "a parameter" if self.tensor.requires_grad else "a tensor")
@@ -130,7 +130,7 @@ class Value:
             _free(self._storage)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Holds ``tensor``, and notices if somebody writes into it."""
+        """Holds ``tensor``, and notices if it is written into."""
         self.tensor = tensor.detach()
         self.version = version_counter(tensor)
 
@@ -453,7 +453,7 @@ def forget_recipe(value: Value) -> None:
 
 
 def make_uncached(value: Value) -> None:
-    """``value`` is forgotten after every use, with those that nobody saves on the way to it.
+    """``value`` is forgotten after every use, with those that are not saved on the way to it.
 
     One that is made from other uncached values is nested: within one computation it stays until all is made from it
     that is made there. If it were made for each of its uses, as others are, the work would double at every level.
@@ -474,7 +474,7 @@ def make_uncached(value: Value) -> None:
 
 
 def refuse_changed(value: Value) -> NoReturn:
-    """Somebody has written to a value, as autograd refuses it.
+    """A value was written to, as autograd refuses it.
 
     Raises:
         RuntimeError: always; names the value, its operator and both versions.

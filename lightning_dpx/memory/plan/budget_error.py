@@ -69,7 +69,7 @@ def _costliest_moment(found: Mixed) -> str:
 
 
 def _passing(profile: Profile, event: int) -> int:
-    """Bytes that are there at an event of the unplanned step, and that nobody saves."""
+    """Bytes that are there at an event of the unplanned step, and that are not saved."""
     first = dict[int, int]()
     for value in profile.values:
         if value.storage >= 0:

@@ -70,7 +70,7 @@ def plan_profile(module: Model, profile: Profile, budget: int | None, planner: s
     else:
         problems = [Problem(way) for way in ways_to_offload(profile)]
         surely = surely_needed(problems)
-        if budget is not None and budget < surely:  # nobody needs to look for what cannot be
+        if budget is not None and budget < surely:  # no search for what cannot be
             raise budget_error(profile, budget, _smallest(problems), surely, chosen.name)
         original, choice = _chosen(problems, budget, chosen)
         found = Mixed(frozenset(), original, choice)
@@ -100,7 +100,7 @@ def plan_profile(module: Model, profile: Profile, budget: int | None, planner: s
 
 
 def _smallest(problems: Sequence[Problem]) -> Mixed:
-    """What takes least of all that is known, whoever was asked."""
+    """What takes least of all that is known, whichever planner found it."""
     planner = AutoPlanner()
     problem, choice = _chosen(problems, None, planner)
     return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)

@@ -1,6 +1,6 @@
 """Plans as text: YAML, one line for each decision, to be read, edited and loaded again.
 
-Lines as they are written here are read by a pattern, 20,000 of them in some tenths of a second; lines that somebody has
+Lines as they are written here are read by a pattern, 20,000 of them in some tenths of a second; lines that were
 edited into another shape by PyYAML, which takes 0.5 ms for each, and whatever is not made of lines as a whole. (The
 loader in C knows neither of the refusals below, and crashes on deep nesting.)
 """

@@ -82,7 +82,7 @@ class Problem:
         inputs = set()
         stack = list(values)
         seen = set(values)
-        while stack:  # through what nobody saves, up to other units
+        while stack:  # through what is not saved, up to other units
             index = stack.pop()
             seconds += everything[index].seconds
             for source in everything[index].inputs:

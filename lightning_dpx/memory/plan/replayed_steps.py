@@ -5,8 +5,8 @@ and cannot be dropped; it comes at once when backward first asks for one of its 
 while it is made again. What the calls take is kept until then. So every planner and every forecast works on the rest as
 ever, and the time of the replays stands beside it.
 
-    curve    what is saved in a call goes when the call is over (it stays so long, until it is known whether nobody
-             can tell the call from a second one), and comes back at the first request; a spike for the replay
+    curve    what is saved in a call goes when the call is over (it stays so long, until it is known whether a
+             second call is the same), and comes back at the first request; a spike for the replay
     names    what is saved within a call counts no longer where names are given
 """
 
@@ -123,7 +123,7 @@ class _Replayed:
         end = len(profile.curve)
         change = self._change_of_storages()
         spikes = np.zeros(end, dtype=np.int64)
-        beside = dict[tuple[int, int], int]()  # what calls are given and nobody saves; several may be given the same
+        beside = dict[tuple[int, int], int]()  # what calls are given and is not saved; several may be given the same
         for at in self._chosen:
             call = profile.calls[at]
             asked = int(self._asked[at])

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """A tensor that backward needs, or one on the way to such a tensor that nobody saves.
+    """A tensor that backward needs, or one on the way to such a tensor that is not saved.
 
     Attributes:
-        name: The module call that saves it, and a number; empty where nobody does.
+        name: The module call that saves it, and a number; empty where none does.
         operator: The autograd node that produced it.
         num_bytes: Of the tensor, made anew.
-        storage: Values with the same number share one storage; -1 where nobody saves it.
+        storage: Values with the same number share one storage; -1 where it is not saved.
         inputs: Indices of the values that it is computed from.
         seconds: That this takes, without the inputs.
         refused: Why it cannot be computed again; empty if it can.
@@ -72,7 +72,7 @@ class Request:
         event: When.
         value: Which.
         released: The event at which it has no more use for it.
-        hold: The number of what autograd holds for it among the profile's; -1 where nobody knows.
+        hold: The number of what autograd holds for it among the profile's; -1 where it is not known.
     """
 
     event: int
@@ -97,7 +97,7 @@ class SavedCall:
         again: What stays for backward then: bytes, and the event at which they go.
         small: Bytes of what it saves that is no value of its own, and that stays as long as the call's.
         given: Storages of the profile that it takes.
-        given_beside: What it takes and nobody saves: bytes, and the event at which they would go.
+        given_beside: What it takes and is not saved: bytes, and the event at which they would go.
         state: Bytes of the states of random generators that are kept for it.
     """
 
@@ -153,7 +153,7 @@ class Profile:
         basis: What all this rests on, in words; empty for a step that was run and measured.
         saves: Event and value of everything that autograd saves, in order; empty if it asks for each at most once, so
             that the requests tell how long a value is waited for.
-        operators: Event and name of every operator, in order; empty where nobody noted them.
+        operators: Event and name of every operator, in order; empty where they were not noted.
         calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
         holds: What autograd holds, in order; empty if nothing can be replayed.
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.

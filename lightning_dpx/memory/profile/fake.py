@@ -174,7 +174,7 @@ class RooflineCosts(CostModel):
 
 
 class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
-    """Also notes what nobody can read from fakes later.
+    """Also notes what cannot be read from fakes later.
 
     Attributes:
         masks: Storages with zeros and one other number, as a dropout draws them.
@@ -307,7 +307,7 @@ def faked(
 ) -> Iterator[tuple[Any, FakeCosts]]:
     """Inside, the parameters and buffers of ``module`` are fakes, and it works on fakes and small whole numbers only.
 
-    Its tensors may also be on the meta device, or fakes of somebody else's. All its attributes are put back.
+    Its tensors may also be on the meta device, or fakes of another mode. All its attributes are put back.
 
     Args:
         module: Any module.

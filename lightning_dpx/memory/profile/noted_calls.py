@@ -1,6 +1,6 @@
 """The calls of modules in a profiled step, and what it takes to replay each as a whole.
 
-Every call that nobody could tell from a second one, and that saves several tensors, is made once more before backward
+Every call that could not be told from a second one, and that saves several tensors, is made once more before backward
 begins: that gives its time and its memory, and shows that all tensors come out the same.
 """
 
@@ -206,7 +206,7 @@ class NotedCalls:
 
     def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
         for argument in noted.call.arguments:
-            argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
+            argument.tensor()  # refuses what was written to since; what is kept here is a copy
         given = [_tensor_of(one) for one in noted.given]
         if any(tensor is None for tensor in given):
             return False
@@ -228,7 +228,7 @@ class NotedCalls:
         return self._are_right(noted, trial.found, meter)
 
     def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], meter: TriesReplays) -> bool:
-        """Whether these are what the call saved; of bytes, some may be what a library keeps and nobody writes."""
+        """Whether these are what the call saved; of bytes, some may be what a library keeps and never writes."""
         for again, (_, (held, _)) in zip(found, self._numbered(noted), strict=True):
             original = _tensor_of(held)
             if original is None or again is None or again.dtype == torch.uint8:

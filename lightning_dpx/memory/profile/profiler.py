@@ -1,6 +1,6 @@
 """What a step saves, what it would cost to compute it again, and when it is needed: the input of every planner.
 
-One run in which autograd keeps copies that nobody counts tells how long each tensor lives anyway. One in which
+One run in which autograd keeps copies that are not counted tells how long each tensor lives anyway. One in which
 everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
 proves on the spot that the result is the same. A :class:`CostModel` watches and tries, on a device or without one.
 
@@ -91,7 +91,7 @@ class _AsksItselfError(Exception):
 
 
 class _Profiler(Rematerialisation):
-    """Keeps everything and notes who asks for it; or, for the first run, nothing, or ``copies`` that nobody counts.
+    """Keeps everything and notes who asks for it; or, for the first run, nothing, or ``copies`` that are not counted.
 
     Attributes:
         asks_itself: Whether a backward of the step's own found nothing.
@@ -195,7 +195,7 @@ class _Profiler(Rematerialisation):
         return value
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
-        """A copy of it that nobody counts, so that the tensor itself goes when it would go without a plan."""
+        """A copy of it that is not counted, so that the tensor itself goes when it would go without a plan."""
         with disable_current_modes(), torch.no_grad():
             argument.watch(tensor)
             value = super().keep_argument(argument, copy_as_it_lies(tensor))
@@ -216,7 +216,7 @@ class _Profiler(Rematerialisation):
         return self._copy_for(event, saved.entry, super().unpack(saved.entry))
 
     def _copy_for(self, event: int, entry: Value | View, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that nobody counts: autograd may ask once more, so only the end of what it got tells that it is done.
+        """A copy that is not counted: autograd may ask once more, so only the end of what it got tells that it is done.
 
         Args:
             event: Of the request.
@@ -479,7 +479,7 @@ def _natural_lifetimes(
     with trace, context(), profiler.active():
         result = run()
         count = len(trace.operators)
-    if profiler.asks_itself:  # and somebody has caught it
+    if profiler.asks_itself:  # and the error was caught
         raise _AsksItselfError
     lives = {name: (span.died_operator if span is not None else None) for name, span in profiler.spans.items()}
     del result
@@ -524,7 +524,7 @@ def _full_step(
         profiler.offload_nothing()
     storages = []
     for name, span in profiler.memories:
-        unused = lifetimes.get(name) if same else forward_operators  # nobody knows: it may be used to the last
+        unused = lifetimes.get(name) if same else forward_operators  # it is not known: it may be used to the last
         freed = end if span.died is None else min(span.died, end)  # some go with the step itself
         last_forward = trace.operators[unused - 1] if unused else None
         storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
@@ -562,7 +562,7 @@ def _measure(
         meter: Tries them.
 
     Returns:
-        The new values, with those that nobody saves on the way to them.
+        The new values, with those that are not saved on the way to them.
     """
     compact, seconds = _compressed_masks(found, meter)
     order: dict[Value, int] = dict(tried)
@@ -793,7 +793,7 @@ class _Beside:
 
 
 def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
-    """Repeats the operator of ``value``, and those nobody saves on the way; says what is wrong with the result."""
+    """Repeats the operator of ``value``, and unsaved ones on the way; says what is wrong with the result."""
     stack = [source for source in value.sources if source.tensor is None]
     while stack:
         top = stack[-1]
@@ -806,7 +806,7 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
             continue
         if isinstance(top.make, Replay):
             for argument in top.make.call.arguments:
-                argument.tensor()  # refuses what somebody has written to since; what is kept here is a copy
+                argument.tensor()  # refuses what was written to since; what is kept here is a copy
             memory.courses[top] = _course_of(top, meter)
         top.tensor, seconds[top], most = meter.tried(top)
         sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
@@ -861,7 +861,7 @@ def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:
 
 
 def _is_scratch(value: Value) -> bool:
-    """Whether it may be what a library keeps for itself: bytes, some of which nobody ever writes or reads.
+    """Whether it may be what a library keeps for itself: bytes, some of which are never written or read.
 
     They differ from call to call; that the call's other results are the same tells that they will do.
     """

@@ -56,7 +56,7 @@ class Taken(NamedTuple):
 
     Attributes:
         most: Bytes at the most at once, beyond those that were there before.
-        blocks: Bytes of each block, in order, negative where it was given back; empty where nobody tells.
+        blocks: Bytes of each block, in order, negative where it was given back; empty where they are not known.
     """
 
     most: int = 0

@@ -214,7 +214,7 @@ def _writes_into_its_argument(_: Body, x: Tensor) -> Tensor:
     [
         (_counts, "it changes Body.count"),
         (_appends, "it changes Body.seen"),
-        (_draws_elsewhere, "global _ENTROPY draws random numbers that nobody can draw again"),
+        (_draws_elsewhere, "global _ENTROPY draws random numbers that cannot be drawn again"),
         (_depends_on_what_it_changes, "it changes Body.mean"),
         (_counts_in_a_dict, "it changes Body.log"),
         (_averages, "it changes Body.average"),
@@ -307,7 +307,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Body], float], str]] = {
     "method of a list": (lambda: [1.0, 2.0, 3.0, 4.0, 5.0] * 9, lambda m: m.state.pop(), "it changes Body.state"),
     "bytes": (lambda: bytearray(8), lambda m: _write_first(m.state), "it changes Body.state"),
     "iterator": (lambda: iter(range(1, 99)), lambda m: float(next(m.state)), "state is a range_iterator, whose state"),
-    "counter": (lambda: itertools.count(1), lambda m: float(next(m.state)), "state is a count, whose state nobody"),
+    "counter": (lambda: itertools.count(1), lambda m: float(next(m.state)), "state is a count, whose state cannot"),
     "generator": (lambda: (float(i) for i in range(1, 99)), lambda m: next(m.state), "state is a generator, whose"),
     "iterator in a list": (lambda: [zip(range(99))], lambda m: next(m.state[0])[0] + 1.0, "state is a zip, whose"),
     "file": (lambda: io.StringIO("123456789" * 9), lambda m: float(m.state.read(1)), "state is a StringIO, whose"),

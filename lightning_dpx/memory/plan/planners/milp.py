@@ -7,8 +7,8 @@ again.
 [Note: what comes back together]
 What is added at an event t holds for every choice, too, so the bound of the solver stays a bound of every choice:
 
-    computed   c[v] >= d[v] if v has been asked for by t. What has been computed had its inputs: c[s] >= c[v] if nobody
-               saves s, else c[s] >= c[v] + d[s] - 1.
+    computed   c[v] >= d[v] if v has been asked for by t. What has been computed had its inputs: c[s] >= c[v] if s is
+               not saved, else c[s] >= c[v] + d[s] - 1.
     there      p[s] >= c[s] - f[s] if s is asked for after t: what was computed stays until then, unless it is uncached
                (f <= d), that is, forgotten after every use. Likewise between the first and the last request for s.
     time       A uncached value is computed for every use: once for each request, and once for each value that is
@@ -292,7 +292,7 @@ class MilpModel:
         return user in self._uncached and self._model.requests[user][0].event <= event
 
     def _unsaved_after(self, back: frozenset[int]) -> set[int]:
-        """What nobody saves and is computed from ``back`` before anything that is saved."""
+        """What is not saved and is computed from ``back`` before anything that is saved."""
         stack = list(back)
         found = set[int]()
         while stack:

@@ -8,7 +8,7 @@ Let d[u] = 1 if all values of unit u are dropped, else 0. In the forecast of any
              and stays until autograd releases it; to be safe we only count on it until the next request from which it
              might itself be asked for, because such a use may be its last and is followed by another account of it.
     time     A dropped value for which there is a request is computed at least once. So is each value on the way to it
-             that nobody saves (z), because such values are never kept.
+             that are not saved (z), because such values are never kept.
 
 Parts of units may only lower the time, so the linear programme min time(d, z), 0 <= d <= 1, is below every choice. Here
 it is bounded from below once more, without a solver: at a single event, with the time of what is on the way to several
@@ -36,7 +36,7 @@ class Relaxation:
         problem: What it was made of.
         units: The unit of each column, C of them.
         column: The column of each of their values.
-        unsaved: The values that nobody saves and that are always computed again when needed, numbered from 0.
+        unsaved: The values that are not saved and that are always computed again when needed, numbered from 0.
         requests: Those for each value of a column or of ``unsaved``; absent if there is none.
         seconds: Time of the values in each column that are asked for (C).
         on_the_way: For each value of a column, the unsaved values that every computation of it computes, too.
@@ -150,7 +150,7 @@ class Relaxation:
 
     @cached_property
     def shared_seconds(self) -> np.ndarray:
-        """The time of each column, with its share of what nobody saves on the way (C)."""
+        """The time of each column, with its share of what is not saved on the way (C)."""
         seconds = self.seconds.copy()
         ways = defaultdict[int, set[int]](set)
         for value, at in self.column.items():
