@@ -45,8 +45,8 @@ class CoordinatedStop(SignalConnector):
 
     Lightning's handler of SIGTERM broadcasts from rank 0 whatever the signal interrupted, and then each process stops
     by itself: a process that did not get the signal loses the others. Here the handler only takes notice; the notice
-    travels with the next gradients, and once all have it, all answer ``trainer.received_sigterm`` with yes and Lightning ends the
-    run after that step. What the user's own handlers do, and SLURM's, stays.
+    travels with the next gradients, and once all have it, all answer ``trainer.received_sigterm`` with yes and
+    Lightning ends the run after that step. What the user's own handlers do, and SLURM's, stays.
 
     Args:
         trainer: Whose signals these are.

@@ -14,8 +14,8 @@ buffers (but for the statistics of norms, of which the second call gets copies) 
 attributes, classes and globals lead to (see :mod:`lightning_dpx.python_objects.object_state`); they lead to something
 whose state cannot be seen, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
 a function mode, or talks to other processes. Random numbers, wherever they are drawn, and what the attributes lead
-to are as they were when the call began, and are put back. The profile makes every call once more before a plan relies on it, and
-compares all numbers.
+to are as they were when the call began, and are put back. The profile makes every call once more before a
+plan relies on it, and compares all numbers.
 """
 
 import copy

@@ -8,12 +8,15 @@ bytes  ^            _____            spots: something is made, with what comes a
 
 import heapq
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_dpx.memory.plan.recomputed_values import RecomputedValues
 from lightning_dpx.memory.profile.data import SavedValue
 from lightning_dpx.prefetch_order import Prefetcher, PrefetchSlot
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.recomputed_values import RecomputedValues
 
 
 class HeldMemory:
@@ -34,7 +37,7 @@ class HeldMemory:
         views: For each value, how many views of it are there (V).
     """
 
-    def __init__(self, choice: RecomputedValues, inputs: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, choice: "RecomputedValues", inputs: Sequence[tuple[int, ...]]) -> None:
         self._choice = choice
         self._inputs = inputs
         self.there = [not lazy for lazy in choice.lazy]

@@ -9,11 +9,14 @@ bytes ^      ________________
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
 from lightning_dpx.memory.profile.data import Profile, SavedValue
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class KeptMemory:
     compressed: list[SavedValue]
 
 
-def kept_memory(outline: Outline, choice: RecomputedValues, offloaded: Sequence[int]) -> KeptMemory:
+def kept_memory(outline: "Outline", choice: "RecomputedValues", offloaded: Sequence[int]) -> KeptMemory:
     """What is there if ``choice`` is dropped.
 
     Args:
@@ -57,7 +60,7 @@ def kept_memory(outline: Outline, choice: RecomputedValues, offloaded: Sequence[
 
 
 def _change_storages(
-    profile: Profile, choice: RecomputedValues, needed: Sequence[int], left: Mapping[int, int], change: list[int]
+    profile: Profile, choice: "RecomputedValues", needed: Sequence[int], left: Mapping[int, int], change: list[int]
 ) -> int:
     """Storages that are dropped go early, others stay as long as something is computed from them.
 
@@ -91,7 +94,7 @@ def _change_storages(
     return kept
 
 
-def _needed_until(profile: Profile, choice: RecomputedValues) -> tuple[list[int], list[int]]:
+def _needed_until(profile: Profile, choice: "RecomputedValues") -> tuple[list[int], list[int]]:
     """The event at which every value and every kept storage goes, if all that holds it is computed from it."""
     until = [0] * len(profile.values)
     storages = [0] * len(profile.storages)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from lightning_dpx.memory.plan.choice import Choice as Choice  # planners take it from here
 from lightning_dpx.memory.plan.forecast import Forecast, Forecaster
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.progress import at
@@ -38,19 +39,6 @@ class Unit:
     seconds: float
     inputs: tuple[int, ...]
     droppable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to drop.
-
-    Attributes:
-        dropped: Units.
-        uncached: Those of them that are forgotten after every use, for less memory and more time.
-    """
-
-    dropped: frozenset[int] = frozenset()
-    uncached: frozenset[int] = frozenset()
 
 
 class Problem:

@@ -8,10 +8,14 @@
 The rules are those of :mod:`lightning_dpx.memory.execute.values`, which does this with tensors.
 """
 
+from typing import TYPE_CHECKING
+
 from lightning_dpx.memory.plan.held_memory import HeldCurve, HeldMemory, OffloadedMemory
 from lightning_dpx.memory.plan.kept_memory import KeptMemory, kept_memory
-from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
 from lightning_dpx.memory.plan.use_counts import UseCounts
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
 
 
 class TooOftenError(Exception):
@@ -33,7 +37,7 @@ class StepReplay:
         offloaded: What comes back from the host.
     """
 
-    def __init__(self, outline: Outline, choice: RecomputedValues, most_computed: float) -> None:
+    def __init__(self, outline: "Outline", choice: "RecomputedValues", most_computed: float) -> None:
         profile = outline.profile
         values = profile.values
         self._outline = outline

@@ -1,6 +1,9 @@
 """How often each value of a profile will be used once more, as :mod:`lightning_dpx.memory.execute.values` counts it."""
 
-from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
 
 
 class UseCounts:
@@ -17,7 +20,7 @@ class UseCounts:
         of_backward: Uses in one backward that have become known so far (V): another one through the graph starts anew.
     """
 
-    def __init__(self, outline: Outline, choice: RecomputedValues) -> None:
+    def __init__(self, outline: "Outline", choice: "RecomputedValues") -> None:
         profile = outline.profile
         self.left = [0] * len(profile.values)
         self.of_backward = [0] * len(profile.values)
@@ -40,7 +43,7 @@ class UseCounts:
             self.of_backward[value] += 1
 
 
-def _uses_in_order(outline: Outline, choice: RecomputedValues) -> list[tuple[int, int]]:
+def _uses_in_order(outline: "Outline", choice: "RecomputedValues") -> list[tuple[int, int]]:
     """When each value is waited for once more: where autograd saves it, and where what is made from it is saved."""
     profile = outline.profile
     first = dict[int, int]()

@@ -30,12 +30,16 @@ where the budget binds; sharing and forgetting are those of :mod:`lightning_dpx.
 
 from bisect import bisect_right
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.choice import Choice
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds, local_maxima
 from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.problem import Problem
 
 _MOST_EVENTS = 24
 _MOST_VALUES = 60  # that are added at once, and at each event
@@ -63,7 +67,7 @@ class MilpModel:
         UnsupportedError: HiGHS is not installed.
     """
 
-    def __init__(self, problem: Problem, budget: int) -> None:
+    def __init__(self, problem: "Problem", budget: int) -> None:
         self._solver = Solver()
         self._problem = problem
         self._values = problem.profile.values
@@ -302,7 +306,7 @@ class MilpModel:
         return found
 
 
-def programmed(problem: Problem, budget: int) -> list[Choice]:
+def programmed(problem: "Problem", budget: int) -> list[Choice]:
     """Solutions of the programme, and ``problem.proved`` for this budget.
 
     Raises:

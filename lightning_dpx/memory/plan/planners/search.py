@@ -5,8 +5,8 @@ sqrt(kept * stretch / 2); after three guesses the range between the shortest str
 is divided into ``num_trials`` steps. The cost of a plan is its forecast.
 """
 
-from lightning_dpx.memory.plan.planners.threshold import make_mirror_plan
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, register_planner
+from lightning_dpx.memory.plan.solvers.mirror import make_mirror_plan
 
 _GUESSES = 3
 

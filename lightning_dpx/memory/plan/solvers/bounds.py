@@ -20,11 +20,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.profile.data import Request
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.problem import Problem
 
 _MOST_EVENTS = 200
 
@@ -43,7 +46,7 @@ class Relaxation:
         curve: Bytes at every event if all is kept (E events).
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: "Problem") -> None:
         self.problem = problem
         values = problem.profile.values
         self.units = tuple(unit for unit in problem.droppable if problem.units[unit].num_bytes > 0)

@@ -1,11 +1,15 @@
 """Moves a choice towards the budget by the exact forecast: drops more above it, keeps more below it."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_dpx.memory.plan.problem import Choice, Problem
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation
+from lightning_dpx.memory.plan.choice import Choice
+
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.problem import Problem
+    from lightning_dpx.memory.plan.solvers.bounds import Relaxation
 
 _FEW = 4
 _FEWEST_FORECASTS = 20
@@ -32,7 +36,7 @@ class Descent:
         work: Events and values of all forecasts together. Not time: a plan must not depend on how busy the machine is.
     """
 
-    def __init__(self, relaxation: Relaxation, work: float) -> None:
+    def __init__(self, relaxation: "Relaxation", work: float) -> None:
         self._relaxation = relaxation
         self._problem = relaxation.problem
         profile = self._problem.profile
@@ -101,7 +105,7 @@ def _above(curve: np.ndarray, budget: int) -> float:
     return float(np.maximum(curve - budget, 0).sum())
 
 
-def fill(problem: Problem, choice: Choice, budget: int) -> Choice:
+def fill(problem: "Problem", choice: Choice, budget: int) -> Choice:
     """Keeps what still fits, the costliest bytes first; then what is not to be forgotten after every use."""
     if problem.forecast(choice).peak > budget:
         return choice
@@ -117,7 +121,7 @@ def _cached(choice: Choice, units: frozenset[int]) -> Choice:
     return Choice(choice.dropped, choice.uncached - units)
 
 
-def _filled(problem: Problem, choice: Choice, budget: int, change: _Change) -> Choice:
+def _filled(problem: "Problem", choice: Choice, budget: int, change: _Change) -> Choice:
     """Changes what still fits and takes no more time, in handfuls, halved when one does not fit."""
     result = problem.forecast(choice)
     units = problem.units
