@@ -3,17 +3,20 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.memory.plan.problem import Problem
-from lightning_dpx.memory.plan.replay_search import Mixed
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.units import format_bytes
 
+if TYPE_CHECKING:
+    from lightning_dpx.memory.plan.problem import Problem
+    from lightning_dpx.memory.plan.replay_search import Mixed
+
 
 def budget_error(
-    profile: Profile, budget: int, smallest: Mixed, surely: int, planner: str, reached: int = 0
+    profile: Profile, budget: int, smallest: "Mixed", surely: int, planner: str, reached: int = 0
 ) -> BudgetError:
     """The error of a budget that is not met.
 
@@ -37,12 +40,12 @@ def budget_error(
     )
 
 
-def surely_needed(problems: Sequence[Problem]) -> int:
+def surely_needed(problems: Sequence["Problem"]) -> int:
     """Bytes that are there at some event in every plan, in whichever of these ways it offloads."""
     return min(least_bytes(Relaxation(problem)) for problem in problems)
 
 
-def _costliest_moment(found: Mixed) -> str:
+def _costliest_moment(found: "Mixed") -> str:
     """Where the step needs most, if it follows this choice: the operator at work, its module, and what passes there."""
     profile = found.problem.profile
     curve = found.problem.timeline(found.choice)
@@ -82,7 +85,7 @@ def _passing(profile: Profile, event: int) -> int:
     return max(0, profile.curve[event] - saved)
 
 
-def _bottleneck(problem: Problem) -> str:
+def _bottleneck(problem: "Problem") -> str:
     """The largest unit that sets the floor."""
     if not problem.units:
         return "Nothing that is saved is large enough to drop."
