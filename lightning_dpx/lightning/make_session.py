@@ -128,7 +128,7 @@ def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_rep
         reducer=reducer,
         precision=str(strategy.precision_plugin.precision),
         accumulate_grad_batches=module.trainer.accumulate_grad_batches,
-        **{"whether memory_budget was given": strategy.planning.asked},
+        **{"whether memory_budget was given": strategy.planning.budget_given},
         **{"whether example_batch was given": options.example_batch is not None},
     )
     agree(mine)
@@ -146,7 +146,7 @@ def _process_reducer(strategy: "DPXStrategy") -> ProcessReducer | None:
     stopping = strategy.stopping
     if not isinstance(stopping, CoordinatedStop):
         return None
-    return ProcessReducer(options.gradient_buckets, options.wire_dtype, stopping.told_here, stopping.heed)
+    return ProcessReducer(options.gradient_buckets, options.wire_dtype, stopping.requested_here, stopping.apply)
 
 
 def _announce_reducer(strategy: "DPXStrategy", devices: Sequence[torch.device]) -> None:

@@ -348,8 +348,8 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
     for found in reading.counted:
         by_rows.setdefault(found.num_rows, []).append(found)
     if len(by_rows) > 1 or (total is not None and any(rows != total for rows in by_rows)):
-        told = [f"{_listed(inputs)}: {rows}" for rows, inputs in by_rows.items()]
-        reasons.append(f"Its inputs do not agree on the number of rows: {'; '.join(told)}.")
+        sentences = [f"{_listed(inputs)}: {rows}" for rows, inputs in by_rows.items()]
+        reasons.append(f"Its inputs do not agree on the number of rows: {'; '.join(sentences)}.")
         usual = total if total is not None else max(by_rows, key=lambda rows: len(by_rows[rows]))
         for rows, inputs in by_rows.items():
             if rows != usual:
@@ -381,12 +381,14 @@ def _advice(reading: BatchReading, odd: list[Input], lists: list[Input]) -> str:
     rest = [found for found in reading.counted if found.path not in named]
     if named and rest:
         whole = _dims(reading, named, -1)
-        told.append(f"What belongs to all rows alike (a table, a setting) is given whole to every replica by {whole}.")
-    told.append(
+        sentences.append(
+            f"What belongs to all rows alike (a table, a setting) is given whole to every replica by {whole}."
+        )
+    sentences.append(
         "What holds something of each row is cut by lightning_dpx.register_slicer(type, slicer), "
         "DPXStrategy(batch_slicer=...) or a method slice_batch(self, batch, sizes) of the module."
     )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _advice_on_list(reading: BatchReading, found: Input) -> list[str]:
@@ -395,17 +397,17 @@ def _advice_on_list(reading: BatchReading, found: Input) -> list[str]:
     items = list(found.node)
     if len(items) > MOST_NAMED:
         return [f"If {name} has one item per row, say so by {_dims(reading, [found.path], 0)}."]
-    told = []
+    sentences = []
     if len(reading.sizes_inside(found)) == 1:
         columns = _dims(reading, _array_paths(found.node, found.path), 0)
-        told.append(f"If the items of {name} are columns, say so by {columns}.")
+        sentences.append(f"If the items of {name} are columns, say so by {columns}.")
     alike = all(is_sequence(item) and not _are_of_many_kinds(item) for item in items)
     if alike and len(set(map(len, items))) == 1:
         lists = _dims(reading, [join_path(found.path, str(index)) for index in range(len(items))], 0)
-        told.append(f"If the items of {name} are lists with one item per row, say so by {lists}.")
+        sentences.append(f"If the items of {name} are lists with one item per row, say so by {lists}.")
     else:
-        told.append(f"If {name} has one item per row, say so by {_dims(reading, [found.path], 0)}.")
-    return told
+        sentences.append(f"If {name} has one item per row, say so by {_dims(reading, [found.path], 0)}.")
+    return sentences
 
 
 def _dims(reading: BatchReading, paths: list[str], dim: int) -> str:
@@ -443,9 +445,9 @@ def _failure(reading: BatchReading, found: Input, error: Exception) -> Uncuttabl
 
 
 def _listed(inputs: Sequence[Input]) -> str:
-    told = [str(found) for found in inputs[:MOST_NAMED]]
-    more = len(inputs) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more else "")
+    named = [str(found) for found in inputs[:MOST_NAMED]]
+    more = len(inputs) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def _shortened(reasons: Sequence[str]) -> str:

@@ -140,13 +140,13 @@ class UntakenIterator(IteratorProxy):
         asked: Gets the path, if anybody asks for an item.
     """
 
-    def __init__(self, iterator: Iterator[Any], path: str, asked: list[str]) -> None:
+    def __init__(self, iterator: Iterator[Any], path: str, requested: list[str]) -> None:
         super().__init__(iterator)
-        vars(self).update(_path=path, _asked=asked)
+        vars(self).update(_path=path, _requested=requested)
 
     def _take(self, fetch: Callable[[Any], Any]) -> Any:
         state = vars(self)
-        state["_asked"].append(state["_path"])
+        state["_requested"].append(state["_path"])
         raise IteratorTaken(state["_path"])
 
 
@@ -162,7 +162,7 @@ class PeekedIterator(IteratorProxy):
         vars(self).update(_taken=[], _place=0, _is_tried=True)
 
     @property
-    def was_asked(self) -> bool:
+    def was_requested(self) -> bool:
         """Whether anybody took an item."""
         return bool(vars(self)["_taken"])
 
@@ -350,7 +350,7 @@ def iterators_that_cannot_be_copied(module: nn.Module) -> list[Iterator[Any]]:
     return [iterator for iterator in found.values() if not _can_be_copied(iterator)]
 
 
-def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], asked: list[str]) -> None:
+def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], requested: list[str]) -> None:
     """Whatever takes an item of ``iterators`` through ``shadow``, which holds them, is refused.
 
     Args:
@@ -364,11 +364,11 @@ def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], asked
             for path, space, place in list(places_in(key, vars(child), value)):
                 if id(space[place]) in guarded:
                     full = ".".join(["self", *filter(None, [prefix, path])])
-                    space[place] = UntakenIterator(space[place], full, asked)
+                    space[place] = UntakenIterator(space[place], full, requested)
 
 
 @contextmanager
-def code_iterators_guarded(module: nn.Module, asked: list[str]) -> Iterator[None]:
+def code_iterators_guarded(module: nn.Module, requested: list[str]) -> Iterator[None]:
     """Whatever takes items of iterators of classes of ``module``, or of globals of its code, is refused for a while.
 
     Args:
@@ -379,7 +379,7 @@ def code_iterators_guarded(module: nn.Module, asked: list[str]) -> Iterator[None
     guarded = [(space, key, value, path) for space, key, value, path in found if is_iterator(value)]
     try:
         for space, key, value, path in guarded:
-            _write_to_space(space, key, UntakenIterator(value, path, asked))
+            _write_to_space(space, key, UntakenIterator(value, path, requested))
         yield
     finally:
         for space, key, value, _ in guarded:
@@ -412,7 +412,7 @@ def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
     finally:
         for _, space, key in places:
             proxy = _of_space(space, key)
-            if type(proxy) is PeekedIterator and not proxy.was_asked:
+            if type(proxy) is PeekedIterator and not proxy.was_requested:
                 _write_to_space(space, key, vars(proxy)["_iterator"])
         for proxy in peeked.values():
             proxy.rewind(is_tried=False)

@@ -90,7 +90,7 @@ class Budgets:
             )
         self._each = named
 
-    def told(self, device: torch.device) -> str:
+    def describe(self, device: torch.device) -> str:
         """What was given for ``device``, as a user would write it."""
         return f"memory_budget={self.given!r}" if self._each is None else (
             f"memory_budget[{str(device)!r}]={self._each.get(device)!r}"
@@ -113,13 +113,13 @@ class Budgets:
             total = capacity_of(device).total
             if isinstance(budget, float) and not total:
                 raise ConfigurationError(
-                    f"{self.told(device)} is a fraction of {device}, which has no limit; give bytes."
+                    f"{self.describe(device)} is a fraction of {device}, which has no limit; give bytes."
                 )
             if isinstance(budget, int) and 0 < total < budget:
                 if target and not named:
                     return total
                 raise ConfigurationError(
-                    f"{self.told(device)} is more than {device} has, {format_mib(total)}; give less, or 'auto'."
+                    f"{self.describe(device)} is more than {device} has, {format_mib(total)}; give less, or 'auto'."
                 )
             return int(budget * total) if isinstance(budget, float) else budget
         present = 0 if is_host(device) else allocated_and_peak(device)[0]

@@ -97,7 +97,7 @@ class MemoryPlanning:
         self.budgets = Budgets(parse_budget(budget))
         self.planner = make_planner(planner)
         self._cache = PlanningCache(plan_cache, "plan_cache")
-        self.asked = budget is not None
+        self.budget_given = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
         self._given = MemoryPlan.load(plan) if isinstance(plan, str) else plan
@@ -108,7 +108,7 @@ class MemoryPlanning:
         self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
         self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
         self._shapes = KnownShapes()
-        self._told_of_no_loss = False
+        self._announced_no_loss = False
         self._provisional = False  # made before the first batch, since when others may have taken memory
         self._passing: dict[torch.device, int] = {}  # beside activations, in a backward: gradients, and others
         self._before: dict[torch.device, int] = {}
@@ -217,9 +217,9 @@ class MemoryPlanning:
 
     def _announce_no_loss(self) -> None:
         """What is not known yet stays open, so the next step is profiled; this one has no backward to plan for."""
-        if not self._told_of_no_loss:
+        if not self._announced_no_loss:
             rank_zero_info(NO_LOSS_YET)
-        self._told_of_no_loss = True
+        self._announced_no_loss = True
 
     def _decide(
         self,
@@ -356,7 +356,7 @@ class MemoryPlanning:
     def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
         least = format_mib(held + sharing * (error.smallest or 0))
         error.add_note(
-            f"On {device}, {self.budgets.told(device)} allows {format_mib(limit)} in all, of which parameters, "
+            f"On {device}, {self.budgets.describe(device)} allows {format_mib(limit)} in all, of which parameters, "
             f"gradients, their reduction and optimizer state take {format_mib(held)}; it must allow at least {least}."
         )
 
@@ -378,8 +378,8 @@ class MemoryPlanning:
         if most >= limit:
             moving = format_mib(static.moving.get(device, 0))
             raise BudgetError(
-                f"{self.budgets.told(device)} allows {format_mib(limit)} on {device}, and parameters, gradients and "
-                f"optimizer state alone take {format_mib(most)}, with {moving} that the reduction of gradients "
+                f"{self.budgets.describe(device)} allows {format_mib(limit)} on {device}, and parameters, gradients "
+                f"and optimizer state alone take {format_mib(most)}, with {moving} that the reduction of gradients "
                 "needs beside them. Allow more, or use more gradient_buckets, reducer='colocate' or shifts."
             )
         return limit - held

@@ -220,7 +220,7 @@ class StepMemory(NoStepMemory):
     def _needs_plan(self, batch: Any) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
         mine = self._planning.is_open(self._session.replicas, batch)
-        if not self._planning.asked:
+        if not self._planning.budget_given:
             return mine
         return self._session.strategy.reduce_boolean_decision(mine, all=False)
 
@@ -237,7 +237,7 @@ class StepMemory(NoStepMemory):
         Raises:
             PlanError: the budget cannot be met.
         """
-        if not self._planning.asked or self._shifts_open:
+        if not self._planning.budget_given or self._shifts_open:
             return
         session = self._session
         example = self._session.options.example_batch

@@ -100,7 +100,7 @@ class ReplicaMetrics:
         self._known: Sequence[nn.Module] = ()
         self._rules: dict[tuple[int, str], JoinRules] = {}
         self._step: _Step | None = None
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
         self.named: dict[str, nn.Module] = {}
         self.separate: list[str] = []
         self.example: CallLog | None = None
@@ -315,9 +315,9 @@ class ReplicaMetrics:
         return next((path for path, known in self.named.items() if known is metric), type(metric).__name__)
 
     def _tell(self, text: str) -> None:
-        if text not in self._told:
+        if text not in self._announced:
             rank_zero_info(f"dpx: {text}.")
-        self._told.add(text)
+        self._announced.add(text)
 
     def _note_separate(self, metric: Any, method: str, why: str) -> None:
         name = f"{self._name(metric)}.{method}()"

@@ -54,25 +54,25 @@ class CoordinatedStop(SignalConnector):
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         super().__init__(trainer)
-        self._told_here = False
+        self._requested_here = False
         self._lockstep = False
         self._batches = 0
         self.reason = ""
 
     def register_signal_handlers(self) -> None:
         """As Lightning does, for every run."""
-        self._told_here = False
+        self._requested_here = False
         self.reason = ""
         super().register_signal_handlers()
 
     def _sigterm_notifier_fn(self, signum: int, _: FrameType | None) -> None:
-        self._told_here = True  # and no more: it may have interrupted a collective
+        self._requested_here = True  # and no more: it may have interrupted a collective
 
-    def told_here(self) -> bool:
+    def requested_here(self) -> bool:
         """Whether this process was told to stop."""
-        return self._told_here
+        return self._requested_here
 
-    def heed(self, ranks: list[int]) -> None:
+    def apply(self, ranks: list[int]) -> None:
         """The run ends after this step, on all processes, as each of them calls this with the same ``ranks``."""
         if not ranks or self.received_sigterm:
             return
@@ -88,9 +88,9 @@ class CoordinatedStop(SignalConnector):
             CollectiveError: a process is lost.
         """
         flags = torch.zeros(distributed.get_world_size())
-        flags[distributed.get_rank()] = self._told_here
+        flags[distributed.get_rank()] = self._requested_here
         between_processes("asking who was told to stop", lambda: distributed.all_reduce(flags))
-        self.heed(flags.nonzero().flatten().tolist())
+        self.apply(flags.nonzero().flatten().tolist())
 
     def meet_after_validation(self) -> None:
         """In a fit, Lightning's training loop ends a run that was told to stop; otherwise as :meth:`end`."""

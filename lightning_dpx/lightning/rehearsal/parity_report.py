@@ -254,17 +254,17 @@ class Comparison:
 
     def line(self) -> str:
         """What is as on one device."""
-        told = []
+        described = []
         for kind, count in self.counts.items():
             if count:
-                told.append(kind if kind == "loss" else f"{count} {kind}{'s' if count > 1 else ''}")
+                described.append(kind if kind == "loss" else f"{count} {kind}{'s' if count > 1 else ''}")
         skipped = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
         notes = "".join(f". {note}" for note in self._all_notes)
-        if not told:
+        if not described:
             nothing = f"{self.stage} returns, logs and changes nothing" if not self.skipped else self.stage
             return f"dpx: checked on {self.rows} rows: {nothing}{skipped}{notes}."
         return (
-            f"dpx: checked on {self.rows} rows: {', '.join(told)} as on one device (largest difference "
+            f"dpx: checked on {self.rows} rows: {', '.join(described)} as on one device (largest difference "
             f"{short(self.largest)}; {self.stage}){skipped}{notes}."
         )
 

@@ -215,9 +215,9 @@ class Rehearsals:
         before.is_outdated = False
         news = self._take_news(call.name, before)
         try:
-            asked: list[str] = []
-            with code_iterators_guarded(strategy.lightning_module, asked):
-                rehearsal = _Rehearsal(strategy, call, self._loss_reduction, asked)
+            requested: list[str] = []
+            with code_iterators_guarded(strategy.lightning_module, requested):
+                rehearsal = _Rehearsal(strategy, call, self._loss_reduction, requested)
                 outcome = rehearsal.run()
         except SlicesFail as failure:
             if self._left_micro_batches(call, failure.reason) or self._left_slices(call, failure):
@@ -337,13 +337,13 @@ class _Rehearsal:
         strategy: Whose step it is.
         call: What the trainer called.
         loss_reduction: As given.
-        asked: Gets the iterators that were asked for an item, though it could not be given back.
+        requested: Gets the iterators that were asked for an item, though it could not be given back.
 
     Attributes:
         metric_rules: How arguments of metrics are joined, as was learned.
     """
 
-    def __init__(self, strategy: Any, call: Call, loss_reduction: str, asked: list[str]) -> None:
+    def __init__(self, strategy: Any, call: Call, loss_reduction: str, requested: list[str]) -> None:
         self._strategy = strategy
         self._call = call
         self._loss_reduction = loss_reduction
@@ -355,7 +355,7 @@ class _Rehearsal:
         self._norms: list[str] = []
         self._writes = BatchWrites()
         self._watches_batch = self._session.batch_writes.is_watched
-        self._asked = asked
+        self._requested = requested
         self.metric_rules = copy.deepcopy(self._session.metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
         self._tolerance = _tolerance_of(strategy, self._module, call)
@@ -383,7 +383,7 @@ class _Rehearsal:
             except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
                 traceback.clear_frames(error.__traceback__)
                 self._check_iterators()
-                raise NotRehearsed(f"the rehearsal failed with {_told(error)}") from None
+                raise NotRehearsed(f"the rehearsal failed with {_described(error)}") from None
 
     def what_micro_batches_change(self, outcome: Outcome) -> str:
         """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""
@@ -398,8 +398,8 @@ class _Rehearsal:
         Raises:
             SlicesFail: it does.
         """
-        if self._asked:
-            names = ", ".join(dict.fromkeys(self._asked))
+        if self._requested:
+            names = ", ".join(dict.fromkeys(self._requested))
             raise SlicesFail(
                 f"It takes items of {names}, and what belongs to the rows of a slice cannot be found out.",
                 "For all devices to take part, let a loader of the trainer give them (CombinedLoader).",
@@ -434,7 +434,7 @@ class _Rehearsal:
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
             if sum(sizes) == self._call.num_rows:
-                raise NotRehearsed(f"on {sum(sizes)} rows it raises {_told(error)}") from None
+                raise NotRehearsed(f"on {sum(sizes)} rows it raises {_described(error)}") from None
             sizes = self._real_sizes  # a step that needs more rows than a few
             whole = self._whole(self._call.args[0], sum(sizes))
         return self._with_slices(before, whole, sizes)
@@ -453,7 +453,7 @@ class _Rehearsal:
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
             traceback.clear_frames(error.__traceback__)
             self._try_real_slices(error, sizes)
-            raise NotRehearsed(f"in slices of {sizes[0]} and fewer rows it raises {_told(error)}") from None
+            raise NotRehearsed(f"in slices of {sizes[0]} and fewer rows it raises {_described(error)}") from None
         if self._by_hand and self._loss_reduction == "auto" and self._differs(before, whole, sliced, judge, sizes):
             by_sum = self._sliced(sizes, whole, "sum")
             if not self._differs(before, whole, by_sum[1], by_sum[0], sizes):
@@ -487,7 +487,7 @@ class _Rehearsal:
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
             traceback.clear_frames(error.__traceback__)
-            out.skipped.append(f"a second step ({_told(error)})")
+            out.skipped.append(f"a second step ({_described(error)})")
             judge.buffers = {name: rule for name, rule in judge.buffers.items() if rule != "sum"}
             return
         try:
@@ -496,7 +496,7 @@ class _Rehearsal:
             raise
         except Exception as error:  # noqa: BLE001  such as a state of too many rows
             traceback.clear_frames(error.__traceback__)
-            out.blame_kept(f"it raises {_told(error).removesuffix('.')}")
+            out.blame_kept(f"it raises {_described(error).removesuffix('.')}")
             return
         fitting = again.fitting_buffers
         for name in [name for name, rule in judge.buffers.items() if name in fitting and rule not in fitting[name]]:
@@ -548,7 +548,7 @@ class _Rehearsal:
 
     def _shadow(self) -> Any:
         try:
-            shadow, self._norms = make_shadow(self._replicas, self._asked, own_parameters=self._by_hand)
+            shadow, self._norms = make_shadow(self._replicas, self._requested, own_parameters=self._by_hand)
         except ReplicationError as error:
             raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
         return shadow
@@ -558,7 +558,7 @@ class _Rehearsal:
         try:
             return copy.deepcopy(rows)
         except Exception as error:  # noqa: BLE001  whatever the class of an item says to being copied
-            raise NotRehearsed(f"its batch cannot be copied ({_told(error)})") from None
+            raise NotRehearsed(f"its batch cannot be copied ({_described(error)})") from None
 
     # ---- as one device ----
 
@@ -711,11 +711,11 @@ class _Rehearsal:
             raise _writes_parameters([failure.name])
         if isinstance(failure, GatherError):
             raise SlicesFail(
-                f"What its slices return cannot be put together. {_told(failure).partition(': ')[2]}",
+                f"What its slices return cannot be put together. {_described(failure).partition(': ')[2]}",
                 "For all devices to take part, let it return tensors, numbers, or containers of them.",
             )
         raise SlicesFail(
-            f"It runs on the whole batch, but on a slice it raises {_told(failure)}",
+            f"It runs on the whole batch, but on a slice it raises {_described(failure)}",
             "For all devices to take part, let it run on any number of rows.",
         )
 
@@ -725,7 +725,7 @@ class _Rehearsal:
         options = {"beyond": None, "check_every": 0, **changes}
         metrics = ReplicaMetrics(shadow, number=self._strategy.options.number_rule)
         replicas = new_replicas(self._strategy, shadow, devices, metrics, ShadowReplicas, **options)
-        assert isinstance(replicas, ShadowReplicas), "that kind was asked for"
+        assert isinstance(replicas, ShadowReplicas), "that kind was requested for"
         replicas.metrics = metrics
         metrics.dim = replicas.output_dim
         replicas.guest = self._guest
@@ -921,7 +921,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return (dense.to_dense() if dense.layout != torch.strided else dense).to("cpu", copy=True)
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     try:
         text = str(error).partition("\n")[0]
     except Exception:  # noqa: BLE001  the user's own class

@@ -187,14 +187,16 @@ def pointing_at(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool) -> tuple[LightningModule, list[str]]:
+def make_shadow(
+    replicas: ReplicaSet, requested: list[str], *, own_parameters: bool
+) -> tuple[LightningModule, list[str]]:
     """A shadow of the real module, and the names of its batch norms that normalize by their slice.
 
     Those run in eval mode on both sides of a comparison; else everything behind them would differ by design.
 
     Args:
         replicas: The real ones.
-        asked: Gets the paths of iterators that cannot be copied, if the shadow takes an item of one.
+        requested: Gets the paths of iterators that cannot be copied, if the shadow takes an item of one.
         own_parameters: The step will write them, as manual optimization does.
 
     Raises:
@@ -202,7 +204,7 @@ def make_shadow(replicas: ReplicaSet, asked: list[str], *, own_parameters: bool)
     """
     iterators = iterators_that_cannot_be_copied(replicas.root.module)
     shadow: Any = replicas.make_shadow_module(keep=iterators)
-    guard_iterators(shadow, iterators, asked)
+    guard_iterators(shadow, iterators, requested)
     set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
     if own_parameters:
         for parameter in shadow.parameters():

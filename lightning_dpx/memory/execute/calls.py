@@ -454,7 +454,7 @@ class Replay:
             self._take(outcome, OutputKey("saved", number), base_of(tensor))
             number += 1
 
-        with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _unasked):
+        with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _never_unpacked):
             args, kwargs = call.given_again(tensors)
             for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
                 if isinstance(leaf, torch.Tensor):
@@ -490,7 +490,7 @@ def returned_by(node: Any, output: int) -> tuple[Call, OutputKey] | None:
     return found
 
 
-def _unasked(_packed: Any) -> NoReturn:
+def _never_unpacked(_packed: Any) -> NoReturn:
     raise RuntimeError("no backward runs through a call that was made again")
 
 

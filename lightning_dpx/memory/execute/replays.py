@@ -178,7 +178,7 @@ class Replay:
             if stops and len(found) == count:
                 raise _EnoughError
 
-        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(catch, _unasked):
+        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(catch, _never_unpacked):
             args, kwargs = call.given_again([tensor for tensor, _ in self._given])
             try:
                 output = call.module.forward(*args, **kwargs)
@@ -224,7 +224,7 @@ def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
     return found
 
 
-def _unasked(_packed: Any) -> torch.Tensor:
+def _never_unpacked(_packed: Any) -> torch.Tensor:
     raise RuntimeError("no backward runs through a call that was made again")
 
 

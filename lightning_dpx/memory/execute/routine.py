@@ -118,7 +118,7 @@ def make_routine(
     calls: dict[str, int],
     wanted: Collection[str],
     containers: Collection[str],
-    asked: Collection[int] = (),
+    unpacked: Collection[int] = (),
 ) -> Routine:
     """The routine of a forward.
 
@@ -128,7 +128,7 @@ def make_routine(
         wanted: The names of the values that matter.
         containers: The modules that have modules in them. A stretch does not go on across the call of one, because such
             a call may be missing in another step.
-        asked: The operators whose operands were unpacked.
+        unpacked: The operators whose operands were unpacked.
     """
     stretches: dict[Entered, tuple[Saved | None, ...]] = {}
     start = _ROOT
@@ -186,7 +186,7 @@ def make_routine(
         which = Entered(path, int(number or 1) - 1)
         if path and which.number >= calls.get(path, 0):
             unseen.add(which)
-    return Routine(stretches, calls, frozenset(unseen), frozenset(passed), _where_to_note(events, asked))
+    return Routine(stretches, calls, frozenset(unseen), frozenset(passed), _where_to_note(events, unpacked))
 
 
 def _where_to_count(events: Sequence[Event], wanted: Collection[str]) -> dict[int, int]:
@@ -201,7 +201,7 @@ def _where_to_count(events: Sequence[Event], wanted: Collection[str]) -> dict[in
     return found
 
 
-def _where_to_note(events: Sequence[Event], asked: Collection[int]) -> dict[Entered, bool]:
+def _where_to_note(events: Sequence[Event], unpacked: Collection[int]) -> dict[Entered, bool]:
     found: dict[Entered, bool] = {}
     last = _ROOT
     is_on = False
@@ -211,7 +211,7 @@ def _where_to_note(events: Sequence[Event], asked: Collection[int]) -> dict[Ente
                 found[event] = False
             last = event
             is_on = False
-        elif isinstance(event, Noted) and event.number in asked:
+        elif isinstance(event, Noted) and event.number in unpacked:
             found[last] = is_on = True
     return found
 
@@ -260,7 +260,7 @@ class _Followed(_Forward):
         self.events: list[Event] = []
         self.calls: dict[str, int] = {}
         self.dropped: set[str] = set()
-        self.asked: set[int] = set()
+        self.unpacked: set[int] = set()
         self.transforms = STEP_ASIDE.count
         self.operands = UntrackedInputs(self._note)
         self._noted = 0
@@ -272,7 +272,7 @@ class _Followed(_Forward):
 
     def ask(self, node: Any) -> None:
         """A recipe asks for the operands of ``node``."""
-        self.asked.add(node.metadata.get(_TAG, 0))
+        self.unpacked.add(node.metadata.get(_TAG, 0))
 
     def start(self) -> None:
         self.on(self._save)
@@ -457,7 +457,7 @@ class Practised(Rematerialisation):
         self._watched = watched
         self._patience = watched
         self._losses = 0
-        self._runs_backwards = False  # within a forward: what is saved there depends on what is asked for
+        self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         self._guard = threading.Lock()
         self._running = 0
         self._is_routine = False
@@ -525,7 +525,7 @@ class Practised(Rematerialisation):
         reached = [value for reference in self.reached or () if (value := reference()) is not None]
         self.reached = None
         wanted = forward.dropped | {value.name for value in reached if value.name} | self._unmet(forward)
-        routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.asked)
+        routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.unpacked)
         with self._guard:
             self._refused_before |= self.refused.keys()
             self._routine = routine if self._routine is None else self._routine.joined(routine)

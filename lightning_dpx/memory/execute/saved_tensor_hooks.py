@@ -39,7 +39,6 @@ from lightning_dpx.memory.execute.values import (
     Unnamed,
     Value,
     View,
-    asked,
     compress,
     compute,
     forget_recipe,
@@ -47,6 +46,7 @@ from lightning_dpx.memory.execute.values import (
     make_uncached,
     offload,
     refuse_changed,
+    release_use,
     same_geometry,
 )
 from lightning_dpx.torch_compat import DisableTorchFunction, key_of, output_metadata, version_counter
@@ -404,7 +404,7 @@ class Rematerialisation:
                 if self._known and value.operator and self.is_unknown(value.name):
                     self.unknown[value.name] = base.nbytes
             tensor: torch.Tensor = base if saved is value else saved.read()
-            asked(value)
+            release_use(value)
         return tensor
 
 

@@ -384,12 +384,12 @@ def used(value: Value) -> None:
     """``value`` has been made: its inputs are asked for once less, unless it will be made again."""
     for source in value.sources:
         if not value.uncached:
-            asked(source)
+            release_use(source)
         elif source.uncached and not source.nested:
             source.tensor = None
 
 
-def asked(value: Value) -> None:
+def release_use(value: Value) -> None:
     """One of those that need ``value`` has had it; after the last its tensor is forgotten."""
     stack = [value]
     while stack:  # a chain of uncached values may be longer than Python recurses

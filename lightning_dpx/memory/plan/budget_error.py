@@ -55,8 +55,8 @@ def _costliest_moment(found: "Mixed") -> str:
         value = max(begun, key=lambda value: value.saved, default=None)
         when = "forward"
     else:
-        asked = [request for request in profile.requests if request.event <= event]
-        value = profile.values[asked[-1].value] if asked else None
+        requests = [request for request in profile.requests if request.event <= event]
+        value = profile.values[requests[-1].value] if requests else None
         when = "backward"
     if value is None:
         return ""

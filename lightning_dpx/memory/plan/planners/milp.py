@@ -94,9 +94,9 @@ class MilpModel:
                 self._solver.row({self._drop(user): 1, column: -1}, 0)
         for value, column in self._uncached.items():
             self._add_uses(value, column)
-        asked = self._uncached.keys() & self._model.requests.keys()
-        self._first = sorted((self._model.requests[value][0].event, value) for value in asked)
-        self._asked_again = [value for value in asked if len(self._model.requests[value]) > 1]
+        requested = self._uncached.keys() & self._model.requests.keys()
+        self._first = sorted((self._model.requests[value][0].event, value) for value in requested)
+        self._requested_again = [value for value in requested if len(self._model.requests[value]) > 1]
         self._back: dict[int, frozenset[int]] = {}  # event -> what may have come back there, as far as it was added
         self._rows: dict[int, tuple[int, dict[int, float]]] = {}  # event -> its last row, and the terms of it
 
@@ -257,7 +257,7 @@ class MilpModel:
         requests = self._model.requests
         return [
             value
-            for value in self._asked_again
+            for value in self._requested_again
             if requests[value][0].event <= event <= requests[value][-1].event
             and not any(start <= event < stop for start, stop in self._model.in_use(value))
         ]
@@ -274,7 +274,7 @@ class MilpModel:
         computed = dict[int, int]()
         there = dict[int, int]()
         for value in sorted(back | self._unsaved_after(back), reverse=True):  # what is computed from it comes first
-            users = [user for user in self._users.get(value, ()) if user in computed or self._asked_by(user, event)]
+            users = [user for user in self._users.get(value, ()) if user in computed or self._requested_by(user, event)]
             columns = dict.fromkeys(computed.get(user, self._drop(user)) for user in users)
             if not columns:
                 continue
@@ -292,7 +292,7 @@ class MilpModel:
                 self._solver.row({computed[value]: 1, self._uncached[value]: -1, there[value]: -1}, 0)
         return there
 
-    def _asked_by(self, user: int, event: int) -> bool:
+    def _requested_by(self, user: int, event: int) -> bool:
         return user in self._uncached and self._model.requests[user][0].event <= event
 
     def _unsaved_after(self, back: frozenset[int]) -> set[int]:

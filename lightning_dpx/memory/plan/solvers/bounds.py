@@ -63,7 +63,7 @@ class Relaxation:
             if value in self.requests:
                 self.seconds[at] += values[value].seconds
         self.curve = np.array(problem.profile.curve, dtype=np.float64)
-        self._asked = [request.event for request in problem.profile.requests]
+        self._requested = [request.event for request in problem.profile.requests]
         self._spans = self._find_spans()
 
     def _on_the_way(self, value: int) -> tuple[int, ...]:
@@ -104,8 +104,8 @@ class Relaxation:
 
     def _following(self, request: Request) -> Sequence[Request]:
         """The requests while autograd still uses what it got by ``request``."""
-        first = bisect_right(self._asked, request.event)
-        stop = bisect_left(self._asked, request.released)
+        first = bisect_right(self._requested, request.event)
+        stop = bisect_left(self._requested, request.released)
         return self.problem.profile.requests[first:stop]
 
     def _needs(self, value: int, source: int) -> bool:
