@@ -374,9 +374,9 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
 
 
 def _advice(reading: BatchReading, odd: list[Input], lists: list[Input]) -> str:
-    told: list[str] = []
+    sentences: list[str] = []
     for found in lists:
-        told += _advice_on_list(reading, found)
+        sentences += _advice_on_list(reading, found)
     named = [found.path for found in odd if found.path][:MOST_NAMED]
     rest = [found for found in reading.counted if found.path not in named]
     if named and rest:

@@ -234,7 +234,7 @@ class MemoryPlanning:
         anew = self._other_steps.expected
         if anew and self._cache.is_used:
             self._leave_cache()
-        options = {"accumulates": held.accumulates, "together": self.asked, "anew": anew}
+        options = {"accumulates": held.accumulates, "together": self.budget_given, "anew": anew}
         seen = profiled_steps(replicas, slices, run, self._cache, self.tried, **options)
         self.tried = {}
         if not self._shapes.hold(batch) or self._steps_differ(seen):
