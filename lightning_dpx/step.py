@@ -551,9 +551,10 @@ class TrainingStep:
     def discard_forward(self) -> None:
         """After an error in forward: forgets it. Gradients of earlier batches stay."""
         self._pending = []
-        if self._early is not None:
-            self._early.abandon()
-            self._early = None
+        early = self._early
+        self._early = None
+        if early is not None:
+            early.abandon()
             if self._overlapped is not None:
                 self._overlapped.forget()
         self._replicas.state.restore_buffers()

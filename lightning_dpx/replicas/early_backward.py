@@ -143,12 +143,14 @@ class EarlyBackward:
                 parameter.grad = gradient
 
     def abandon(self) -> None:
-        """After an error: the step leaves no gradients; those of earlier ones are there again."""
+        """After an error: the step leaves no gradients; those of earlier ones are there (again)."""
+        self._held = []
+        if not self._aside:  # they are there since the last micro-batch has ended
+            return
         for replica in self._primaries:
             for parameter in replica.parameters:
                 parameter.grad = None
         self._put_back()
-        self._held = []
 
     def _factor(self, gradient: torch.Tensor, weights: Mapping[int, float]) -> float:
         """What the real gradients are of those that were computed."""

@@ -207,10 +207,8 @@ class ReplicaSet:
         self._deadline = deadline
         self._execution: Execution = execution
         self._executor = make_executor(execution, self.devices, deadline, self.device_of)
-        oversubscribed = [device for device in distinct_devices(self.devices) if self.devices.count(device) > 1]
-        self._rendezvous_slot = RendezvousSlot(
-            oversubscribed=next((str(device) for device in oversubscribed if not is_host(device)), ""), beyond=beyond
-        )
+        self._rendezvous_slot = RendezvousSlot(oversubscribed=_oversubscribed(self.devices), beyond=beyond)
+        self._met: set[bool] = set()  # modes (training or not) in which micro-batches have met
         self._in_one_piece: set[bool] = set()  # modes (training or not) in which slices are not cut any further
         self._sizes: dict[tuple[int, int, bool, bool, tuple[float, ...]], tuple[int, ...]] = {}
         self._usual_rows: dict[bool, int] = {}
@@ -331,8 +329,8 @@ class ReplicaSet:
 
     @property
     def has_met(self) -> bool:
-        """Whether replicas have ever met in a step."""
-        return self._rendezvous_slot.was_used
+        """Whether micro-batches of training steps have waited for each other, and still will."""
+        return True in self._met and self.cuts_slices
 
     @property
     def num_active(self) -> int:
@@ -434,12 +432,17 @@ class ReplicaSet:
         if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
             self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
         tasks = self._tasks(stage, slices, call)
+        if self.has_micro_batches:
+            self._rendezvous_slot.oversubscribed = _oversubscribed([one.replica.device for one in slices])
+            self._rendezvous_slot.was_used = False
         try:
             values = (self._turns if in_turns else self._executor).run(tasks, self._rendezvous_slot)
         except BaseException as error:
             interrupted = self._rendezvous_slot.abandoned or isinstance(error, KeyboardInterrupt)
             end_failed_step([replica.module for replica in self.replicas], self._physical, interrupted=interrupted)
             raise
+        if self.has_micro_batches and self._rendezvous_slot.was_used:
+            self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.draws.has_drawn(before))
             wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
@@ -530,6 +533,19 @@ class ReplicaSet:
     def _runs_one_by_one(self, stage: str) -> bool:
         return isinstance(self._executor, InlineExecutor) or self._takes_turns(stage)
 
+    def _note_meeting(self, stage: str) -> None:
+        """Micro-batches that take turns in the thread of one device cannot wait there for each other."""
+        training = self.root.module.training
+        self._met.add(training)
+        if isinstance(self._executor, ThreadedExecutor) and self.cuts_slices:
+            self.leave_slices(training=training)
+            warnings.warn(
+                f"dpx: micro-batches have waited for each other in the {stage} (a collective, or a metric that is "
+                "called as a function or computed there), which they cannot do on several devices: slices are run in "
+                "one piece from here on. A metric's update() does not wait.",
+                stacklevel=3,
+            )
+
     def _note_writes(self, stage: str, wrote: bool) -> None:
         """Appending to one list from several threads gives any order: such a stage takes turns from now on."""
         if not wrote:
@@ -595,6 +611,11 @@ def end_failed_step(
     places = distinct_devices([*devices, *(parameter.device for parameter in parameters)])
     if not end_failed_backward(places, _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR):
         keep_gradients_out(parameters)
+
+
+def _oversubscribed(devices: Sequence[torch.device]) -> str:
+    """An accelerator among ``devices`` that is there more than once; empty if there is none."""
+    return next((str(one) for one in distinct_devices(devices) if devices.count(one) > 1 and not is_host(one)), "")
 
 
 def _names_of_buffers(replica: Replica) -> list[tuple[str, ...]]:

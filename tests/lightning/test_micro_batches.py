@@ -1,6 +1,7 @@
 """One step on one batch, whatever number of micro-batches it is run in."""
 
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -284,8 +285,9 @@ def test_steps_by_hand_take_turns() -> None:
     assert max(seen_rows()) < ROWS
 
 
-def test_metrics_and_collectives_in_a_step_meet() -> None:
-    """They wait for each other, which is announced, and nothing differs."""
+@pytest.mark.parametrize(("num_devices", "execution"), [(1, "inline"), (2, "inline"), (2, "threads")])
+def test_metrics_and_collectives_in_a_step_meet(num_devices: int, execution: str) -> None:
+    """They wait for each other, which is announced; in threads of several devices slices are run in one piece."""
 
     class Measures(Steps):
         def __init__(self) -> None:
@@ -300,9 +302,28 @@ def test_metrics_and_collectives_in_a_step_meet() -> None:
     torch.manual_seed(0)
     expected = fitted(Measures())
     torch.manual_seed(0)
-    with pytest.warns(match="micro-batches wait for each other"):
-        ours = fitted(Measures(), **strategy(1, 3))
+    says = "which they cannot do on several devices" if execution == "threads" else "so what all of them keep"
+    with pytest.warns(match=f"micro-batches .*wait.* for each other .*{says}"):
+        ours = fitted(Measures(), **strategy(num_devices, 3, execution))
     assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize(("num_devices", "says"), [(1, "gets all of its batches whole"), (2, "")])
+def test_gradients_that_cross_the_micro_batches_of_an_accelerator(num_devices: int, says: str, sim: Any) -> None:
+    """Their backwards would wait for each other in one thread; announced, they come in larger pieces."""
+
+    class Normalizes(Steps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(1, nn.BatchNorm1d(16))
+
+    torch.manual_seed(0)
+    expected = fitted(Normalizes())
+    torch.manual_seed(0)
+    options = strategy(num_devices, 2, "auto")
+    with pytest.warns(match=says) if says else nullcontext():
+        ours = fitted(Normalizes(), accelerator="sim", sync_batchnorm=True, **options)
+    assert_equal(ours, expected, additions=100 * 2 * 31 * 16)
 
 
 def test_a_loss_over_the_whole_batch_is_not_cut() -> None:

@@ -125,6 +125,9 @@ def test_an_abandoned_step_leaves_what_was_there() -> None:
     step.early.call(lambda one: loss_of_net(step, one), {0: 0})(step.slices[0])
     step.early.abandon()
     assert step.gradients == [10.0, None]
+    step.run()
+    step.early.abandon()  # an error after the last micro-batch
+    assert step.gradients == [10.0, None]
 
 
 def test_the_backward_runs_outside_of_autocast() -> None:
