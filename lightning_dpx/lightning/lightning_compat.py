@@ -112,7 +112,7 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         "hooks between backward and step", "hooks would see gradients of one owner only"
     ),
     "Precision()._clip_gradients": _name("Trainer(gradient_clip_val)", "clipping would see one owner's gradients only"),
-    "_AutomaticOptimization()._skip_backward": _name(
+    "Trainer().fit_loop.epoch_loop.automatic_optimization._skip_backward": _name(
         "steps without a backward (stochastic weight averaging)", "gradients that are not zeroed would be freed"
     ),
     "Metric()._defaults": _name("the names of a metric's states", "metrics cannot be compared", "torchmetrics 1.9.0"),
