@@ -13,7 +13,7 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import MemoryTrace, forecast_plan, plan_profile, profile_module
 from lightning_dpx.memory.apply import loss_of
 from tests.memory.models import Swing
-from tests.memory.plan.test_planning import _Everything, train
+from tests.memory.steps import DropsEverything, train
 
 
 def measured(module: nn.Module, x: Tensor) -> int:
@@ -90,7 +90,7 @@ class Attentive(nn.Module):
 def test_what_is_dropped_before_its_source_is_saved_is_dropped(memory: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module, x = Attentive(memory()), torch.randn(16, 8, 64)
-    plan = dpx.search_plan(module, x, planner=_Everything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
     joined = {d.name for d in plan.decisions if d.operator == "CatBackward0" and d.module == "score"}
     assert len(joined) == 1
     plan = plan.with_actions(dict.fromkeys(plan.dropped - joined, "keep"))

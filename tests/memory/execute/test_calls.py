@@ -24,7 +24,8 @@ from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.execute.calls import repeating
 from tests.conftest import SIMULATED, simulated_bytes
 from tests.memory.models import AWKWARD, CustomFunction, Swing, Swinging
-from tests.memory.plan.test_planning import make, measured_peak, train
+from tests.memory.plan.test_planning import make, measured_peak
+from tests.memory.steps import train
 
 ROWS = 64
 

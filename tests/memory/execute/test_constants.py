@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from tests.memory.plan.test_planning import _Everything
+from tests.memory.steps import DropsEverything
 
 Function = Callable[["Varied", Tensor, Any], Tensor]
 
@@ -245,7 +245,7 @@ def test_constants_are_those_of_the_step(name: str) -> None:
     torch.manual_seed(0)
     module = Varied(function, constants[0])
     plain = copy.deepcopy(module)
-    plan = dpx.search_plan(module, torch.ones(1), planner=_Everything())
+    plan = dpx.search_plan(module, torch.ones(1), planner=DropsEverything())
     dropped = {d.operator for d in plan.decisions if d.action == "recompute"}
     assert dropped & {"NegBackward0", "ViewAsRealBackward0"}, "its result was refused"
     applied = dpx.apply_plan(module, plan)
@@ -261,7 +261,7 @@ def test_statistics_that_are_written_to_without_a_new_version_are_those_of_the_c
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Sigmoid(), nn.Conv2d(8, 8, 1))
     plain, x = copy.deepcopy(module), torch.randn(16, 8, 8, 8)
-    applied = dpx.apply_plan(module, dpx.search_plan(module.eval(), x, planner=_Everything()))
+    applied = dpx.apply_plan(module, dpx.search_plan(module.eval(), x, planner=DropsEverything()))
     results = []
     for each in (module, plain):
         quiet = each.eval()(x)

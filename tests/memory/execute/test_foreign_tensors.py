@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_dpx as dpx
 from tests.memory.models import Swing
-from tests.memory.plan.test_planning import _Everything
+from tests.memory.steps import DropsEverything
 
 Body = Callable[["Foreign", Tensor], Tensor]
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_planned_is_kept_and_the_rest_is_planned(name: str) -> No
     torch.manual_seed(0)
     module, x = Foreign(BODIES[name]), torch.randn(64, 64)
     plain = copy.deepcopy(module)
-    plan = dpx.search_plan(module, x, planner=_Everything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
     assert any(decision.module == "" and decision.action == "recompute" for decision in plan.decisions)
     dpx.apply_plan(module, plan)
     disable = torch.autograd.graph.disable_saved_tensors_hooks
@@ -134,7 +134,7 @@ def test_other_threads_see_what_torch_has_defined() -> None:
 
     torch.manual_seed(0)
     module, x = Foreign(body), torch.randn(64, 64)
-    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     seen.clear()
     module(x).sum().backward()
     assert seen["here"] != torchs_own, "the forward has followed no plan"
@@ -169,7 +169,7 @@ def test_a_module_may_return_a_view_of_what_has_no_recipe(regions: bool) -> None
     torch.manual_seed(0)
     module, x = Model(), torch.randn(64, 64)
     plain = copy.deepcopy(module)
-    plan = dpx.search_plan(module, x, planner=_Everything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
     assert plan.dropped
     dpx.apply_plan(module, plan)
     assert all(map(torch.equal, _train(module, x), _train(plain, x)))

@@ -20,7 +20,7 @@ from lightning_dpx.memory import plan_profile, profile_module
 from lightning_dpx.memory.apply import applied_plan, forecast_plan
 from lightning_dpx.memory.plan.plan import Decision, fingerprint_of
 from lightning_dpx.memory.plan.replayed_steps import replayed
-from tests.memory.plan.test_planning import train
+from tests.memory.steps import train
 
 WIDTH, ROWS = 64, 48
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import lightning_dpx as dpx
-from lightning_dpx.memory import AppliedPlan, MemoryTrace, Planner
+from lightning_dpx.memory import AppliedPlan, MemoryTrace
 from lightning_dpx.memory.execute.routine import Entered, Practised, Saved, make_routine
-from lightning_dpx.memory.plan.problem import Choice, Problem
 from tests.memory.models import ORDINARY
+from tests.memory.steps import DropsEverything
 
 ROWS = 64
 
@@ -344,7 +344,7 @@ def test_operands_are_noted_where_a_recipe_asks_for_them_and_nowhere_else() -> N
     torch.manual_seed(0)
     module, x = Shifted(), torch.randn(ROWS, 64)
     plain = copy.deepcopy(module)
-    plan = dpx.search_plan(module, x, planner=Everything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
     again = {decision.operator for decision in plan.decisions if decision.action == "recompute"}
     assert {"TanhBackward0", "SigmoidBackward0"} <= again
     applied = dpx.apply_plan(module, plan)
@@ -357,13 +357,6 @@ def test_operands_are_noted_where_a_recipe_asks_for_them_and_nowhere_else() -> N
         assert module.modes == [1 if step == 0 else 0]
     assert values_of(applied)._losses == 0
     assert torch._C._len_torch_function_stack() == 0
-
-
-class Everything(Planner):
-    name = "everything"
-
-    def choose(self, problem: Problem, budget: int | None) -> Choice:
-        return Choice(frozenset(problem.droppable))
 
 
 def test_a_step_that_runs_a_backward_of_its_own_is_followed_for_good() -> None:

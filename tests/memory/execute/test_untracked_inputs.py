@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, operand_of
-from tests.memory.plan.test_planning import _Everything, train
+from tests.memory.steps import DropsEverything, train
 
 X = torch.rand(8, 8, requires_grad=True)
 
@@ -109,7 +109,7 @@ def test_operands_that_change_from_step_to_step_are_the_ones_of_the_step() -> No
     module, x = Changing(), torch.rand(64, 64)
     plain = Changing()
     plain.load_state_dict(module.state_dict())
-    plan = dpx.search_plan(module, x, planner=_Everything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
     dropped = {decision.operator for decision in plan.decisions if decision.action == "recompute"}
     assert {"RsubBackward1", "SigmoidBackward0", "TanhBackward0"} <= dropped
     plain.step = module.step
@@ -133,7 +133,7 @@ class Replaced(nn.Module):
 
 def test_a_frozen_bias_that_is_written_to_before_backward_is_reported() -> None:
     module, x = Replaced(), torch.rand(64, 64)
-    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     loss = module(x).sum()
     with torch.no_grad():
         module.one.bias.add_(1)
@@ -144,7 +144,7 @@ def test_a_frozen_bias_that_is_written_to_before_backward_is_reported() -> None:
 def test_nothing_is_noted_for_a_plan_that_needs_nothing() -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.rand(64, 64)
-    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     seen: list[bool] = []
     module[1].register_forward_hook(lambda *_: seen.append(torch._C._len_torch_function_stack() > 0))
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_what_a_pad_is_filled_with_is_that_of_the_step_in_a_routine_too() -> Non
     module, x = Padded(), torch.rand(64, 64)
     plain = Padded()
     plain.load_state_dict(module.state_dict())
-    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     for _ in range(2):
         module(x).sum().backward()
     module.pad = plain.pad = True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lightning_dpx as dpx
 from lightning_dpx.memory import Planner
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from tests.memory.plan.test_planning import _Everything
+from tests.memory.steps import DropsEverything
 
 
 class _Nothing(Planner):
@@ -54,7 +54,7 @@ WRITES: dict[str, Callable[[Saves, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("planner", [_Nothing(), _Everything()], ids=["kept", "dropped"])
+@pytest.mark.parametrize("planner", [_Nothing(), DropsEverything()], ids=["kept", "dropped"])
 @pytest.mark.parametrize("name", WRITES)
 def test_what_autograd_refuses_is_refused(name: str, planner: Planner) -> None:
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_a_part_of_a_backward_takes_no_changed_weight_for_what_it_was() -> None:
     """Autograd runs the last layer alone, which needs what the layers before it made of their weights of then."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     x = torch.rand(64, 64, requires_grad=True)
-    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     loss = module(x).sum()
     with torch.no_grad():
         module[2].weight.add_(1)

@@ -14,7 +14,7 @@ from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
 from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, as_planned, ways_to_offload
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
 from tests.conftest import SIMULATED
-from tests.memory.plan.test_planning import _Everything
+from tests.memory.steps import DropsEverything
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 BLOCKS = 8
@@ -122,9 +122,9 @@ def test_the_smallest_budget_is_that_of_offloading() -> None:
 def test_copies_run_beside_the_computation_where_there_is_room_even_if_they_do_not_hide() -> None:
     module, x = blocks()
     profile = timed(copying=1.0)
-    least = plan_profile(module, profile, None, _Everything()).peak
+    least = plan_profile(module, profile, None, DropsEverything()).peak
     assert least is not None
-    plans = [plan_profile(module, profile, least + count * x.nbytes, _Everything()) for count in range(4)]
+    plans = [plan_profile(module, profile, least + count * x.nbytes, DropsEverything()) for count in range(4)]
     overlaps = [plan.prefetch_depth for plan in plans]
     assert overlaps == sorted(overlaps)
     assert overlaps[-1] == PREFETCH_DEPTH
@@ -152,7 +152,7 @@ def test_on_the_host_there_is_one_way() -> None:
 
 def test_the_copies_of_a_plan_without_overlap_all_count() -> None:
     profile = timed(copying=0.5 * MS)
-    plan = plan_profile(blocks()[0], profile, None, _Everything())
+    plan = plan_profile(blocks()[0], profile, None, DropsEverything())
     waiting = replace(plan, prefetch_depth=0)
     count = len(plan.names("offload"))
     assert count
@@ -164,7 +164,7 @@ def test_the_copies_of_a_plan_without_overlap_all_count() -> None:
 
 def test_copies_beyond_the_computation_count() -> None:
     profile = timed(copying=0.5 * MS)
-    plan = replace(plan_profile(blocks()[0], profile, None, _Everything()), prefetch_depth=2)
+    plan = replace(plan_profile(blocks()[0], profile, None, DropsEverything()), prefetch_depth=2)
     count = len(plan.names("offload"))
     quick = replace(profile, forward_seconds=count * 0.4 * MS, step_seconds=count * 0.6 * MS)
     beyond = count * (0.1 + 0.3) * MS  # what forward does not hide, and what backward does not

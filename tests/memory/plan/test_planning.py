@@ -19,7 +19,6 @@ from lightning_dpx.bench.staged import Chain
 from lightning_dpx.memory import (
     PLANNERS,
     MemoryTrace,
-    Planner,
     Profile,
     ThresholdPlanner,
     plan_profile,
@@ -27,26 +26,14 @@ from lightning_dpx.memory import (
     summary,
 )
 from lightning_dpx.memory.apply import applied_plan, forecast_plan, loss_of
-from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.solvers.repair import fill
 from tests.conftest import SIMULATED
 from tests.memory.models import AWKWARD, ORDINARY, Case, CustomFunction, Residual, UnrolledLSTM
+from tests.memory.steps import DropsEverything, train
 
 pytestmark = pytest.mark.xdist_group("profiles")  # which its tests share
 CPU = torch.device("cpu")
-
-
-def train(module: nn.Module, x: Tensor, steps: int = 3) -> list[Tensor]:
-    """Gradients of the first step, then weights and buffers after a few."""
-    optimizer, results = torch.optim.SGD(module.parameters(), lr=0.1), []
-    torch.manual_seed(7)
-    for step in range(steps):
-        optimizer.zero_grad()
-        module(x).float().pow(2).mean().backward()
-        if step == 0:
-            results += [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        optimizer.step()
-    return results + [value.detach().clone() for value in module.state_dict().values()]
 
 
 def measured_peak(module: nn.Module, x: Tensor, device: torch.device = CPU) -> int:
@@ -135,7 +122,7 @@ def test_every_planner_on_every_model_is_bit_equal(name: str) -> None:
 @pytest.mark.parametrize("name", [*ORDINARY, *AWKWARD])
 def test_dropping_all_that_can_be_is_bit_equal_and_leaks_nothing(name: str) -> None:
     module, plain, x = make((ORDINARY | AWKWARD)[name])
-    plan = plan_profile(module, profiled(name), None, _Everything())
+    plan = plan_profile(module, profiled(name), None, DropsEverything())
     assert len(plan.dropped) > 1
     for action in ("recompute", "recompute each time"):
         fresh, expected = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -143,13 +130,6 @@ def test_dropping_all_that_can_be_is_bit_equal_and_leaks_nothing(name: str) -> N
         assert all(map(torch.equal, train(fresh, x), train(expected, x)))
         fresh(x)  # a graph that never runs backward
         assert not any(value() for value in applied._values._values.values())
-
-
-class _Everything(Planner):
-    name = "everything"
-
-    def choose(self, problem: Problem, budget: int | None) -> Choice:
-        return Choice(frozenset(problem.droppable))
 
 
 def test_the_planners_are_all_in_the_registry() -> None:
@@ -161,7 +141,7 @@ def test_the_planners_are_all_in_the_registry() -> None:
 def test_masks_are_kept_in_a_byte_per_element() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.3), nn.Linear(256, 64), nn.Dropout(0.3))
-    plan = dpx.search_plan(module, torch.randn(64, 64), planner=_Everything())
+    plan = dpx.search_plan(module, torch.randn(64, 64), planner=DropsEverything())
     masks = [decision for decision in plan.decisions if decision.action == "compress"]
     assert [mask.num_bytes for mask in masks] == [64 * 256 * 4, 64 * 64 * 4]
     plain, x = copy.deepcopy(module), torch.randn(64, 64)
@@ -179,7 +159,7 @@ def test_what_cannot_be_computed_again_is_offloaded_on_the_host() -> None:
     torch.manual_seed(0)
     module, x = CustomFunction().to("sim:0"), torch.randn(64, 64, device="sim:0")
     plain = copy.deepcopy(module)
-    plan = dpx.search_plan(module, x, planner=_Everything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
     assert plan.names("offload")
     dpx.apply_plan(module, plan)
     results = [[value.cpu() for value in train(each, x)] for each in (module, plain)]
@@ -387,7 +367,7 @@ def test_writing_into_a_kept_value_is_noticed() -> None:
 
 def test_a_second_backward_through_the_same_graph() -> None:
     module, plain, x = make(ORDINARY["unrolled lstm"])
-    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     gradients = []
     for each in (module, plain):
         loss = each(x).pow(2).mean()
@@ -402,7 +382,7 @@ def test_one_graph_through_two_forwards() -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
     plain, x = copy.deepcopy(module), torch.randn(32, 64)
-    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     for one in (plain, module):
         one(one(x) + one(x) * 2.0).sum().backward()
         one(one(x)).sum().backward()
@@ -419,7 +399,7 @@ def test_one_graph_through_two_forwards() -> None:
 def test_gradients_of_gradients() -> None:
     module, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid()), torch.randn(64, 64)
     plain = copy.deepcopy(module)
-    dpx.apply_plan(module, dpx.search_plan(module, x, planner=_Everything()))
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
     penalties = []
     for each in (module, plain):
         y = x.clone().requires_grad_()

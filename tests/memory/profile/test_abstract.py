@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 from lightning_dpx.memory import profile_module
 from tests.memory.models import AWKWARD
-from tests.memory.plan.test_planning import measured_peak, train
+from tests.memory.plan.test_planning import measured_peak
+from tests.memory.steps import train
 
 
 @torch.library.custom_op("dpx_tests::without_a_rule", mutates_args=())

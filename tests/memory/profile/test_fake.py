@@ -19,7 +19,8 @@ from lightning_dpx.memory.apply import loss_of
 from tests.conftest import SIMULATED
 from tests.memory.execute.test_neighbours import Blocks
 from tests.memory.models import AWKWARD, GPT, ORDINARY, Block, Case
-from tests.memory.plan.test_planning import _Everything, make, measured_peak, profiled, train
+from tests.memory.plan.test_planning import make, measured_peak, profiled
+from tests.memory.steps import DropsEverything, train
 
 NEED_NUMBERS = ("data-dependent", "hooks", "recurrent layers")  # see test_abstract.py
 
@@ -91,7 +92,7 @@ def test_the_plan_takes_what_it_predicts_and_keeps_the_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "unet", "unrolled lstm", "aliases and in-place"])
 def test_dropping_all_that_fakes_allow_keeps_the_bits(name: str) -> None:
     module, plain, x = make(MODELS[name])
-    dpx.apply_plan(module, plan_profile(module, faked(name), None, _Everything()))
+    dpx.apply_plan(module, plan_profile(module, faked(name), None, DropsEverything()))
     assert all(map(torch.equal, train(module, x, 1), train(plain, x, 1)))
 
 

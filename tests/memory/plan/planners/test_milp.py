@@ -13,7 +13,7 @@ from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
 from tests.memory.chains import KINDS, chain_profile
 from tests.memory.models import ORDINARY
-from tests.memory.plan.test_highs import without_highs
+from tests.memory.plan.solvers.test_highs import without_highs
 from tests.memory.random_steps import MOST_UNITS, budgets_and_least, random_profile
 
 __all__ = ["without_highs"]
