@@ -500,6 +500,7 @@ def block(meet: Fault) -> None:
 def _released() -> Iterator[None]:
     """Ends what is blocked still, and gives back the handlers of signals."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
     RELEASE.clear()
     ENDED.clear()
     yield

@@ -4,7 +4,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,11 @@ class RandomGraph(nn.Module):
             else:
                 pool.append(getattr(torch, name)(a))
         return torch.stack([value.mean() for value in pool]).sum()
+
+
+def blocks(number: int, *, usual: int) -> list[Any]:
+    """Blocks of random steps: the first ones are run every time, and the others where tests may be slow."""
+    return [pytest.param(block, marks=[] if block < usual else [pytest.mark.slow]) for block in range(number)]
 
 
 def random_profile(seed: int, length: int) -> Profile:

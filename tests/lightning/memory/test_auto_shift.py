@@ -18,12 +18,12 @@ MIB = 2**20
 
 
 class Tall(LightningModule):
-    """Twenty layers over rows (B, 256) that keep some 110 MiB for 4096 rows; notes what it logs and appends."""
+    """Twenty layers over rows (B, 128) that keep some 28 MiB for 2048 rows; notes what it logs and appends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(20)))
-        self.head = nn.Linear(256, 3)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(20)))
+        self.head = nn.Linear(128, 3)
         self.seen: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -36,9 +36,9 @@ class Tall(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def loader(rows: int = 4096) -> DataLoader[Any]:
+def loader(rows: int = 2048) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
-    data = torch.randn(2 * rows, 256, generator=generator)
+    data = torch.randn(2 * rows, 128, generator=generator)
     return DataLoader(TensorDataset(data, torch.randint(3, (2 * rows,), generator=generator)), rows)
 
 
@@ -46,13 +46,13 @@ def loader(rows: int = 4096) -> DataLoader[Any]:
 def two_devices() -> Any:
     """A hundredth of 4 GiB and 12 GiB."""
     gc.collect()
-    dpx.simulate(2, memory=["40MiB", "120MiB"])
+    dpx.simulate(2, memory=["10MiB", "30MiB"])
     yield torch.get_device_module("sim")
     gc.collect()
     dpx.simulate(8)
 
 
-def fit(model: LightningModule, rows: int = 4096, **options: Any) -> dict[str, torch.Tensor]:
+def fit(model: LightningModule, rows: int = 2048, **options: Any) -> dict[str, torch.Tensor]:
     trainer = make_trainer(max_epochs=1, **options)
     trainer.fit(model, loader(rows))
     return {name: value.cpu() for name, value in model.state_dict().items()}
@@ -65,7 +65,7 @@ def tall() -> Tall:
 
 def test_a_model_that_needs_more_than_its_device_trains_and_says_how(two_devices: Any, caplog: Any) -> None:
     kept = sum(a.num_bytes for a in dpx.trace_activations(tall().net, next(iter(loader()))[0]))
-    assert 80 * MIB <= kept < 120 * MIB
+    assert 20 * MIB <= kept < 30 * MIB
     with pytest.raises(torch.OutOfMemoryError):
         fit(tall(), strategy="dpx", accelerator="sim", devices=1)
     gc.collect()
@@ -75,25 +75,25 @@ def test_a_model_that_needs_more_than_its_device_trains_and_says_how(two_devices
     with caplog.at_level("INFO"):
         ours = fit(model, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
     assert_equal(ours, fit(tall()))
-    assert model.seen == [4096, 4096], "the trace ran on a stand-in"
+    assert model.seen == [2048, 2048], "the trace ran on a stand-in"
     told = next(record.message for record in caplog.records if "dpx: shifts" in record.message)
     assert "sim:0 -> sim:1: net." in told
     assert "of 4" in told or "of 3" in told
     predicted = [int(text.split()[-2]) for text in told.splitlines()[1].split(" of ")[:2]]
     for device, need in enumerate(predicted):
         peak = two_devices.max_memory_allocated(device) / MIB
-        assert peak < 1.15 * need + 3, f"sim:{device} was predicted {need} MiB and took {peak:.0f}"
+        assert peak < 1.15 * need + 1, f"sim:{device} was predicted {need} MiB and took {peak:.0f}"
 
 
 def test_a_model_that_fits_stays_where_it_is(two_devices: Any, caplog: Any) -> None:
     with caplog.at_level("INFO"):
-        ours = fit(tall(), 512, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
-    assert_equal(ours, fit(tall(), 512))
+        ours = fit(tall(), 256, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
+    assert_equal(ours, fit(tall(), 256))
     assert any("nothing is shifted" in record.message for record in caplog.records)
 
 
 def test_every_replica_gets_a_spare_device() -> None:
-    dpx.simulate(4, memory=["36MiB", "36MiB", "80MiB", "80MiB"])
+    dpx.simulate(4, memory=["9MiB", "9MiB", "20MiB", "20MiB"])
     try:
         with pytest.warns(UserWarning, match=r"self\.seen is \+1 items on one device, \+2 items in slices"):
             ours = fit(tall(), strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=2)
@@ -106,7 +106,7 @@ def test_what_cannot_fit_says_what_it_lacks(two_devices: Any) -> None:
     with pytest.raises(
         dpx.ConfigurationError, match=r"no cut that fits: with the last \d+ of \d+ parts .* smaller batch"
     ):
-        fit(tall(), 8192, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
+        fit(tall(), 4096, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
     with pytest.raises(dpx.ConfigurationError, match="a replica gets 3; give shifts and shift_activations by hand"):
         fit(tall(), 3, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
 

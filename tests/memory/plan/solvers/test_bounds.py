@@ -7,10 +7,10 @@ from lightning_dpx.memory import PLANNERS
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack, least_bytes, least_seconds, local_maxima
 from tests.memory.chains import chain_profile
-from tests.memory.random_steps import MOST_UNITS, budgets_and_least, every_choice, random_profile
+from tests.memory.random_steps import MOST_UNITS, blocks, budgets_and_least, every_choice, random_profile
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", blocks(8, usual=4))
 def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     tight = total = 0
     for seed in range(25 * block, 25 * block + 25):
