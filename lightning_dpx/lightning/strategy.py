@@ -308,7 +308,8 @@ class DPXStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = wrap_precision(precision_plugin, self._after_backward)
+        shifts = self.options.shifts_activations
+        self._precision_plugin = wrap_precision(precision_plugin, self._after_backward, shifts=shifts)
 
     @property
     def dpx_precision(self) -> DPXPrecision:

@@ -53,6 +53,8 @@ class TrainingFlow:
             kwargs: Likewise.
         """
         session = self._session
+        if self._is_merged():
+            return self._run_merged(args, kwargs)
         if not session.follow_structure():
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         args = session.memory.rewindable(args)
@@ -85,6 +87,26 @@ class TrainingFlow:
         if self._session.rehearsals.before_step(NAME, slices, args, kwargs):
             return self._session.slices.of(NAME, args[0])
         return slices
+
+    def _is_merged(self) -> bool:
+        """Whether replicas on one device take every batch as one, and nothing else is asked of them."""
+        session = self._session
+        replicas = session.replicas
+        is_plain = replicas.always_merged and replicas.times is None and not session.threads.is_open
+        if not is_plain or session.shifts or session.memory.is_on:
+            return False
+        alone = not session.has_processes and not session.step.has_other_owners
+        return alone and session.module.automatic_optimization
+
+    def _run_merged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step of one device. The idle replicas follow the module's structure once there is something to do for
+        them: to ask for it, for slices and for a rehearsal took 40 us of 470 of an empty step."""
+        session = self._session
+        whole = session.replicas.whole_slice(args[0], 1)
+        outputs = session.alone(NAME, (session.given(whole), *args[1:]), kwargs)
+        put_iterators_back(session.module)
+        session.end_batch(NAME, args)
+        return outputs
 
     def _runs_alone(self, slices: list[BatchSlice]) -> bool:
         """Whether the first replica has the whole batch, and nothing of it concerns the others or other processes."""

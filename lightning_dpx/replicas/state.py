@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.errors import ReplicationError, SharedWriteError
+from lightning_dpx.replicas.parameter_copies import ParameterCopies
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.torch_compat import buffers_of, foreach_copy_, version_counter
 
@@ -97,6 +98,7 @@ class StateSync:
         self._mirrored: list[list[int]] = [[] for _ in self._apart]  # versions of the copies, as they were left
         self._versions: list[int] = []
         self._shapes: list[torch.Size] = []
+        self._parameter_copies: dict[int, ParameterCopies] = {}  # by replica
         self._changed = True
         self._unchecked = 3
         self._sums: list[int] = []  # in the first steps, to notice writes through .data
@@ -297,12 +299,10 @@ class StateSync:
 
     def _copy_parameters(self, owned: list[nn.Parameter], replica: Replica) -> None:
         """The replica, on another device, gets the values of ``owned``."""
-        mirrored = replica.parameters
-        # The others are those of a module that all replicas share.
-        apart = [index for index, source in enumerate(owned) if source is not mirrored[index]]
-        if apart:
-            targets: list[torch.Tensor] = [mirrored[index] for index in apart]
-            foreach_copy_(targets, [owned[index] for index in apart], non_blocking=True)
+        copies = self._parameter_copies.get(replica.index)
+        if copies is None or not copies.is_for(owned, replica.parameters):
+            copies = self._parameter_copies[replica.index] = ParameterCopies(owned, replica.parameters)
+        copies.copy()
 
     def _share_storage(self, owned: list[nn.Parameter], mirrored: list[nn.Parameter]) -> None:
         """A replica on the first device has its values, whatever storage the user's module has got since."""

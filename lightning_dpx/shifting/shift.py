@@ -111,6 +111,11 @@ def applied_shift(module: nn.Module) -> "Shift | None":
     return _SHIFTS.get(module)
 
 
+def has_shifts() -> bool:
+    """Whether any module of this process is shifted."""
+    return len(_SHIFTS) > 0
+
+
 def shift_like(module: nn.Module, shift: "Shift") -> None:
     """Shifts ``module``, a copy of the one that ``shift`` is of, in the same way."""
     own = Shift(module, list(shift.chosen), shift.source, shift.target)

@@ -122,16 +122,17 @@ def test_copies_are_counted_by_route_and_maker(sim) -> None:
     assert transfer.maker.endswith("test_devices.test_copies_are_counted_by_route_and_maker")
 
 
-def test_a_step_broadcasts_every_parameter_once_per_replica(sim) -> None:
+def test_a_step_broadcasts_small_parameters_together_and_once_per_replica(sim) -> None:
     model = seeded()
     options = {"accelerator": "sim", "devices": 3, "strategy": dpx.DPXStrategy(verify="off"), "max_epochs": 1}
     trainer = make_trainer(limit_train_batches=4, limit_val_batches=0, **options)
     clear_traffic()
     trainer.fit(model, make_loader(num_rows=64), make_loader())
-    followed = [transfer for transfer in traffic() if transfer.maker == "replicas.state.StateSync._follow"]
-    assert {(str(t.source), str(t.target), t.num_copies) for t in followed} == {
-        ("sim:0", "sim:1", 4 * 4),
-        ("sim:0", "sim:2", 4 * 4),
+    followed = [transfer for transfer in traffic() if transfer.maker.startswith("replicas.parameter_copies")]
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert {(str(t.source), str(t.target), t.num_copies, t.num_bytes) for t in followed} == {
+        ("sim:0", "sim:1", 4, 4 * size),
+        ("sim:0", "sim:2", 4, 4 * size),
     }
 
 
