@@ -43,6 +43,7 @@ class Bookkeeping:
         tensor: Likewise, for each tensor that is saved within it.
         place: Of what values take, for each place at which some are dropped; see places.py.
         usual_places: For each value that is made again, so many places count in ``value`` already.
+        step_seconds: Of the step without a plan that this was measured beside; 0 where it was measured elsewhere.
     """
 
     value: float = 0.0
@@ -50,6 +51,7 @@ class Bookkeeping:
     tensor: float = 0.0
     place: float = 0.0
     usual_places: float = 0.0
+    step_seconds: float = 0.0
 
     def of_call(self, tensors: int) -> float:
         """For a call that saves so many tensors: each is given out twice, to autograd and back."""

@@ -7,7 +7,7 @@ that have left them, hooks, noted operands, objects that are made and go. Steps 
 run for it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ _ENOUGH = 0.6  # seconds
 # all do; and the few that are far apart tell what a place takes, see places.py.
 _EVERY = 2
 _RARELY = 8
-_LEAST_RATIO = 1.0  # of a place to a value: 2 to 5 where nine models were measured many times
-_MOST_RATIO = 6.0
+_LEAST_RATIO = 1.0  # of a place to a value: 1.1 to 3.7, mostly 2, where nine models were measured many times
+_MOST_RATIO = 3.0
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -73,23 +73,24 @@ def measured_in_step(
         if by_calls >= least:
             kinds["replayed"] = Replays(module, [call.name for call in calls])
         with timer.in_a_row():
-            found = _shares_in_turns(kinds, timer, forward, backward)
+            found = _least_in_turns(kinds, timer, forward, backward)
     finally:
         for hooks in kinds.values():
             hooks.remove()
+    plain = found[""]
     if "dropped" in found:
         cases = list[_Case]()
         for kind, dropped in sets.items():
             operators = sum(profile.values[index].seconds for index in made[kind])
-            spent = found[kind] * profile.step_seconds - operators
+            spent = found[kind] - plain - operators
             cases.append(_Case(len(made[kind]), count_places(profile, dropped), max(0.0, spent)))
         known = _told_apart(cases, known)
     if "replayed" in found:
-        spent = found["replayed"] * profile.step_seconds - sum(call.seconds for call in calls)
+        spent = found["replayed"] - plain - sum(call.seconds for call in calls)
         if spent > 0.0:
             factor = spent / by_calls
             known = replace(known, call=known.call * factor, tensor=known.tensor * factor)
-    return known
+    return replace(known, step_seconds=plain)
 
 
 def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:
@@ -136,19 +137,20 @@ def _told_apart(cases: Sequence[_Case], known: Bookkeeping) -> Bookkeeping:
 
 def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
     """``profile``, in which all that is made again takes that, too."""
+    tensors = {call.name: call.tensors for call in profile.calls}
     return replace(
         profile,
-        values=tuple(_with(value, bookkeeping) for value in profile.values),
+        values=tuple(_with(value, bookkeeping, tensors) for value in profile.values),
         calls=tuple(_of_call(call, bookkeeping) for call in profile.calls),
         place_seconds=bookkeeping.place,
         usual_places=bookkeeping.usual_places,
     )
 
 
-def _with(value: SavedValue, bookkeeping: Bookkeeping) -> SavedValue:
+def _with(value: SavedValue, bookkeeping: Bookkeeping, tensors: Mapping[str, int]) -> SavedValue:
     if not value.seconds or value.offloaded:
         return value
-    more = bookkeeping.call if value.call else bookkeeping.value
+    more = bookkeeping.of_call(tensors.get(value.call, 0)) if value.call else bookkeeping.value
     return replace(value, seconds=value.seconds + more)
 
 
@@ -171,10 +173,10 @@ def droppable_values(profile: Profile) -> list[int]:
     ]
 
 
-def _shares_in_turns(
+def _least_in_turns(
     kinds: dict[str, Practised | Replays], timer: StepTimer, forward: Forward, backward: Backward
 ) -> dict[str, float]:
-    """The share of a step that a step of each kind takes longer.
+    """The least seconds of steps of each kind, and of steps without a plan, which have no name.
 
     They run in turns with steps without a plan, because a processor that others use as well may be half as fast for
     seconds. The least time of each counts: others only ever add to it, and by much where they use the same caches.
@@ -201,7 +203,7 @@ def _shares_in_turns(
         is_sure = len(times[""]) >= _FEWEST_ROUNDS and all(map(is_confirmed, times.values()))
         if is_sure or (turn >= _WARM_UP and spent > _ENOUGH):
             break
-    return {kind: min(times[kind]) / min(times[""]) - 1.0 for kind in kinds}
+    return {kind: min(found) for kind, found in times.items()}
 
 
 class _Within:

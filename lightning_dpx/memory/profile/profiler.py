@@ -403,6 +403,9 @@ def _profiled(
                 measured_in_step, profile, module, timer, forward=forward, backward=backward, known=bookkeeping
             )
             bookkeeping = measured_once(profile, module, measure)
+        if bookkeeping.step_seconds:
+            step_seconds = min(times[0], bookkeeping.step_seconds)
+            profile = replace(profile, step_seconds=step_seconds, forward_seconds=min(times[1], step_seconds))
     return with_bookkeeping(profile, bookkeeping)
 
 
