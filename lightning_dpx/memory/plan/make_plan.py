@@ -12,7 +12,7 @@ from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import fill
 from lightning_dpx.memory.profile.data import Profile, SavedValue
@@ -72,7 +72,10 @@ def plan_profile(module: Model, profile: Profile, budget: int | None, planner: s
         surely = surely_needed(problems)
         if budget is not None and budget < surely:  # no search for what cannot be
             raise budget_error(profile, budget, _smallest(problems), surely, chosen.name)
-        original, choice = _chosen(problems, budget, chosen)
+        if chosen.replays and budget is not None and not _in_reach_by_value(problems, budget):
+            original, choice = problems[0], Choice()  # calls that are replayed may reach it
+        else:
+            original, choice = _chosen(problems, budget, chosen)
         found = Mixed(frozenset(), original, choice)
         if chosen.replays:
             found = with_replays(original.profile, found, budget, chosen.choose)
@@ -97,6 +100,11 @@ def plan_profile(module: Model, profile: Profile, budget: int | None, planner: s
         prefetch_depth=found.problem.profile.prefetch_depth if is_offloading else 0,
         basis=profile.basis,
     )
+
+
+def _in_reach_by_value(problems: Sequence[Problem], budget: int) -> bool:
+    """Whether nothing proves that values have to be replayed with their calls."""
+    return any(least_bytes(Relaxation(problem), with_calls=False) <= budget for problem in problems)
 
 
 def _smallest(problems: Sequence[Problem]) -> Mixed:

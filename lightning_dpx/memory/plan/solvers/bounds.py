@@ -201,14 +201,19 @@ def local_maxima(curve: np.ndarray, level: float, most: int) -> list[int]:
     return [int(event) for event in found]
 
 
-def least_bytes(relaxation: Relaxation) -> int:
+def least_bytes(relaxation: Relaxation, *, with_calls: bool = True) -> int:
     """Bytes that are there at some event in every choice, however often it computes things again.
 
     Whatever is dropped is there while autograd uses it, and what no plan drops, such as gradients, is there anyway;
-    but for what is saved within calls of modules that can be replayed as a whole, whatever it is.
+    but for what is saved within calls that may be replayed, whatever it is.
+
+    Args:
+        relaxation: What can be dropped.
+        with_calls: Whether module calls may be replayed as well.
     """
     least = relaxation.curve.copy()
-    _leave_out_calls(relaxation, least)
+    if with_calls:
+        _leave_out_calls(relaxation, least)
     for column in range(len(relaxation.units)):
         start, stop, change = relaxation.change_of(column)
         least[start:stop] += np.minimum(change, 0)  # where dropping it would add to what is there, it is kept
