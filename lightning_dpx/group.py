@@ -245,7 +245,9 @@ class ReplicaGroup:
             if not isinstance(value, torch.Tensor):
                 return value
             moved = value.detach().to(batch_slice.replica.device)
-            return moved.requires_grad_() if self._inputs_need_grad and moved.is_floating_point() else moved
+            if self._inputs_need_grad and moved.is_floating_point():
+                moved.requires_grad_()
+            return moved
 
         return tree_map(move, batch_slice.batch)
 

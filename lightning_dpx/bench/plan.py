@@ -220,19 +220,25 @@ def _compare(
         progress(f"{name}: round {turn + 1} of {rounds}")
         for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
             contestant.seconds.append(contestant.step(x))
-    return [
-        Contest(
-            name,
-            contestant.mode,
-            peaks[contestant.mode] / MIB,
-            peaks[contestant.mode] / peaks["none"],
-            statistics.median(contestant.seconds) * 1e3,
-            statistics.median(a / b for a, b in zip(contestant.seconds, unplanned.seconds, strict=True)),
-            *agreement[contestant.mode],
-            None if contestant.predicted is None else contestant.predicted / peaks["none"],
+    results = []
+    for contestant in contestants:
+        peak = peaks[contestant.mode]
+        # Turn by turn: a machine that is slow for a while is slow for all of them.
+        ratios = [mine / plain for mine, plain in zip(contestant.seconds, unplanned.seconds, strict=True)]
+        predicted = None if contestant.predicted is None else contestant.predicted / peaks["none"]
+        results.append(
+            Contest(
+                name,
+                contestant.mode,
+                peak / MIB,
+                peak / peaks["none"],
+                statistics.median(contestant.seconds) * 1e3,
+                statistics.median(ratios),
+                *agreement[contestant.mode],
+                predicted,
+            )
         )
-        for contestant in contestants
-    ]
+    return results
 
 
 def _profile(model: Staged, x: Tensor) -> Any:
@@ -255,7 +261,9 @@ def format_contests(results: Sequence[Contest]) -> str:
     head = f"{'model':6} {'mode':26} {'peak MiB':>9} {'share':>6} {'pred.':>6} {'step ms':>9} {'ratio':>6}  gradients"
     lines = [head]
     for row in results:
-        gradients = "same bits" if row.same_bits else "close" if row.close else "differ"
+        gradients = "close" if row.close else "differ"
+        if row.same_bits:
+            gradients = "same bits"
         predicted = "" if row.predicted_share is None else f"{row.predicted_share:.3f}"
         lines.append(
             f"{row.model:6} {row.mode:26} {row.peak_mib:9.1f} {row.peak_share:6.3f} {predicted:>6} {row.step_ms:9.1f} "

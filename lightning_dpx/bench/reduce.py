@@ -114,16 +114,17 @@ class _Peers:
             port = probe.getsockname()[1]
         # As a file, which needs torch alone: importing the package for it takes three times as long.
         command = [sys.executable, "-P", str(Path(__file__).with_name("peer.py"))]
-        self._processes = [
-            subprocess.Popen(
+        self._processes = []
+        for rank in range(world):
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL  # only one tells its times
+            process = subprocess.Popen(
                 [*command, str(rank), str(world), str(port), backend],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stdout=output,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-            for rank in range(world)
-        ]
+            self._processes.append(process)
         self._read("ready")
 
     def run(self, elements: int) -> float:
@@ -181,7 +182,9 @@ def compare_reductions(
 def _compare(
     size: str, shapes: list[tuple[int, ...]], devices: list[torch.device], rounds: int, peers: _Peers
 ) -> list[Reduction]:
-    grads = [[torch.zeros(shape, device=device) for shape in shapes] for device in devices]
+    grads = []
+    for device in devices:
+        grads.append([torch.zeros(shape, device=device) for shape in shapes])
     elements = sum(math.prod(shape) for shape in shapes)
     contestants: dict[str, Callable[[], float]] = {}
     for reducer_name, reducer in _possible(devices).items():

@@ -82,7 +82,11 @@ def devices() -> list[Finding]:
         held = f", {size.others / GIB:.1f} GiB held by others" if size.others else ""
         found.append(Finding(str(device), f"{name}, {size.total / GIB:.1f} GiB{held}"))
     if len(there) > 1:
-        groups = " and ".join("{" + ", ".join(str(there[i]) for i in group) + "}" for group in linked_groups(there))
+        named = []
+        for group in linked_groups(there):
+            members = ", ".join(str(there[index]) for index in group)
+            named.append(f"{{{members}}}")
+        groups = " and ".join(named)
         pairs = len(there) * (len(there) - 1) // 2
         found.append(Finding("links", f"{num_direct_links(there)} of {pairs} pairs are direct; groups: {groups}"))
     return found

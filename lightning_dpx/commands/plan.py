@@ -76,7 +76,9 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         PlanError: there is nothing to save.
     """
     _check_before_any_work(args)
-    configs = [part for config in args.config for part in ("--config", config)]
+    configs: list[str] = []
+    for config in args.config:
+        configs += ["--config", config]
     cli = make_cli(["fit", *configs, *others], execute=False, **_on_one_cpu())
     chosen = look_up(cli, cli.config_init, "trainer.strategy")
     settings = settings_of(
@@ -249,15 +251,11 @@ def write_report(found: DryRun, path: Path) -> None:
     Raises:
         UnsupportedError: matplotlib is missing.
     """
-    steps = [
-        DeviceStep(
-            one.device,
-            {kind: getattr(one, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")},
-            {"everything kept": one.static + one.unplanned, "planned": one.peak},
-            budget=one.budget,
-        )
-        for one in found.forecasts
-    ]
+    steps = []
+    for one in found.forecasts:
+        lasting = {kind: getattr(one, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
+        peaks = {"everything kept": one.static + one.unplanned, "planned": one.peak}
+        steps.append(DeviceStep(one.device, lasting, peaks, budget=one.budget))
     devices = draw_devices(steps, "Memory of a training step, predicted")
     if path.suffix != ".html":
         save_figure(devices, path)

@@ -1,6 +1,7 @@
 """How values get from one device to another."""
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 
@@ -51,5 +52,5 @@ def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
 
 def num_direct_links(devices: Sequence[torch.device]) -> int:
     """Pairs of devices that copy to each other without a detour through the host."""
-    pairs = [(a, b) for index, a in enumerate(devices) for b in devices[index + 1 :]]
-    return sum(a.type == "cuda" and torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    of_cuda = [device for device in devices if device.type == "cuda"]
+    return sum(torch.cuda.can_device_access_peer(one, other) for one, other in combinations(of_cuda, 2))

@@ -9,6 +9,7 @@ written into the slices is put together and put in there. An optimizer that call
 import threading
 from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -208,7 +209,7 @@ class BatchWrites:
             return parts[0]
         shown = _at(self._shown, path)
         if isinstance(shown, list | tuple) and len(shown) == sum(map(len, parts)):  # one item per row
-            items = [item for part in parts for item in part]
+            items = list(chain.from_iterable(parts))
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), type(shown)(items))
         weights = weights_of([one.batch_slice for one in given])
         if shown is _MISSING or not isinstance(shown, torch.Tensor):

@@ -301,19 +301,20 @@ def _with_dtypes(
     if children is None:
         return converted
     pairs = zip(children, children_of(converted) or (), strict=True)
-    parts = [
-        _with_dtypes(child, other, dtypes, missing, f"{path}.{name}" if path else name)
-        for (name, child), (_, other) in pairs
-    ]
+    parts = []
+    for (name, child), (_, other) in pairs:
+        below = f"{path}.{name}" if path else name
+        parts.append(_with_dtypes(child, other, dtypes, missing, below))
     return rebuild(converted, parts)
 
 
 def _paths(node: Any, path: str = "") -> list[str]:
     if isinstance(node, Tensor):
         return [path]
-    return [
-        found for name, child in children_of(node) or () for found in _paths(child, f"{path}.{name}" if path else name)
-    ]
+    found: list[str] = []
+    for name, child in children_of(node) or ():
+        found += _paths(child, f"{path}.{name}" if path else name)
+    return found
 
 
 def wrap_precision(

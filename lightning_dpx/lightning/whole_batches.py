@@ -111,7 +111,10 @@ def _leaf_paths(node: Any, path: str) -> list[str]:
     children = children_of(node)
     if children is None:
         return [path]
-    return [leaf for name, child in children for leaf in _leaf_paths(child, f"{path}.{name}" if path else name)]
+    leaves: list[str] = []
+    for name, child in children:
+        leaves += _leaf_paths(child, f"{path}.{name}" if path else name)
+    return leaves
 
 
 def rows_to_weigh_by(batch: Any) -> int:

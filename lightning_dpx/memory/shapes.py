@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import chain
 
 from torch import nn
 
@@ -137,16 +138,18 @@ def _forecasts(steps: Sequence[Sequence[Profile]], plan: MemoryPlan) -> list[lis
 
 
 def _excess(found: Sequence[Sequence[Forecast]], budgets: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [
-        [result.peak - budget for result, budget in zip(results, allowed, strict=True)]
-        for results, allowed in zip(found, budgets, strict=True)
-    ]
+    excess = []
+    for results, allowed in zip(found, budgets, strict=True):
+        excess.append([result.peak - budget for result, budget in zip(results, allowed, strict=True)])
+    return excess
 
 
 def _rank(judged: tuple[MemoryPlan, list[list[Forecast]]], budgets: Sequence[Sequence[int]]) -> tuple[bool, float]:
     """What fits, the fastest first; then what comes nearest to it."""
     most = max(map(max, _excess(judged[1], budgets)))
-    return most > 0, most if most > 0 else sum(result.seconds for results in judged[1] for result in results)
+    if most > 0:
+        return True, most
+    return False, sum(result.seconds for result in chain.from_iterable(judged[1]))
 
 
 def _completed(own: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
@@ -159,8 +162,10 @@ def _by_size(plans: Sequence[MemoryPlan], steps: Sequence[Sequence[Profile]]) ->
     """What the plan of that step decides about a value in which it is largest."""
     sizes = [Counter[str]() for _ in steps]
     for size, profiles in zip(sizes, steps, strict=True):
-        for value in (value for profile in profiles for value in profile.values if value.name):
-            size[value.name] += value.num_bytes
+        for profile in profiles:
+            for value in profile.values:
+                if value.name:
+                    size[value.name] += value.num_bytes
     chosen: dict[str, tuple[int, Decision]] = {}
     for plan, size in zip(plans, sizes, strict=True):
         for decision in plan.decisions:

@@ -60,10 +60,10 @@ def _draw_device(axes: Any, device: DeviceStep) -> None:
     positions = range(len(device.peaks))
     bottoms = [0.0] * len(device.peaks)
     for kind in ("parameters", "buffers", "optimizer", "gradients"):
-        sizes = [
-            0.0 if kind == "gradients" and phase == _BEFORE_BACKWARD else device.static.get(kind, 0) / MIB
-            for phase in device.peaks
-        ]
+        sizes = []
+        for phase in device.peaks:
+            is_there = kind != "gradients" or phase != _BEFORE_BACKWARD
+            sizes.append(device.static.get(kind, 0) / MIB if is_there else 0.0)
         axes.bar(positions, sizes, bottom=bottoms, width=0.7, color=KIND_COLOURS[kind], label=kind)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     rest = [max(0.0, peak / MIB - bottom) for peak, bottom in zip(device.peaks.values(), bottoms, strict=True)]

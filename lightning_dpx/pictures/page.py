@@ -66,9 +66,10 @@ def _section(section: Section) -> str:
         parts.append(f"<p>{html.escape(section.text)}</p>")
     if section.heads:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in section.heads)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in section.rows
-        )
+        rows = ""
+        for row in section.rows:
+            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+            rows += f"<tr>{cells}</tr>"
         parts.append(f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>')
     parts += [svg_of(figure) for figure in section.figures]
     if section.printed:

@@ -187,14 +187,14 @@ def places_of_code(module: nn.Module) -> list[Place]:
         module: Whose classes, and those that they inherit from, are looked at, as far as they are no library's.
     """
     packages = _packages_of(module)
-    classes = {base: None for child in module.modules() for base in type(child).__mro__}
     found: dict[tuple[int, str], Place] = {}
-    for base in classes:
+    for base in _classes_of(module):
         for key, function in _of_base(base, packages):
             if isinstance(function, types.FunctionType):
                 spaces = function.__globals__
                 names = _names_in(function.__code__) & spaces.keys()
-                found.update({(id(spaces), name): (name, spaces, name) for name in sorted(names)})
+                for name in sorted(names):
+                    found[id(spaces), name] = name, spaces, name
             elif not key.startswith("__"):
                 found[id(base), key] = f"{base.__qualname__}.{key}", base, key
     return [place for place in found.values() if _is_data(place)]
@@ -208,8 +208,15 @@ def _is_data(place: Place) -> bool:
 
 def _packages_of(module: nn.Module) -> frozenset[str]:
     """Top-level packages of the classes that ``module`` is made of; ``__main__`` is one, too."""
-    classes = {base for child in module.modules() for base in type(child).__mro__}
-    return without_libraries(frozenset(package_of(base.__module__) for base in classes))
+    return without_libraries(frozenset(package_of(base.__module__) for base in _classes_of(module)))
+
+
+def _classes_of(module: nn.Module) -> list[type]:
+    """The classes of ``module`` and its submodules, and those that these inherit from, each once."""
+    found: dict[type, None] = {}
+    for child in module.modules():
+        found.update(dict.fromkeys(type(child).__mro__))
+    return list(found)
 
 
 def _of_base(base: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -127,8 +127,11 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     marks = state.marks()
     owners = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     own = [(part, dict(parameters_of(part)), dict(buffers_of(part))) for part in owners]
-    held = [tensor for part in parts for tensor in parameters_of(part).values() if tensor is not None]
-    buffers = [tensor for part in parts for tensor in buffers_of(part).values() if tensor is not None]
+    held: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    for part in parts:
+        held += [tensor for tensor in parameters_of(part).values() if tensor is not None]
+        buffers += [tensor for tensor in buffers_of(part).values() if tensor is not None]
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in held if tensors]
     writes = CopyOnWrite(tensor for tensor in (*held, *state.tensors()) if _is_there(tensor))
@@ -160,7 +163,10 @@ def _with_those_outside(module: nn.Module) -> tuple[list[nn.Module], ObjectState
     parts = list(module.modules())
     while True:
         state = ObjectState(parts, follow_code=False, copies=True)
-        more = [part for outside in state.outside for part in outside.modules()]
+        # Modules in a list of the user's are no submodules, and lead to others in their turn.
+        more: list[nn.Module] = []
+        for outside in state.outside:
+            more += outside.modules()
         if not more:
             return parts, state
         parts = list(dict.fromkeys([*parts, *more]))

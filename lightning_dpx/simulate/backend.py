@@ -240,8 +240,12 @@ class SimModule:
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """The figures under the names of CUDA's allocator."""
         live, peak, _ = torch.ops.dpx_sim.memory(self._index(device))
-        kinds = ("allocated_bytes", "reserved_bytes", "active_bytes")
-        return {f"{kind}.all.{name}": value for kind in kinds for name, value in (("current", live), ("peak", peak))}
+        # Nothing is cached, so that what is reserved is what is allocated.
+        stats: dict[str, int] = {}
+        for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
+            stats[f"{kind}.all.current"] = live
+            stats[f"{kind}.all.peak"] = peak
+        return stats
 
     def empty_cache(self) -> None:
         """There is no cache."""

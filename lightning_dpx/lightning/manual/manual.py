@@ -278,7 +278,9 @@ class ManualOptimization:
     @torch.no_grad()
     def _give_values(self) -> None:
         """Owners without rows get the parameters of those with rows, which the step may have written by hand."""
-        present = {id(parameter) for replica in self.active for parameter in replica.parameters}
+        present: set[int] = set()
+        for replica in self.active:
+            present.update(map(id, replica.parameters))
         for owner, source in zip(self.step.owner_parameters, self.active[0].parameters, strict=True):
             if id(owner) not in present and owner.data_ptr() != source.data_ptr():
                 owner.copy_(source)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +143,11 @@ class ReplicaView:
             column[index] = gradient
         totals = self._manual.meet("torch.autograd.grad", column, self._manual.total_gradients)
         found = [totals[index] for index in wanted]
-        return [
-            None if total is None else total.to(parameter.device, copy=True)
-            for parameter, total in zip(parameters, found, strict=True)
-        ]
+        own: list[Any] = []
+        for parameter, total in zip(parameters, found, strict=True):
+            # A copy for each replica: its step may write what it gets.
+            own.append(None if total is None else total.to(parameter.device, copy=True))
+        return own
 
     # ---- attributes of optimizers, schedulers and scalers ----
 
@@ -264,7 +266,8 @@ def optimizers_checked() -> Iterator[None]:
         if view is None or view.is_alone or isinstance(optimizer, ActsOnce):
             return
         known = {id(parameter) for parameter in view.module.parameters()}
-        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if any(id(parameter) in known for parameter in held):
             raise WholeBatchError(
                 f"It steps a {type(optimizer).__name__} on the module's parameters that neither "
                 "configure_optimizers returned nor an attribute of the module holds.",

@@ -133,7 +133,9 @@ class SharedGradients:
 
     def to_owners(self, active: Sequence[Replica]) -> None:
         """Owners without rows in this step get the gradients that those with rows have, which are equal."""
-        present = {id(parameter) for replica in active for parameter in replica.parameters}
+        present: set[int] = set()
+        for replica in active:
+            present.update(map(id, replica.parameters))
         for owner, source in zip(self._step.owner_parameters, active[0].parameters, strict=True):
             if id(owner) not in present and not (owner.grad is None and source.grad is None):
                 _give(owner, source.grad)

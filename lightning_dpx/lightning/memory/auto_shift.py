@@ -102,4 +102,6 @@ def states_of(optimizer: Any) -> int:
     defaults = optimizer.defaults
     if "betas" in defaults:
         return 3 if defaults.get("amsgrad") else 2
-    return 1 if defaults.get("momentum") else (0 if "momentum" in defaults else 2)
+    if "momentum" in defaults:  # of SGD's kind, which keeps one tensor if it has momentum at all
+        return 1 if defaults["momentum"] else 0
+    return 2  # nobody knows: as many as Adam keeps

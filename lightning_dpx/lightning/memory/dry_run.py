@@ -282,16 +282,21 @@ def _static(trainer: Trainer, module: LightningModule, settings: Settings) -> li
     several = len(set(settings.devices)) > 1
     states = max((states_of(optimizer) for optimizer in trainer.optimizers), default=0)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
-    return [
-        {
-            "parameters": sum(p.nbytes for p in parameters),
-            "gradients": sum(size for size, _ in trained)
-            + (sum(size for size, owner in trained if owner == index) if several else 0),
-            "optimizer": states * sum(size for size, owner in trained if owner == index),
-            "buffers": sum(buffer.nbytes for buffer in module.buffers()),
-        }
-        for index in range(len(settings.devices))
-    ]
+    all_gradients = sum(size for size, _ in trained)
+    found = []
+    for index in range(len(settings.devices)):
+        owned = sum(size for size, owner in trained if owner == index)
+        # Between devices the reduction needs room for what arrives, beside the replica's own gradients.
+        arriving = owned if several else 0
+        found.append(
+            {
+                "parameters": sum(parameter.nbytes for parameter in parameters),
+                "gradients": all_gradients + arriving,
+                "optimizer": states * owned,
+                "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+            }
+        )
+    return found
 
 
 def _device(

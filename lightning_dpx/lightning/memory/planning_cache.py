@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,9 +90,9 @@ class PlanningCache:
             BudgetError: a budget cannot be met.
         """
         key = ""
-        free = [room for step in rooms for room in step]
+        free = list(chain.from_iterable(rooms))
         if self._cache.is_on:
-            every = [profile for profiles in steps for profile in profiles]
+            every = list(chain.from_iterable(steps))
             before = () if now is None else (now.fingerprint, [(one.name, one.action) for one in now.decisions])
             allowed = "what is free" if measured else rooms
             key = key_of_plans(every, planner, [len(profiles) for profiles in steps], allowed, before)
@@ -113,7 +114,7 @@ class PlanningCache:
             return None
         plans, numbers = found
         num_devices = len(steps[0])
-        free = [room for step in rooms for room in step]
+        free = list(chain.from_iterable(rooms))
         worst = numbers[:num_devices]
         before = numbers[num_devices:]
         if len(plans) != num_devices or len(before) != len(free):
@@ -121,12 +122,11 @@ class PlanningCache:
         # With much more room than then a plan may be found that computes less again.
         if not plans[0].keeps_all and any(now > _MORE_ROOM * then for now, then in zip(free, before, strict=True)):
             return None
-        if free != before and any(
-            forecast_plan(profile, plans[0]).peak > room
-            for profiles, allowed in zip(steps, rooms, strict=True)
-            for profile, room in zip(profiles, allowed, strict=True)
-        ):
-            return None
+        # The same rooms need no look: a forecast of a large step takes a while.
+        if free != before:
+            for profile, room in zip(chain.from_iterable(steps), free, strict=True):
+                if forecast_plan(profile, plans[0]).peak > room:
+                    return None
         allowed = [rooms[step][device] for device, step in enumerate(worst)]
         now = tuple(replace(plan, budget=budget) for plan, budget in zip(plans, allowed, strict=True))
         return SharedPlan(now, tuple(worst))

@@ -47,14 +47,17 @@ class StaticMemory:
         """All the time: allocated now, or about to be."""
         parameters = self._parameters(device)
         if is_host(device):  # where memory is not counted
-            buffers = [
-                b
-                for batch_slice in self.slices
-                for b in batch_slice.replica.buffers
-                if is_host(canonical_device(b.device))
-            ]
-            tensors: list[torch.Tensor] = [*parameters, *buffers]
-            present = sum({key_of(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+            tensors: list[torch.Tensor] = list(parameters)
+            for batch_slice in self.slices:
+                tensors += [
+                    buffer for buffer in batch_slice.replica.buffers if is_host(canonical_device(buffer.device))
+                ]
+            # Replicas on the host share the storage of their parameters: each storage counts once.
+            storages = {}
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                storages[key_of(storage)] = storage.nbytes()
+            present = sum(storages.values())
         else:
             present = allocated_and_peak(device)[0]
         return present + self.coming_gradients(device) + self.states.get(device, 0)
@@ -64,9 +67,12 @@ class StaticMemory:
         return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
 
     def _parameters(self, device: torch.device) -> list[nn.Parameter]:
-        """Each once: micro-batches share theirs."""
-        every = (p for batch_slice in self.slices for p in batch_slice.replica.parameters)
-        return list({id(p): p for p in every if canonical_device(p.device) == device}.values())
+        found: dict[int, nn.Parameter] = {}  # each once: micro-batches share theirs
+        for batch_slice in self.slices:
+            for parameter in batch_slice.replica.parameters:
+                if canonical_device(parameter.device) == device:
+                    found[id(parameter)] = parameter
+        return list(found.values())
 
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:

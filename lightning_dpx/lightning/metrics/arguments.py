@@ -6,6 +6,7 @@ rehearsal has learned decides, otherwise the value of :class:`JoinRules` that fi
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,14 @@ def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRu
     if len(shapes) > 1:
         raise GatherError("The replicas gave different numbers of arguments.")
     first_args, first_kwargs = calls[0]
-    args = [
-        join([args[position] for args, _ in calls], settings, rules, f"argument {position}")
-        for position in range(len(first_args))
-    ]
-    kwargs = {name: join([one[name] for _, one in calls], settings, rules, name) for name in first_kwargs}
+    args = []
+    for position in range(len(first_args)):
+        column = [of_replica[position] for of_replica, _ in calls]
+        args.append(join(column, settings, rules, f"argument {position}"))
+    kwargs = {}
+    for name in first_kwargs:
+        column = [of_replica[name] for _, of_replica in calls]
+        kwargs[name] = join(column, settings, rules, name)
     return tuple(args), kwargs
 
 
@@ -101,7 +105,10 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         raise GatherError(f"The replicas gave {kinds} as {path}, which do not fit together.")
     if rule == ITEMS:
         keys = list(options[ITEMS])
-        joined = [join([part[key] for part in parts], settings, rules, f"{path}[{key!r}]") for key in keys]
+        joined = []
+        for key in keys:
+            column = [part[key] for part in parts]
+            joined.append(join(column, settings, rules, f"{path}[{key!r}]"))
         return _rebuild(parts[0], keys, joined)
     if rule in (MEAN, SUM) and not learned and not _are_equal(parts):
         rules.guessed[path] = rule
@@ -156,19 +163,31 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
     shapes = [tuple(part.shape) for part in parts]
     if any(len(shape) != len(shapes[0]) for shape in shapes):
         return []
-    fitting = [dim for dim in range(len(shapes[0])) if len({_without(shape, dim) for shape in shapes}) == 1]
-    sized = range(len(shapes[0]))
-    of_rows = [dim for dim in sized if all(s[dim] == n for s, n in zip(shapes, settings.rows, strict=True))]
+    fitting: list[int] = []  # dims along which all can be joined
+    of_rows: list[int] = []  # dims along which each has as many entries as its replica has rows
+    varying: list[int] = []
+    for dim in range(len(shapes[0])):
+        along = tuple(shape[dim] for shape in shapes)
+        if along == settings.rows:
+            of_rows.append(dim)
+        if len({_without(shape, dim) for shape in shapes}) == 1:
+            fitting.append(dim)
+            if len(set(along)) > 1:
+                varying.append(dim)
     if of_rows and not set(of_rows) & set(fitting):  # a row each, of other sizes: to join another dim would mispair
         return []
     of_rows = [dim for dim in of_rows if dim in fitting]
-    varying = [dim for dim in fitting if len({shape[dim] for shape in shapes}) > 1]
+    # The batch dim first, then what differs between replicas (tokens), then dims of as many entries as rows by chance.
     preferred = [dim for dim in (settings.dim, 0) if dim in of_rows]
     dims = dict.fromkeys([*preferred, *varying, *of_rows, *fitting])
     rules = [f"rows {dim}" for dim in dims]
     if len(set(shapes)) == 1:
         constant = len(set(settings.rows)) > 1 and not of_rows and _are_equal(parts)
-        rules.insert(0 if constant else len(rules), SAME) if _are_equal(parts) else None
+        # Slices of unequal sizes that give equal tensors of another size give a setting, such as weights of classes.
+        if constant:
+            rules.insert(0, SAME)
+        elif _are_equal(parts):
+            rules.append(SAME)
         rules += [SUM, MEAN]
     return rules
 
@@ -176,8 +195,10 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
 def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
     if all(part == rows for part, rows in zip(parts, settings.rows, strict=True)):
         return [SUM, SAME, MEAN]  # the number of rows
-    real = isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point
-    guesses = [settings.number, *(rule for rule in (MEAN, SUM) if rule != settings.number)] if real else [SUM, MEAN]
+    guesses = [SUM, MEAN]  # integers are counts
+    if isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point:
+        guesses.remove(settings.number)
+        guesses.insert(0, settings.number)
     return [SAME, *guesses] if _are_equal(parts) else guesses
 
 
@@ -198,7 +219,7 @@ def _apply(rule: str, parts: list[Any], settings: JoinSettings) -> Any:
     if rule == SAME:
         return first
     if rule == EXTEND:
-        return type(first)(item for part in parts for item in part)
+        return type(first)(chain.from_iterable(parts))
     if rule == SUM:
         return sum(parts[1:], first)
     if rule == MEAN:

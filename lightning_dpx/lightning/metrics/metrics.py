@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ class ReplicaMetrics:
         """After the step, or before a value is computed in it: what the replicas called without waiting for it."""
         step = self._step
         assert step is not None, "only called in a step"
-        keys = dict.fromkeys(key for calls in step.pending for key in calls)
+        keys = dict.fromkeys(chain.from_iterable(step.pending))
         for key in keys:
             calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
             metric = next(iter(calls.values())).metric
@@ -326,10 +327,11 @@ class ReplicaMetrics:
         )
 
     def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
-        return [
-            (metric, {key: tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()})
-            for metric in self.named.values()
-        ]
+        found = []
+        for metric in self.named.values():
+            state = {key: tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()}
+            found.append((metric, state))
+        return found
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ class DeviceMemoryMonitor(Callback):
         if not self._measuring:
             return
         self._note_peaks()  # of the steps since the last one that was measured
-        used = [device for module in replica_modules(trainer, pl_module) for device in _devices_of(module)]
+        used: list[torch.device] = []
+        for module in replica_modules(trainer, pl_module):
+            used += _devices_of(module)
         own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
         self.devices = distinct_devices([*own, *used])
         self.last = {device: DeviceMemory() for device in self.devices}
@@ -119,12 +122,10 @@ class DeviceMemoryMonitor(Callback):
         if not self._measuring:
             return
         self._end_phase("backward")
-        gradients = bytes_by_device(
-            parameter.grad
-            for module in replica_modules(trainer, pl_module)
-            for parameter in module.parameters()
-            if parameter.grad is not None
-        )
+        found: list[torch.Tensor] = []
+        for module in replica_modules(trainer, pl_module):
+            found += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        gradients = bytes_by_device(found)
         for device, memory in self.last.items():
             memory.gradients = gradients.get(device, 0)
 
@@ -147,15 +148,14 @@ class DeviceMemoryMonitor(Callback):
         """What walks over all parameters."""
         self._plans = memory_plans(trainer)
         modules = replica_modules(trainer, module)
-        parameters = bytes_by_device(parameter for replica in modules for parameter in replica.parameters())
-        buffers = bytes_by_device(buffer for replica in modules for buffer in replica.buffers())
-        states = bytes_by_device(
-            value
-            for optimizer in trainer.optimizers
-            for state in optimizer.state.values()
-            for value in (state.values() if isinstance(state, Mapping) else ())
-            if isinstance(value, torch.Tensor)
-        )
+        parameters = bytes_by_device(chain.from_iterable(replica.parameters() for replica in modules))
+        buffers = bytes_by_device(chain.from_iterable(replica.buffers() for replica in modules))
+        held: list[torch.Tensor] = []
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state, Mapping):  # by parameter; what an optimizer keeps for all lies beside
+                    held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        states = bytes_by_device(held)
         for device, memory in self.last.items():
             memory.parameters = parameters.get(device, 0)
             memory.buffers = buffers.get(device, 0)
@@ -226,11 +226,10 @@ class DeviceMemoryMonitor(Callback):
             for device, memory in self.last.items():
                 name = f"{short_name(device)} GiB"
                 module.log(name, memory.peak / GIB, prog_bar=True, logger=False, on_step=True, batch_size=1)
-        figures: dict[tuple[str, ...], float] = {
-            ("memory", short_name(device), f"{kind}_gib"): size / GIB
-            for device, memory in self.last.items()
-            for kind, size in flat(memory).items()
-        }
+        figures: dict[tuple[str, ...], float] = {}
+        for device, memory in self.last.items():
+            for kind, size in flat(memory).items():
+                figures["memory", short_name(device), f"{kind}_gib"] = size / GIB
         log_figures(trainer, figures, step)
 
 

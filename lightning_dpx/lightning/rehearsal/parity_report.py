@@ -256,8 +256,11 @@ class Comparison:
         """What is as on one device."""
         described = []
         for kind, count in self.counts.items():
-            if count:
-                described.append(kind if kind == "loss" else f"{count} {kind}{'s' if count > 1 else ''}")
+            if kind == "loss" and count:
+                described.append(kind)
+            elif count:
+                plural = "s" if count > 1 else ""
+                described.append(f"{count} {kind}{plural}")
         skipped = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
         notes = "".join(f". {note}" for note in self._all_notes)
         if not described:
@@ -578,15 +581,15 @@ def _grew_alike(before: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> b
     theirs = sliced[len(before) :]
     if not mine or len(theirs) % len(mine) or len(theirs) == len(mine):
         return False
-    search = Search(
-        weights=Weights(rows=[1] * (len(theirs) // len(mine)), of_loss=[1] * (len(theirs) // len(mine))),
-        tolerance=tolerance,
-    )
-    return all(
-        found.rules and found.rules[0].kind in _JOINED
-        for index, item in enumerate(mine)
-        for found in search.examine(item, theirs[index :: len(mine)], "item")
-    )
+    num_slices = len(theirs) // len(mine)
+    weights = Weights(rows=[1] * num_slices, of_loss=[1] * num_slices)
+    search = Search(weights=weights, tolerance=tolerance)
+    for index, item in enumerate(mine):
+        of_slices = theirs[index :: len(mine)]
+        for found in search.examine(item, of_slices, "item"):
+            if not found.rules or found.rules[0].kind not in _JOINED:
+                return False
+    return True
 
 
 _LONGEST = 10_000  # items of a container beyond which only their number is compared

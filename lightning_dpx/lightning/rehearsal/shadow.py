@@ -7,9 +7,10 @@ are not called, and whatever the step may have changed outside the shadow is put
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,9 +55,10 @@ class Guest:
     ) -> None:
         self._trainer = trainer
         names = [name for name, _ in module.named_parameters()]
-        self._shared = SharedParameters(
-            (name, parameter) for replica in replicas for name, parameter in zip(names, replica.parameters, strict=True)
-        )
+        shared: list[tuple[str, nn.Parameter]] = []
+        for replica in replicas:
+            shared += zip(names, replica.parameters, strict=True)
+        self._shared = SharedParameters(shared)
         self._devices = devices
         self._start = GeneratorStates(self._devices, [module])
         self._run_start = self._start
@@ -109,12 +111,16 @@ class Guest:
             self._shared.restore()
             self.surroundings.restore()
             now = self._run_start.again()
-            left_alone = [name for mode in self._modes for name in mode.left_alone]
+            left_alone: list[str] = []
+            low_precision: set[torch.dtype] = set()
+            for mode in self._modes:
+                left_alone += mode.left_alone
+                low_precision |= mode.low_precision
             if now.differs_outside_torch(self._run_start):
                 left_alone.append("a generator of Python or NumPy")
             self.left_alone = list(dict.fromkeys(left_alone))
             self.drew = any(mode.drew for mode in self._modes)
-            self.low_precision = {dtype for mode in self._modes for dtype in mode.low_precision}
+            self.low_precision = low_precision
             self._start.restore()
 
     @contextmanager
@@ -257,9 +263,17 @@ def with_copied_optimizers(
     pairs = [*zip(owners, mine, strict=True), (module, shadow), (shadow.trainer, shadow.trainer)]
     configured = list(optimizers_of(strategy))
     configs = list(strategy.lr_scheduler_configs)
-    found = [value for each in shadows for child in each.modules() for _, value in attributes_stepped_in(child)]
-    held = [one for value in found for one in _stepped_among(value)]
-    real = list({id(_unwrapped(one)): _unwrapped(one) for one in (*configured, *held)}.values())
+    children = list(chain.from_iterable(each.modules() for each in shadows))
+    held: list[Any] = []
+    for child in children:
+        for _, value in attributes_stepped_in(child):
+            held += _stepped_among(value)
+    # One optimizer is often held twice, and as Lightning's wrapper and as itself: it must stay one.
+    distinct: dict[int, Any] = {}
+    for one in (*configured, *held):
+        unwrapped = _unwrapped(one)
+        distinct.setdefault(id(unwrapped), unwrapped)
+    real = list(distinct.values())
     optimizers = [one for one in real if isinstance(one, Optimizer)]
     schedulers = [one for one in real if isinstance(one, LRScheduler)]
     copies, others = copy_optimizers(optimizers, [*configs, *schedulers], pairs)
@@ -269,7 +283,7 @@ def with_copied_optimizers(
     for one in held:
         if isinstance(one, LightningOptimizer):
             counterparts[id(one)] = wrap_optimizer(counterparts[id(_unwrapped(one))], strategy)
-    for child in (child for each in shadows for child in each.modules()):
+    for child in children:
         _exchange(vars(child), counterparts)
     precision = copy.copy(strategy.precision_plugin)
     if "wrapped" in vars(precision):
@@ -288,7 +302,11 @@ def attributes_stepped_in(child: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _stepped_among(value: Any) -> list[Any]:
-    items = value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,)
+    items: Iterable[Any] = (value,)
+    if type(value) in (list, tuple):
+        items = value
+    elif type(value) is dict:
+        items = value.values()
     return [item for item in items if isinstance(item, Optimizer | LRScheduler)]
 
 

@@ -91,7 +91,10 @@ def forecast_named(profile: Profile, plan: MemoryPlan) -> Forecast:
 def _together(profiles: Sequence[Profile], plans: Sequence[MemoryPlan]) -> MemoryPlan:
     """Every device decides about its own values."""
     order = {value.name: index for index, value in enumerate(profiles[0].values) if value.name}
-    decisions = {decision.name: decision for plan in plans for decision in plan.decisions}
+    decisions = {}
+    for plan in plans:
+        for decision in plan.decisions:
+            decisions[decision.name] = decision
     prefetch_depth = min((plan.prefetch_depth for plan in plans if plan.names("offload")), default=0)
     in_order = tuple(sorted(decisions.values(), key=lambda d: order.get(d.name, len(order))))
     return replace(plans[0], decisions=in_order, prefetch_depth=prefetch_depth)

@@ -53,13 +53,12 @@ def as_planned(profile: Profile, plan: MemoryPlan) -> Profile:
 
 
 def _offloaded(profile: Profile, chosen: Collection[int], share: float = 1.0) -> Profile:
-    values = tuple(
-        replace(value, offloaded=True, picked=False, inputs=(), seconds=share * 2 * value.copying)
-        if index in chosen
-        else value
-        for index, value in enumerate(profile.values)
-    )
-    return replace(profile, values=values)
+    values = list(profile.values)
+    for index in chosen:
+        # Away and back, and no inputs: what comes back from the host is computed from nothing.
+        seconds = share * 2 * values[index].copying
+        values[index] = replace(values[index], offloaded=True, picked=False, inputs=(), seconds=seconds)
+    return replace(profile, values=tuple(values))
 
 
 def _copying(profile: Profile) -> dict[int, float]:

@@ -56,8 +56,15 @@ def format_file(comments: Iterable[str], head: Mapping[str, Any], rows: Iterable
     """
     lines = [*(f"# {comment}" for comment in comments)]
     lines += [f"{name}: {_scalar(value)}" for name, value in head.items()]
-    written = ["  - {" + ", ".join(f"{name}: {_scalar(value)}" for name, value in row.items()) + "}" for row in rows]
-    lines += ["", _DECISIONS, *written] if written else ["", f"{_DECISIONS} []"]
+    # A decision a line, so that a plan can be read, compared by lines and edited by hand.
+    written = []
+    for row in rows:
+        cells = ", ".join(f"{name}: {_scalar(value)}" for name, value in row.items())
+        written.append(f"  - {{{cells}}}")
+    if written:
+        lines += ["", _DECISIONS, *written]
+    else:
+        lines += ["", f"{_DECISIONS} []"]
     text = "\n".join(lines) + "\n"
     if len(text.encode()) > MOST_BYTES:
         raise ValueError(f"it would be longer than {MOST_BYTES} bytes")

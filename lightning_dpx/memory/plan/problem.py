@@ -57,11 +57,14 @@ class Problem:
         self.lowered: list[Choice] = []
         self._forecaster = Forecaster(profile, MOST_TIMES)
         self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
+        # By storage, because values that share one (a tensor and its views) free it only together.
         members: dict[int, list[int]] = {}
         for index, value in enumerate(profile.values):
             if value.storage >= 0:
                 members.setdefault(value.storage, []).append(index)
-        self._unit_of = {value: unit for unit, values in enumerate(members.values()) for value in values}
+        self._unit_of: dict[int, int] = {}
+        for unit, values in enumerate(members.values()):
+            self._unit_of.update(dict.fromkeys(values, unit))
         self.units = [self._unit(number, storage, values) for number, (storage, values) in enumerate(members.items())]
 
     def _unit(self, number: int, storage: int, values: list[int]) -> Unit:
@@ -88,7 +91,10 @@ class Problem:
 
     def values_of(self, units: Iterable[int]) -> frozenset[int]:
         """Indices of the values in ``units``."""
-        return frozenset(value for unit in units for value in self.units[unit].values)
+        found: set[int] = set()
+        for unit in units:
+            found.update(self.units[unit].values)
+        return frozenset(found)
 
     def forecast(self, choice: Choice) -> Forecast:
         """The step with this choice."""
@@ -118,9 +124,11 @@ class Problem:
     def forgettable(self) -> frozenset[int]:
         """The units that may be uncached; what is offloaded comes back in one way."""
         values = self.profile.values
-        return frozenset(
-            unit for unit in self.droppable if not any(values[index].offloaded for index in self.units[unit].values)
-        )
+        found = set[int]()
+        for unit in self.droppable:
+            if not any(values[index].offloaded for index in self.units[unit].values):
+                found.add(unit)
+        return frozenset(found)
 
     def is_nested(self, choice: Choice) -> bool:
         """Whether a unit that goes after every use is computed from another such one: little memory for much time."""

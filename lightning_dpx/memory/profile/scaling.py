@@ -88,20 +88,23 @@ def scaled(profile: Profile, factor: float) -> Profile:
     """Everything in proportion."""
     if factor == 1:
         return profile
+    values = []
+    for value in profile.values:
+        stretches = [round(stretch * factor) for stretch in value.stretches]
+        values.append(
+            replace(
+                value,
+                num_bytes=round(value.num_bytes * factor),
+                seconds=value.seconds * factor,
+                compact=round(value.compact * factor),
+                copying=value.copying * factor,
+                beside=round(value.beside * factor),
+                stretches=tuple(stretches),
+            )
+        )
     return replace(
         profile,
-        values=tuple(
-            replace(
-                v,
-                num_bytes=round(v.num_bytes * factor),
-                seconds=v.seconds * factor,
-                compact=round(v.compact * factor),
-                copying=v.copying * factor,
-                beside=round(v.beside * factor),
-                stretches=tuple(round(stretch * factor) for stretch in v.stretches),
-            )
-            for v in profile.values
-        ),
+        values=tuple(values),
         storages=tuple(replace(s, num_bytes=round(s.num_bytes * factor)) for s in profile.storages),
         curve=tuple(round(size * factor) for size in profile.curve),
         step_seconds=profile.step_seconds * factor,

@@ -110,7 +110,10 @@ class MilpModel:
         self._solver.row({uncached: 1, self._drop(value): -1}, 0)
         if self._model.units[self._model.column[value]] not in self._problem.forgettable:
             self._solver.row({uncached: 1}, 0)
-        for source in {source for index in (value, *way) for source in self._values[index].inputs}:
+        sources: set[int] = set()
+        for index in (value, *way):
+            sources.update(self._values[index].inputs)
+        for source in sources:
             if source in self._uncached and self._values[source].inputs:  # one never rests on another
                 self._solver.row({uncached: 1, self._uncached[source]: 1}, 1)
         if value not in self._model.requests:
@@ -254,13 +257,13 @@ class MilpModel:
         return self._values[value].num_bytes / self._size
 
     def _between_requests(self, event: int) -> list[int]:
-        requests = self._model.requests
-        return [
-            value
-            for value in self._requested_again
-            if requests[value][0].event <= event <= requests[value][-1].event
-            and not any(start <= event < stop for start, stop in self._model.in_use(value))
-        ]
+        found = []
+        for value in self._requested_again:
+            requests = self._model.requests[value]
+            is_between = requests[0].event <= event <= requests[-1].event
+            if is_between and not any(start <= event < stop for start, stop in self._model.in_use(value)):
+                found.append(value)
+        return found
 
     def _back_by(self, event: int, dropped: frozenset[int]) -> frozenset[int]:
         """The values that ``event`` finds computed although they are asked for later, and the next to be asked for."""

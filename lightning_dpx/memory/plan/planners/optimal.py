@@ -134,8 +134,11 @@ def _lowest(problem: Problem) -> list[Choice]:
         for _ in range(_BISECTIONS):
             middle = (low + high) // 2
             choice = table.solve(middle)
-            low, high = (middle, high) if choice is None else (low, middle)
-            if choice is not None:
+            if choice is None:
+                low = middle
+            else:
+                high = middle
+                # The table's sums are estimates; what ranks a choice is the peak of its forecast.
                 found[choice] = problem.forecast(choice).peak
     return sorted(found, key=found.__getitem__)[:_STARTS]
 
@@ -146,9 +149,11 @@ def _nominal(profile: Profile) -> Profile:
     Measured times vary from run to run, and the smallest peak should not. Nor should what the memory does not depend on
     tell two profiles of one step apart.
     """
-    values = tuple(
-        replace(v, seconds=1e-9 * v.num_bytes * (10 if _HEAVY.search(v.operator) else 1)) for v in profile.values
-    )
+    by_rule = []
+    for value in profile.values:
+        weight = 10 if _HEAVY.search(value.operator) else 1
+        by_rule.append(replace(value, seconds=1e-9 * value.num_bytes * weight))
+    values = tuple(by_rule)
     bare = replace(profile, values=values, calls=(), holds=(), operators=(), basis="", replaying=0.0)
     if any(value.offloaded for value in values):
         return bare  # the time of copies depends on how long the step takes

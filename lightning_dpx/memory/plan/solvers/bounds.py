@@ -50,7 +50,9 @@ class Relaxation:
         self.problem = problem
         values = problem.profile.values
         self.units = tuple(unit for unit in problem.droppable if problem.units[unit].num_bytes > 0)
-        self.column = {value: at for at, unit in enumerate(self.units) for value in problem.units[unit].values}
+        self.column: dict[int, int] = {}
+        for at, unit in enumerate(self.units):
+            self.column.update(dict.fromkeys(problem.units[unit].values, at))
         unsaved = [index for index, v in enumerate(values) if v.storage < 0 and not v.name and v.inputs]
         self.unsaved = {value: number for number, value in enumerate(unsaved)}
         self.requests: dict[int, list[Request]] = defaultdict(list)

@@ -6,6 +6,7 @@ Columns and rows are gathered and handed over together, because one call for eac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,12 @@ class Solver:
         if info.primal_solution_status != self._api.SolutionStatus.kSolutionStatusFeasible:
             return Answer(info.mip_dual_bound if integer else 0.0, np.zeros(0), np.zeros(0))
         optimal = status == self._api.HighsModelStatus.kOptimal
-        least = info.mip_dual_bound if integer else info.objective_function_value if optimal else 0.0
+        if integer:
+            least = info.mip_dual_bound
+        elif optimal:
+            least = info.objective_function_value
+        else:
+            least = 0.0  # a relaxation that was cut short has an objective, and no bound
         solution = self._highs.getSolution()
         return Answer(least, np.array(solution.col_value), np.array(solution.row_value))
 
@@ -143,8 +149,9 @@ class Solver:
         terms = [pair[0] for pair in self._rows[rows:]]
         most = np.array([pair[1] for pair in self._rows[rows:]])
         starts = np.cumsum([0, *map(len, terms)], dtype=np.int32)
-        indices = np.array([column for row in terms for column in row], dtype=np.int32)
-        factors = np.array([factor for row in terms for factor in row.values()], dtype=np.float64)
+        # Compressed rows, as HiGHS takes them: hundreds of thousands of terms in one call instead of as many calls.
+        indices = np.array(list(chain.from_iterable(terms)), dtype=np.int32)
+        factors = np.array(list(chain.from_iterable(row.values() for row in terms)), dtype=np.float64)
         least = np.full(len(most), -self._api.kHighsInf)
         self._highs.addRows(len(most), least, most, len(indices), starts[:-1], indices, factors)
         self._known = [len(self._costs), len(self._rows)]
