@@ -26,6 +26,7 @@ def move_optimizers(optimizers: Sequence[Optimizer], counterparts: Mapping[Any, 
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [counterparts.get(parameter, parameter) for parameter in group["params"]]
+        # An optimizer finds the state of a parameter by its identity: under another parameter it would begin anew.
         for parameter in list(optimizer.state):
             other = counterparts.get(parameter, parameter)
             if other is not parameter:

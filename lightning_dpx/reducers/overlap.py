@@ -118,6 +118,7 @@ class OverlappedReduction:
     def _on_gradient(self, replica: int, index: int, _: object) -> None:
         if not self._during_backward:
             return
+        # Autograd has a thread for each device, and replicas in threads of their own come here at the same time.
         with self._lock:
             counts = self._num_gradients[replica]
             counts[index] += 1

@@ -39,11 +39,14 @@ class SyncedBatchNorm(AnyBatchNorm):
         return copyreg._reconstructor, (_plain[type(self)], object, None), vars(self)  # type: ignore[attr-defined]
 
     def _normalised(self, input: torch.Tensor, rank: ReplicaRank) -> torch.Tensor:
+        # In float32 at least, under autocast, too: sums of half precision over a whole batch stop growing early.
         values = input if input.dtype == torch.float64 else input.float()
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         count = values.new_full((1,), input.numel() / input.shape[1])
         totals = sum_over_replicas(rank, torch.cat([values.sum(dims), count]))
+        # The mean first, and then the squares of what is centred: a second meeting, but the difference of a mean of
+        # squares and the square of a mean loses the digits that two large numbers have in common.
         mean = totals[:-1] / totals[-1]
         total = totals[-1].detach()
         centred = values - mean.view(shape)

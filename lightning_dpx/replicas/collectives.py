@@ -94,6 +94,7 @@ class Rendezvous:
             self._arrived[rank] = _Arrival(kind, value, act, optional)
             first = not self._started
             self._started = True
+        # Outside of the lock, which each of those that are started here takes to wait for its first turn.
         if self._in_turns and first:
             self._start_others()
         with self._changed:
@@ -239,6 +240,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         mine: ReplicaRank = ctx.rank
+        # Each replica's result holds the values of all, so the gradient of a value is the sum of what all have for it.
         parts, place = mine.meet_all("backward of all_gather", grads[0], each=True, gradients=True)
         return None, sum(part[place].to(ctx.device) for part in parts)
 

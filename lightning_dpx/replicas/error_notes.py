@@ -59,6 +59,7 @@ def _module_path(error: BaseException, module: nn.Module) -> str:
     """The innermost submodule whose forward or hook raised ``error``; empty where no frame tells."""
     names = {id(child): name for name, child in module.named_modules()}
     path = ""
+    # A traceback leads from the outermost call inwards, so the last submodule on the way is the innermost.
     entry = error.__traceback__
     while entry is not None:
         owner = entry.tb_frame.f_locals.get("self")

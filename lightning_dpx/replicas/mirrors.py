@@ -140,6 +140,7 @@ class SequenceMirror(Mirror):
         return len(now) == len(then) and all(map(operator.is_, now, then))
 
     def _follow(self, expected: list[Any], translate: Translate) -> list[Any]:
+        # The usual change: something was appended. What was there is not translated again, however long the list is.
         known = len(self._seen)
         if len(self.source) >= known and all(map(operator.is_, self._seen, self.source)):
             added = list(self.source)[known:]

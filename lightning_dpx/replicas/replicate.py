@@ -169,6 +169,8 @@ class ModuleCopy:
         Raises:
             ReplicationError: something that must be copied cannot be; names the attribute.
         """
+        # Each round finds one more object that cannot be copied, which a copy tells by failing only; in the next round
+        # all replicas share it, unless it leads to the module.
         while True:
             try:
                 return self._attempt()

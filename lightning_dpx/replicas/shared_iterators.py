@@ -102,6 +102,7 @@ class SharedIterator(IteratorProxy):
         state = vars(self)
         rank = current_rank()
         number = 0 if rank is None else rank.rank
+        # Also while an item is fetched: a generator that a second thread enters meanwhile raises an error.
         with state["_lock"]:
             place = state["_places"].get(number, 0)
             state["_places"][number] = place + 1
