@@ -75,6 +75,19 @@ def loss_of_net(step: Step, one: BatchSlice) -> torch.Tensor:
     return step.net(torch.tensor([one.batch])).sum()
 
 
+def test_a_loss_that_weighs_nothing_has_no_backward() -> None:
+    """The mean over no tokens is NaN, and so would be its gradients."""
+    step = Step()
+    early = EarlyBackward([step.slices[0].replica], ExpectedGradient(), {0: 0.0, 1: 1.0})
+    early.put_aside()
+    call = early.call(lambda one: loss_of_net(step, one) * (torch.nan if one.replica.index == 0 else 1.0), {0: 0, 1: 0})
+    for one in step.slices:
+        call(one)
+    early.take()
+    early.hand_in(torch.tensor(1.0), {1: 1.0})
+    assert step.gradients == [4.0, 1.0]
+
+
 def test_weights_that_no_factor_explains_are_an_error() -> None:
     step = Step()
     step.run()
