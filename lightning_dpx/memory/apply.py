@@ -96,8 +96,10 @@ def search_plan(
         cache = PlanCache(plan_cache, _LOG.warning)
 
         def profile_of(inputs: tuple[Any, ...], accumulates: bool) -> Profile:
-            place = device_of(module, inputs)
-            key = key_of_step(module, inputs, place, str(device), *[accumulates] * accumulates) if cache.is_on else ""
+            key = ""
+            if cache.is_on:
+                others = (str(device), "accumulates") if accumulates else (str(device),)
+                key = key_of_step(module, inputs, device_of(module, inputs), *others)
             return cache.profile(key, lambda: profile_module(module, *inputs, device=device, accumulates=accumulates))
 
         def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:

@@ -162,6 +162,10 @@ class PeekedIterator(IteratorProxy):
         super().__init__(iterator)
         vars(self).update(_taken=[], _place=0, _is_tried=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PeekedIterator":
+        """Itself: a copy would not be rewound with the rest."""
+        return self
+
     @property
     def was_requested(self) -> bool:
         """Whether anybody took an item."""
@@ -343,12 +347,24 @@ def _is_own_object(value: Any) -> bool:
 
 def iterators_that_cannot_be_copied(module: nn.Module) -> list[Iterator[Any]]:
     """Those that ``module`` and its submodules hold."""
+    return [iterator for iterator in _iterators_of(module) if not _can_be_copied(iterator)]
+
+
+def _iterators_of(module: nn.Module) -> list[Iterator[Any]]:
     found: dict[int, Iterator[Any]] = {}
     for child in module.modules():
         for key, value in list(vars(child).items()):
             for _, space, place in places_in(key, vars(child), value):
                 found.setdefault(id(space[place]), space[place])
-    return [iterator for iterator in found.values() if not _can_be_copied(iterator)]
+    return list(found.values())
+
+
+def _is_peeked(iterator: Iterator[Any]) -> bool:
+    """Whether runs that are only tried get its items from a proxy: a copy would come to its end in so many runs.
+
+    Iterators of the user's own classes may be looked at in other ways than by ``next``: they are copied if they can be.
+    """
+    return type(iterator).__module__ in ("builtins", "itertools") or not _can_be_copied(iterator)
 
 
 def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], requested: list[str]) -> None:
@@ -389,7 +405,7 @@ def code_iterators_guarded(module: nn.Module, requested: list[str]) -> Iterator[
 
 @contextmanager
 def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
-    """Steps that are only tried in here take items that the next real step gets, of what has no copies.
+    """Steps that are only tried in here take items that the next real step gets.
 
     Afterwards :func:`put_iterators_back` puts the iterators themselves back where all of those have been given.
 
@@ -397,7 +413,7 @@ def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
         What must be rewound before each of them.
     """
     put_iterators_back(module)
-    those = {id(iterator) for iterator in iterators_that_cannot_be_copied(module)}
+    those = {id(iterator) for iterator in _iterators_of(module) if _is_peeked(iterator)}
     places = [place for place in places_of_code(module) if is_iterator(_of_space(place[1], place[2]))]
     for child in module.modules():
         for key, value in list(vars(child).items()):

@@ -167,10 +167,23 @@ def test_case_68_two_trainers_and_two_models_do_not_disturb_each_other(execution
 @pytest.mark.filterwarnings("ignore:.*draws random numbers on the CPU")
 def test_case_68_two_fits_at_the_same_time_in_two_threads(execution: str) -> None:
     models, errors = [seeded(), seeded()], []
+    begun = [threading.Event(), threading.Event()]
+
+    class Waits(Callback):
+        """While Lightning asks for loaders, it has its own ``DataLoader.__init__`` in place, for all threads."""
+
+        def __init__(self, mine: int) -> None:
+            self.mine = mine
+
+        def on_train_start(self, *_: Any) -> None:
+            begun[self.mine].set()
+            assert begun[1 - self.mine].wait(60)
 
     def train(model: Classifier) -> None:
         try:
-            fit(model, **dpx_on(2, execution))
+            mine = models.index(model)
+            assert mine == 0 or begun[0].wait(60)
+            fit(model, callbacks=[Waits(mine)], **dpx_on(2, execution))
         except BaseException as error:  # noqa: BLE001  told by the assertion
             errors.append(error)
 

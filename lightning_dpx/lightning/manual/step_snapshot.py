@@ -20,11 +20,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import RandomStates, is_host
+from lightning_dpx.replicas.shared_iterators import IteratorProxy
 
 _OF_FRAMEWORK = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))
 _STOPS = (
     nn.Module, pl.Trainer, Strategy, Logger, DataLoader, Dataset, type, types.ModuleType, types.FunctionType,
-    types.BuiltinFunctionType, types.MethodType, torch.Generator,
+    types.BuiltinFunctionType, types.MethodType, torch.Generator, IteratorProxy,  # which rewinds itself
 )  # fmt: skip
 _CONTAINERS = (list, dict, set, deque)
 

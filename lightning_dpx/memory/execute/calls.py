@@ -217,7 +217,6 @@ class Call:
         self._is_over = False
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
         self._buffers: list[_Buffer] = []
-        self._stand_ins: dict[int, torch.Tensor] = {}  # by storage, for what they stand in
         if not self._obstacle and any(buffers_of(part) for part in self._anatomy.parts):
             with _unseen(), torch.no_grad():
                 self._buffers = _buffers_of(self._anatomy.parts)
@@ -233,7 +232,6 @@ class Call:
         own = {id(argument): argument.apart() for argument in self.arguments}
         duplicate.arguments = list(own.values())
         duplicate._given = [own.get(id(leaf), leaf) for leaf in self._given]
-        duplicate._stand_ins = {}
         return duplicate
 
     def left(self, output: Any) -> None:
@@ -365,34 +363,14 @@ class Call:
         try:
             for part, buffers in own:
                 buffers_of(part).update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
-                if _is_norm(part) and part.training:
-                    self._note_stand_ins(part, buffers)
             for buffer in self._buffers:
                 if buffer.copy is not None:
                     buffers_of(buffer.part)[buffer.key] = buffer.copy.clone()
             yield
         finally:
-            self._stand_ins.clear()
             for part, buffers in own:
                 buffers_of(part).clear()
                 buffers_of(part).update(buffers)
-
-    def _note_stand_ins(self, part: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
-        for key in _STATISTICS:
-            buffer = buffers.get(key)
-            other = buffers_of(part).get(key)
-            if buffer is not None and other is not None:
-                self._stand_ins[key_of(other.untyped_storage())] = buffer
-
-    def original_of(self, saved: torch.Tensor) -> torch.Tensor:
-        """What autograd saves within the call: the statistics themselves, where others stand in for those of a norm.
-
-        In training a norm moves them on and its backward does not read them. Autograd holds them all the same, and so
-        they take no memory of their own; nor do they tell whether two calls do the same.
-        """
-        if not self._stand_ins or saved.layout is not torch.strided:
-            return saved
-        return self._stand_ins.get(key_of(saved.untyped_storage()), saved)
 
     def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Its arguments, by position and by name, with these tensors."""
@@ -579,9 +557,6 @@ def _buffers_of(parts: Collection[nn.Module]) -> list[_Buffer]:
                 copy = tensor.detach().clone() if small else None
                 found.append(_Buffer(part, key, tensor, version_counter(tensor), copy))
     return found
-
-
-_STATISTICS = ("running_mean", "running_var")
 
 
 def _is_norm(part: nn.Module) -> bool:

@@ -10,6 +10,7 @@ run for it.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,8 +73,7 @@ def measured_in_step(
             kinds[kind] = _dropping(profile, module, dropped)
         if by_calls >= least:
             kinds["replayed"] = Replays(module, [call.name for call in calls])
-        with timer.in_a_row():
-            found = _least_in_turns(kinds, timer, forward, backward)
+        found = timer.in_a_row(partial(_least_in_turns, kinds, timer, forward, backward))
     finally:
         for hooks in kinds.values():
             hooks.remove()

@@ -1,8 +1,10 @@
 """Steps that are timed, and leave nothing behind."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 
+T = TypeVar("T")
 Forward = Callable[[], Tensor | None]
 Backward = Callable[[Tensor], None]
 
@@ -55,25 +58,28 @@ class StepTimer:
         self._device = device
         self._alone = alone
         self._is_in_a_row = False
+        self._can_follow_itself = True
         self.watches = True
 
-    @contextmanager
-    def in_a_row(self) -> Iterator[None]:
-        """Steps in here follow each other as in training, and what they change is put back at the end.
+    def in_a_row(self, measure: Callable[[], T]) -> T:
+        """What ``measure`` returns, whose steps follow each other as in training; what they change is put back after.
 
         To put it back looks at all that a module leads to, after which the next step finds nothing of its own in the
-        processor's caches: steps of 10 ms took up to 1.3 times as long then. Where writes are watched, each step is put
-        back for itself.
+        processor's caches: steps of 10 ms took up to 1.3 times as long then. Where writes are watched, and where a step
+        cannot follow itself (at the end of an iterator that it takes from), each step is put back for itself.
         """
-        if self.watches:
-            yield
-            return
-        with self._alone(False):
-            self._is_in_a_row = True
-            try:
-                yield
-            finally:
-                self._is_in_a_row = False
+        if self.watches or not self._can_follow_itself:
+            return measure()
+        try:
+            with self._alone(False):
+                self._is_in_a_row = True
+                try:
+                    return measure()
+                finally:
+                    self._is_in_a_row = False
+        except Exception:  # noqa: BLE001  whatever is wrong with the step itself, it is so again
+            self._can_follow_itself = False
+        return measure()
 
     def timed(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         """Seconds of a step, and of its forward; of a step that runs all its backwards itself, both are the same."""
@@ -96,14 +102,16 @@ class StepTimer:
     def least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         """The least time of several steps, and that of their forward, after one that is not counted."""
         self.timed(forward, backward)
+        return self.in_a_row(partial(self._least, forward, backward))
+
+    def _least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         best = (float("inf"), 0.0)
         times = list[float]()
-        with self.in_a_row():
-            for turn in range(1, _MOST_STEPS + 1):
-                whole, forward_only = self.timed(forward, backward)
-                best = min(best, (whole, forward_only))
-                times.append(whole)
-                is_sure = turn >= _FEWEST_STEPS and sum(times) > _SHORT and is_confirmed(times)
-                if sum(times) > _ENOUGH or is_sure:
-                    break
+        for turn in range(1, _MOST_STEPS + 1):
+            whole, forward_only = self.timed(forward, backward)
+            best = min(best, (whole, forward_only))
+            times.append(whole)
+            is_sure = turn >= _FEWEST_STEPS and sum(times) > _SHORT and is_confirmed(times)
+            if sum(times) > _ENOUGH or is_sure:
+                break
         return best

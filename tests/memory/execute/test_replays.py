@@ -4,7 +4,6 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,34 +186,6 @@ def test_batch_norms_see_every_batch_once() -> None:
     torch.manual_seed(3)
     module = Chain([nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.GELU()) for _ in range(3)])
     assert_same(module, rows())
-
-
-def normalized(momentum: float | None = 0.1) -> Chain:
-    """Blocks with batch norms, which write their statistics in training and never read them."""
-    torch.manual_seed(3)
-    norm = partial(nn.BatchNorm1d, momentum=momentum)
-    return Chain(
-        [nn.Sequential(Block(), norm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), norm(WIDTH)) for _ in range(3)]
-    )
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_blocks_with_batch_norms_are_replayed_at_the_predicted_peak(momentum: float | None) -> None:
-    """Their statistics and counts come out as without a plan, and take no memory while others stand in for them."""
-    module, x = normalized(momentum), rows()
-    profile = profile_module(module, x)
-    assert {f"blocks.{number}" for number in range(3)} <= {call.name for call in profile.calls}
-    predicted = forecast_plan(profile, all_blocks(module))
-    assert predicted.peak < 0.8 * profile.peak
-    assert_same(module, x, all_blocks(module))
-    assert peak(module, x) == pytest.approx(predicted.peak, rel=0.002)
-    assert int(module.blocks[0][1].num_batches_tracked) > 0
-
-
-def test_a_block_with_a_batch_norm_in_eval_mode_uses_the_statistics_of_its_call() -> None:
-    module, x = normalized(), rows()
-    module.eval()
-    assert_same(module, x, all_blocks(module))
 
 
 def _saved_and_returned(block: Block, x: Tensor) -> Tensor:
