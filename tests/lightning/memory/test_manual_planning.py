@@ -173,7 +173,7 @@ def test_a_step_by_hand_within_a_budget_ends_where_it_does_without(
     watch = Watch()
     strategy = dpx.DPXStrategy(memory_budget=budget, execution="inline", verify="off")
     ours = fit(kind, strategy=strategy, devices=devices, callbacks=[watch])
-    assert any(plan.dropped for plan in watch.plans.values())
+    assert any(not plan.keeps_all for plan in watch.plans.values())
     assert plain.keys() == ours.keys()
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
@@ -193,7 +193,7 @@ def test_a_step_by_hand_in_mixed_precision() -> None:
     plain = fit(ByHand, precision="bf16-mixed")
     watch = Watch()
     ours = fit(ByHand, strategy=dpx.DPXStrategy(memory_budget=MIB), precision="bf16-mixed", callbacks=[watch])
-    assert all(plan.dropped for plan in watch.plans.values())
+    assert all(not plan.keeps_all for plan in watch.plans.values())
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
 
@@ -207,7 +207,7 @@ def test_a_step_by_hand_with_a_scaler(kind: type[LightningModule], hardware: str
     plain = fit(kind, strategy=strategy, devices=devices, plugins=dpx.DPXPrecision("16-mixed"))
     strategy = dpx.DPXStrategy(execution="inline", verify="off", memory_budget=MIB)
     ours = fit(kind, strategy=strategy, devices=devices, plugins=dpx.DPXPrecision("16-mixed"), callbacks=[watch])
-    assert any(plan.dropped for plan in watch.plans.values())
+    assert any(not plan.keeps_all for plan in watch.plans.values())
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
 
@@ -216,7 +216,7 @@ def test_the_callback_plans_a_step_by_hand_for_another_strategy() -> None:
     plain, planner = fit(ByHand), dpx.ActivationPlanner(budget=0.5)
     ours = fit(ByHand, callbacks=[planner])
     assert planner.plan is not None
-    assert planner.plan.dropped
+    assert not planner.plan.keeps_all
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
 

@@ -44,7 +44,7 @@ def test_a_plan_never_runs_a_checkpointed_region_in_forward() -> None:
     model, x = Blocks(regions=True), torch.randn(512, 256)
     expected = gradients(model, x)
     plan = dpx.search_plan(model, x, budget=0.6)
-    assert plan.dropped
+    assert not plan.keeps_all
     dpx.apply_plan(model, plan)
     model.runs = 0
     model(x)
@@ -103,7 +103,7 @@ def test_compiled_parts_stay_compiled_and_right(backend: str, in_place: bool) ->
     expected = gradients(model, x)
     with pytest.warns(UserWarning, match=r"blocks\.1 is compiled \(3 such parts\)"):
         plan = dpx.search_plan(model, x, budget=0.8)
-    assert plan.dropped
+    assert not plan.keeps_all
     applied = dpx.apply_plan(model, plan)
     assert all(map(torch.equal, gradients(model, x), expected))
     dpx.remove_plan(model)
