@@ -134,10 +134,10 @@ def _planned_in_parts(
         return whole if count == rows else profile_of(cut(count), accumulates)
 
     if micro_batches != "auto":
-        return plan_fixed_micro_batches(micro_batches, rows, of_rows, plan_of, lambda _: budget)
+        return plan_fixed_micro_batches(micro_batches, rows, of_rows, plan_of, budget)
     if budget is None:
         raise ConfigurationError('micro_batches="auto" needs a budget: the fewest bytes are those of single rows.')
-    return plan_in_micro_batches(rows, of_rows, plan_of, lambda _: budget, whole)[0]
+    return plan_in_micro_batches(rows, of_rows, plan_of, budget, whole)[0]
 
 
 def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:

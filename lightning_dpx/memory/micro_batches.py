@@ -17,6 +17,7 @@ from lightning_dpx.memory.plan.micro_batches import (
     candidate_of,
     candidates_of,
     choose_micro_batches,
+    in_micro_batches,
     largest_rows,
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -25,7 +26,6 @@ from lightning_dpx.memory.profile.data import Profile
 MicroBatchNumber = int | Literal["auto"]
 ProfileOf = Callable[[int, bool], Profile]  # of so many rows, and whether gradients are added to earlier ones
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
-BudgetOf = Callable[[int], int | None]  # bytes of activations that a step in so many micro-batches is allowed
 
 
 def check_micro_batch_number(micro_batches: object) -> None:
@@ -42,7 +42,7 @@ def check_micro_batch_number(micro_batches: object) -> None:
 
 
 def plan_fixed_micro_batches(
-    number: int, rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget_of: BudgetOf
+    number: int, rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget: int | None
 ) -> MemoryPlan:
     """The plan of a step that is cut into ``number`` micro-batches, or as many as it has rows.
 
@@ -51,26 +51,25 @@ def plan_fixed_micro_batches(
         rows: Of the whole step.
         profile_of: Profiles a step.
         plan_of: Plans a profile.
-        budget_of: What is allowed.
+        budget: Bytes of activations that are allowed; as few as can be unless given.
 
     Raises:
         BudgetError: the budget cannot be met.
     """
     number = min(number, rows)
     if number == 1:
-        return plan_of(profile_of(rows, False), budget_of(1))
+        return plan_of(profile_of(rows, False), budget)
     small, larger = divmod(rows, number)
     sizes = {small, small + 1} if larger else {small}
     parts = {size: profile_of(size, True) for size in sizes}
     profiles = ProfilesByRows(profile_of(rows, False), rows, parts)
-    budget = budget_of(number)
     candidate = candidate_of(profiles, number, budget)
     plan = plan_of(candidate.profile, budget)
     return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
 
 
 def plan_in_micro_batches(
-    rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget_of: Callable[[int], int], whole: Profile | None = None
+    rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget: int, whole: Profile | None = None
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
     """The number of micro-batches that is fastest within the budget, and their plan.
 
@@ -78,7 +77,7 @@ def plan_in_micro_batches(
         rows: Of the whole step.
         profile_of: Profiles a step.
         plan_of: Plans a profile.
-        budget_of: What is allowed.
+        budget: Bytes of activations that are allowed.
         whole: The profile of the step in one piece, if it is known.
 
     Returns:
@@ -90,10 +89,10 @@ def plan_in_micro_batches(
     """
     whole = whole or profile_of(rows, False)
     profiles = ProfilesByRows(whole, rows, {})
-    if rows > 1 and whole.peak > budget_of(1):
+    if rows > 1 and whole.peak > budget:
         sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
         profiles = ProfilesByRows(whole, rows, {size: profile_of(size, True) for size in sizes})
-    candidates = candidates_of(profiles, budget_of)
+    candidates = candidates_of(profiles, lambda _number: budget)
     known = dict[int, MemoryPlan | BudgetError]()
 
     def planned(candidate: Candidate) -> MemoryPlan:
@@ -126,11 +125,6 @@ def _with_figures(
     if candidate.number == 1:
         return plan
     usual = whole.step_seconds
-    return replace(
-        plan,
-        unplanned_peak=whole.peak,
-        recompute_share=max(0.0, seconds / usual - 1),
-        least_share=None if least is None else max(0.0, least / usual - 1),
-        micro_batches=candidate.number,
-        micro_batch_rows=candidate.rows,
-    )
+    least_share = None if least is None else least / usual
+    found = in_micro_batches(plan, candidate.number, candidate.rows, seconds / usual, least_share)
+    return replace(found, unplanned_peak=whole.peak)

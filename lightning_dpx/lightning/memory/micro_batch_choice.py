@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.profiling import (
     NoLossError,
     Step,
+    announce_profile,
     devices_of,
     first_rows_of,
     keeps_gradients,
@@ -104,7 +105,7 @@ class MicroBatchChooser:
         accumulates = keeps_gradients(session.trainer)
 
         def profile_of(count: int, adds: bool) -> Profile:
-            rank_zero_info(f"dpx: profiles a step on {count} rows to plan the memory of {device} ...")
+            announce_profile(count, device)
             part = BatchSlice(batch_slice.replica, count, batch_of(count))
             profile = profile_slice(replicas, part, run, device, accumulates=adds or accumulates)
             self.tried[count, adds or accumulates] = profile
@@ -113,7 +114,7 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return plan_profile(replicas.root.module, profile, budget, planner)
 
-        return plan_in_micro_batches(rows, profile_of, plan_of, lambda _number: room)[1]
+        return plan_in_micro_batches(rows, profile_of, plan_of, room)[1]
 
     def leave(self, reason: str) -> bool:
         """After a rehearsal: micro-batches are not what one device gives, so steps stay in one piece.

@@ -34,6 +34,7 @@ from lightning_dpx.memory import (
     applied_plan,
     apply_plan,
     format_plan,
+    in_micro_batches,
     make_planner,
     plan_devices,
     plan_shapes,
@@ -336,12 +337,9 @@ class MemoryPlanning:
         if number == 1 or not replicas.cuts_slices:
             return plans
         cost = self.cut_costs.get(largest.replica.device, 1.0)
-        found = list[MemoryPlan]()
-        for plan in plans:
-            extra = max(0.0, cost * (1 + (plan.recompute_share or 0.0)) - 1)
-            of_all = replace(plan, recompute_share=extra, least_share=None)
-            found.append(replace(of_all, micro_batches=number, micro_batch_rows=largest.num_rows))
-        return tuple(found)
+        shares = [cost * (1 + (plan.recompute_share or 0.0)) for plan in plans]
+        pairs = zip(plans, shares, strict=True)
+        return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
 
     def _list_plans(self) -> None:
         self.plans = {}

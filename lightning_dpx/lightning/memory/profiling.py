@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dpx.errors import PlanError
@@ -53,6 +54,11 @@ def devices_of(replica: Replica) -> list[torch.device]:
     """The devices that a step of ``replica`` runs on: its own, and that of the parts that are shifted."""
     shift = applied_shift(replica.module)
     return [replica.device] if shift is None else [replica.device, shift.target]
+
+
+def announce_profile(rows: int, device: torch.device) -> None:
+    """Says what takes so long."""
+    rank_zero_info(f"dpx: profiles a step on {rows} rows to plan the memory of {device} ...")
 
 
 def profile_slice(

@@ -6,11 +6,10 @@ from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, devices_of, profile_slice
+from lightning_dpx.lightning.memory.profiling import Step, announce_profile, devices_of, profile_slice
 from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
@@ -117,7 +116,7 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
         found = [extrapolate(first, second, (few, more), batch_slice.num_rows) for first, second in pairs]
         return [replace(profile, scale=1.0) for profile in found]  # all rows would have fitted
     for device in devices:
-        rank_zero_info(f"dpx: profiles a step on {batch_slice.num_rows} rows to plan the memory of {device} ...")
+        announce_profile(batch_slice.num_rows, device)
         alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, device=device))
     return alike[batch_slice.num_rows]
 

@@ -64,8 +64,7 @@ class MicroBatchChoice:
         seconds: Of the step in micro-batches, with the plan.
         considered: Seconds by number of micro-batches, of all that were planned; infinite where the budget is not met.
         least: Seconds that no plan goes below with any number of micro-batches.
-        share: Seconds over those of the step in one piece, if nothing is computed again.
-        cut_share: The same of the micro-batches without the plan.
+        usual: Seconds of the step in one piece, if nothing is computed again.
     """
 
     candidate: Candidate
@@ -73,8 +72,36 @@ class MicroBatchChoice:
     seconds: float
     considered: Mapping[int, float]
     least: float
-    share: float
-    cut_share: float
+    usual: float
+
+    @property
+    def share(self) -> float:
+        """Its time over the usual one."""
+        return self.seconds / self.usual
+
+    @property
+    def cut_share(self) -> float:
+        """The same of the micro-batches without the plan."""
+        return self.candidate.seconds / self.usual
+
+
+def in_micro_batches(plan: MemoryPlan, number: int, rows: int, share: float, least: float | None = None) -> MemoryPlan:
+    """The plan of one micro-batch with what all of them take together.
+
+    Args:
+        plan: Of the largest.
+        number: M, the micro-batches.
+        rows: Of the largest.
+        share: Seconds of all over those of the step in one piece.
+        least: The same that no plan goes below, where it is known.
+    """
+    return replace(
+        plan,
+        recompute_share=max(0.0, share - 1),
+        least_share=None if least is None else max(0.0, least - 1),
+        micro_batches=number,
+        micro_batch_rows=rows,
+    )
 
 
 class ProfilesByRows:
@@ -204,8 +231,7 @@ def choose_micro_batches(
         assert failed is not None, "there is always one candidate"
         raise failed
     seconds, candidate, found = best
-    usual = candidates[0].seconds
-    return MicroBatchChoice(candidate, found, seconds, considered, least, seconds / usual, candidate.seconds / usual)
+    return MicroBatchChoice(candidate, found, seconds, considered, least, candidates[0].seconds)
 
 
 def _easier(one: BudgetError | None, other: BudgetError) -> BudgetError:
