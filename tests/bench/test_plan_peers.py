@@ -52,7 +52,7 @@ def test_a_lower_budget_takes_less_memory_and_gives_the_same_gradients() -> None
 def test_under_a_dispatch_mode_nothing_compiled_runs() -> None:
     """Why the trace is no yardstick here: without fullgraph, the plain Python code would be measured silently."""
     module = compiled_models(tiny(), [], CHEAP)["compiled"]
-    with MemoryTrace(torch.device("cpu")), pytest.raises(RuntimeError, match=r"dispatch mode|cannot be traced"):
+    with MemoryTrace(torch.device("cpu")), pytest.raises(RuntimeError, match="dispatch mode"):
         module(torch.randn(64, 32))
 
 

@@ -92,10 +92,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         communicates: Whether an operator was one of several processes.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would wrap every call, for a tenth of its time; compiled code runs eagerly in here
-
     def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
