@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dpx as dpx
 from lightning_dpx.cli import main
 from lightning_dpx.commands.plan import parse_devices
+from lightning_dpx.units import parse_bytes
 from tests.conftest import SIMULATED, make_trainer
 
 # Lightning calls what jsonargparse has deprecated.
@@ -174,7 +175,8 @@ def test_a_step_by_hand_takes_what_the_same_step_takes(devices: str, budget: str
         assert main(["plan", "--json", "--config", path, "--devices", devices, "--budget", budget]) == 0
         found.append(json.loads(capsys.readouterr().out)["devices"][0])
     assert found[1]["unplanned"] == pytest.approx(found[0]["unplanned"], rel=0.01)
-    assert found[1]["peak"] == pytest.approx(found[0]["peak"], rel=0.05)
+    for each in found:
+        assert each["peak"] <= parse_bytes("budget", budget) < each["unplanned"]
 
 
 def test_what_was_planned_before_is_found_again(tmp_path: Path, capsys: Any) -> None:

@@ -134,7 +134,7 @@ def test_modules_that_are_called_again_train_as_well(
         return model
 
     plan = dpx.search_plan(swinging(), next(iter(loader())))  # where there is nowhere to offload
-    assert plan.calls
+    assert plan.calls or plan.replayed
     strategies = [dpx.DPXStrategy(verify="off", execution=execution, plan=each) for each in (plan, None)]
     ours, theirs = (fit(swinging(), strategy=s, devices=devices, accelerator=accelerator) for s in strategies)
     assert_equal(ours, theirs, bitwise=True)
