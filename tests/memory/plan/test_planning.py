@@ -255,7 +255,8 @@ def test_a_plan_can_be_saved_read_edited_and_priced(tmp_path) -> None:  # type: 
 @cache
 def _plan_of_gpt() -> dpx.MemoryPlan:
     module, _, _ = make(ORDINARY["gpt"])
-    return plan_profile(module, profiled("gpt"), round(0.4 * profiled("gpt").peak))
+    plan = plan_profile(module, profiled("gpt"), round(0.4 * profiled("gpt").peak))
+    return plan.with_actions({plan.decisions[0].name: "recompute"})  # it may replay blocks instead
 
 
 @pytest.mark.parametrize(
