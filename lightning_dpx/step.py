@@ -106,6 +106,7 @@ class TrainingStep:
 
     Attributes:
         rules: How losses and outputs are merged; a rehearsal finds them out.
+        has_other_owners: Whether replicas beside the first own parameters.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -140,6 +141,7 @@ class TrainingStep:
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         self._replicas.state.set_owners(self._owners)
+        self.has_other_owners = any(self._owners)
         several = len(self._reducer.distinct_devices) > 1 and self._gradient_buckets > 0 and bool(parameters[0])
         self._overlapped = (
             OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
@@ -350,11 +352,6 @@ class TrainingStep:
     def has_processes(self) -> bool:
         """Whether gradients are those of several processes."""
         return self._processes is not None
-
-    @property
-    def has_other_owners(self) -> bool:
-        """Whether replicas beside the first own parameters."""
-        return any(self._owners)
 
     def backward(self, *, last: bool = True) -> None:
         """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward.

@@ -124,9 +124,13 @@ class BatchWrites:
                 self._looked_at[kind] = _is_looked_at(module)
             self._is_watching = self._looked_at[kind]
         if not self._is_watching:
-            self._shown = _MISSING
-            self._given = []
+            self.forget()
         return self._is_watching
+
+    def forget(self) -> None:
+        """Hooks get the next batch as it is, or do not look at it."""
+        self._shown = _MISSING
+        self._given = []
 
     @property
     def is_watched(self) -> bool:

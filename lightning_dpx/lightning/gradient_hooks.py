@@ -61,6 +61,11 @@ class GradientHooks:
         self._root_gradients = None
         self._replicas = None
 
+    @property
+    def look_at_owners(self) -> bool:
+        """Whether there are such hooks, and owners beside the first device."""
+        return self._root_gradients is not None
+
     def before_backward(self) -> None:
         """Copies that hooks have seen are none of the replicas' gradients."""
         if self._root_gradients is not None:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
 
 
+_MISSING = object()
+
+
 class Session(Run):
     """A run on several replicas, or on one whose steps are planned, shifted or summed with other processes'.
 
@@ -80,6 +83,7 @@ class Session(Run):
         self.threads = ThreadChoice(self)
         self.training = TrainingFlow(self)
         self.evaluation = EvaluationFlow(self)
+        self._batch_in_place: Any = _MISSING
 
     def for_shadow(self, replicas: ReplicaSet, metrics: ReplicaMetrics, step: TrainingStep) -> "Session":
         """A session of a rehearsal: of its own replicas, with what the real one has found out and put on."""
@@ -117,10 +121,26 @@ class Session(Run):
 
     def show_batch(self, batch: Any) -> Any:
         """The batch as hooks of the user's get it: as the loader gave it, each replica moves its own slice."""
+        self._batch_in_place = _MISSING
+        if self.replicas.always_merged and self._stays(batch):
+            # The step gets the object that hooks get, as on one device: there is nothing to watch.
+            self.batch_writes.forget()
+            self._batch_in_place = batch
+            return batch
         return self.batch_writes.show(batch) if self.batch_writes.is_for(self.module) else batch
+
+    def _stays(self, batch: Any) -> bool:
+        """Whether the one replica that takes every batch gets this object."""
+        return Transfer(self.trainer, self.module, 0).leaves(batch, self.replicas.root.device)
+
+    def is_in_place(self, batch: Any) -> bool:
+        """Whether the one replica that takes every batch gets ``batch`` itself, which hooks have got, too."""
+        return batch is self._batch_in_place
 
     def given(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
         """What the step of a replica gets."""
+        if self.is_in_place(batch_slice.batch):
+            return batch_slice.batch
         return self.moved(batch_slice, Transfer(self.trainer, self.module, dataloader_idx))
 
     def moved(self, batch_slice: BatchSlice, transfer: Transfer) -> Any:
@@ -272,10 +292,14 @@ class Session(Run):
             model: The user's module.
             kwargs: What the optimizer gets beside.
         """
-        optimize_owners(self)
+        if self.step.has_other_owners:
+            optimize_owners(self)
         if self.module.automatic_optimization:
             closure = self.gradient_hooks.closure(optimizer, closure, self.replicas, self.step)
-        with self.gradient_hooks.round_step(self.strategy.dpx_precision.wrapped):
+        if self.gradient_hooks.look_at_owners:
+            with self.gradient_hooks.round_step(self.strategy.dpx_precision.wrapped):
+                result = lightnings(optimizer, closure, model, **kwargs)
+        else:
             result = lightnings(optimizer, closure, model, **kwargs)
         manual = self.training.manual
         # The step that the optimizer's closure has just run may have ended the session.

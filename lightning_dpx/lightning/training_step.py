@@ -44,6 +44,7 @@ class TrainingFlow:
         self._session = session
         self.accumulates = False
         self.manual: ManualOptimization | None = None
+        self._is_merged_step = False  # the last one
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one device's training step would return for the whole batch.
@@ -53,7 +54,8 @@ class TrainingFlow:
             kwargs: Likewise.
         """
         session = self._session
-        if self._is_merged():
+        self._is_merged_step = self._is_merged()
+        if self._is_merged_step:
             return self._run_merged(args, kwargs)
         if not session.follow_structure():
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
@@ -106,8 +108,10 @@ class TrainingFlow:
         """
         session = self._session
         session.replicas.release_cores()  # threads may have been given up just before
-        whole = session.replicas.whole_slice(args[0], 1)
-        outputs = session.alone(NAME, (session.given(whole), *args[1:]), kwargs)
+        if not session.is_in_place(args[0]):
+            whole = session.replicas.whole_slice(args[0], 1)
+            args = (session.given(whole), *args[1:])
+        outputs = session.alone(NAME, args, kwargs)
         put_iterators_back(session.module)
         session.end_batch(NAME, args)
         return outputs
@@ -189,6 +193,8 @@ class TrainingFlow:
 
     def after_backward(self) -> None:
         """After Lightning's backward of the merged loss: every replica's own, and the sums of their gradients."""
+        if self._is_merged_step:
+            return  # that was all of it
         self._session.memory.guard_backward(self._backward)
 
     def _backward(self) -> None:

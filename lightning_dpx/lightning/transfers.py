@@ -36,6 +36,10 @@ class Transfer:
         self.is_plain = not any(own)
         self._calls_of_module = own
 
+    def leaves(self, batch: Any, device: torch.device) -> bool:
+        """Whether it would give ``batch`` itself to a replica on ``device``."""
+        return self.is_plain and _lives_on(batch, device)
+
     def to_replica(self, batch_slice: BatchSlice) -> Any:
         """The slice where its replica lives."""
         batch = batch_slice.batch

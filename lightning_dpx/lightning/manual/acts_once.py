@@ -77,14 +77,14 @@ def plain_attribute(owner: Any, name: str) -> Any:
 def held_optimizers(module: Module) -> list[Any]:
     """Optimizers that a module keeps as attributes, or in a list, tuple or dict of its own."""
     found = []
-    for value in vars(module).values():
+    # Most attributes are atoms, and this is asked in every step: they are left out before anything is looked at.
+    others = [value for value in vars(module).values() if type(value) not in ATOMS]
+    for value in others:
         kind = type(value)
-        if kind in ATOMS:  # most attributes are, and this is asked in every step
-            continue
         if isinstance(value, Optimizer):
             found.append(value)
         elif kind in (list, tuple, dict) and 0 < len(value) <= _MOST_ITEMS:
-            items = value.values() if type(value) is dict else value
+            items = value.values() if kind is dict else value
             found += [item for item in items if isinstance(item, Optimizer)]
     return found
 
