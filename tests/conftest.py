@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.simulate.build import cached_library
 from tests.pairs import keep_every_pair
 
@@ -70,6 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept.append(item)
     keep_every_pair(kept)
     items[:] = kept
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: one of them waits most of the time for processes that its tests have started."""
+    return num_usable_cpus() + 1
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
