@@ -2,6 +2,7 @@
 
 from lightning_dpx.devices.generators import (
     RandomStates,
+    host_random_digest,
     host_random_state,
     preserve_all_device_rng,
     preserve_device_rng,
@@ -53,6 +54,7 @@ __all__ = [
     "distinct_devices",
     "free_bytes",
     "has_nccl",
+    "host_random_digest",
     "host_random_state",
     "is_host",
     "linked_groups",

@@ -8,12 +8,18 @@ import numpy as np
 import torch
 
 from lightning_dpx.devices.identity import device_context, distinct_devices, is_host
-from lightning_dpx.torch_compat import DisableFuncTorch
+from lightning_dpx.torch_compat import DisableFuncTorch, DisableTorchDispatch
 
 
 def host_random_state() -> torch.Tensor:
     """A snapshot of the process-wide CPU generator, to notice that it was drawn from."""
     return torch.get_rng_state()
+
+
+def host_random_digest() -> int:
+    """Tells states of that generator apart, and takes no memory; whichever modes and transforms are under way."""
+    with DisableTorchDispatch(), DisableFuncTorch():
+        return hash(torch.get_rng_state().numpy().tobytes())
 
 
 class RandomStates:

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dpx.devices import RandomStates
+from lightning_dpx.devices import RandomStates, host_random_digest
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
@@ -40,6 +40,7 @@ from lightning_dpx.python_objects.process_generators import GeneratorWatch, Proc
 from lightning_dpx.torch_compat import (
     AnyBatchNorm,
     AnyInstanceNorm,
+    DisableTorchDispatch,
     FakeTensor,
     buffers_of,
     disable_current_modes,
@@ -277,13 +278,18 @@ class Call:
 
     def random_states(self) -> RandomStates:
         """Of the generators that it may draw from, as they are now."""
+        if self._home.type == "cpu":
+            with DisableTorchDispatch():
+                return RandomStates(())
         with _unseen():
-            return RandomStates(() if self._home.type == "cpu" else [self._home])
+            return RandomStates([self._home])
 
     def generators(self) -> int:
         """What tells their states apart, and takes no memory."""
+        if self._home.type == "cpu":  # asked for every tensor that autograd saves while steps are watched
+            return host_random_digest()
         with _unseen():
-            return RandomStates(() if self._home.type == "cpu" else [self._home]).digest()
+            return RandomStates([self._home]).digest()
 
     def will_end_at(self, digest: int) -> None:
         """When it is made again, it is only followed until the generators are there."""

@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
+from lightning_dpx.memory.plan.solvers.bounds import least_bytes
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.units import format_bytes
 
@@ -42,7 +42,7 @@ def budget_error(
 
 def surely_needed(problems: Sequence["Problem"]) -> int:
     """Bytes that are there at some event in every plan, in whichever of these ways it offloads."""
-    return min(least_bytes(Relaxation(problem)) for problem in problems)
+    return min(least_bytes(problem.relaxation) for problem in problems)
 
 
 def _costliest_moment(found: "Mixed") -> str:

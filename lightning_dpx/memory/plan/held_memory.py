@@ -26,7 +26,6 @@ class HeldMemory:
 
     Args:
         choice: What is recomputed.
-        inputs: Of each value (V).
 
     Attributes:
         there: For each value, whether it is there (V); those that are not lazy always are.
@@ -37,9 +36,9 @@ class HeldMemory:
         views: For each value, how many views of it are there (V).
     """
 
-    def __init__(self, choice: "RecomputedValues", inputs: Sequence[tuple[int, ...]]) -> None:
-        self._choice = choice
-        self._inputs = inputs
+    def __init__(self, choice: "RecomputedValues") -> None:
+        self._sizes = choice.sizes
+        self._inputs = choice.inputs
         self.there = [not lazy for lazy in choice.lazy]
         self.num_bytes = 0
         self.kept = set[int]()
@@ -48,11 +47,6 @@ class HeldMemory:
         self.views = [0] * len(self.there)
         self._outlived = [False] * len(self.there)  # forgotten, but for a view
         self.ends: list[tuple[int, int]] = []  # a heap: (event, bytes) of what is forgotten and still in use
-
-    def viewed(self, index: int) -> tuple[int, ...]:
-        """What a value without memory of its own is a view of."""
-        lazy = self._choice.lazy
-        return tuple(source for source in self._inputs[index] if lazy[source])
 
     def release_until(self, event: int) -> None:
         """Autograd has no more use for what it asked for until ``event``."""
@@ -69,13 +63,15 @@ class HeldMemory:
                 self._free(index)
 
     def _free(self, index: int) -> None:
-        size = self._choice.sizes[index]
+        size = self._sizes[index]
         if self.in_use[index] > self.now:  # forgotten by us, and still in use by autograd
             heapq.heappush(self.ends, (self.in_use[index], size))
             self.in_use[index] = 0
         else:
             self.num_bytes -= size
-        for source in () if size else self.viewed(index):
+        if size:
+            return
+        for source in self._inputs[index]:  # of which it is a view
             self.views[source] -= 1
             if self._outlived[source] and not self.views[source]:
                 self._outlived[source] = False

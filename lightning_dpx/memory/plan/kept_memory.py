@@ -50,22 +50,22 @@ def kept_memory(outline: "Outline", choice: "RecomputedValues", offloaded: Seque
     for value in compressed:  # beside the mask itself, as long as forward has a use for that
         change[value.saved] += value.compact
         change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
-    until, needed = _needed_until(profile, choice)
+    until, needed = _needed_until(outline, choice)
     for call, begin in choice.drawn_from.items():
         change[begin] += values[call].state
         change[max(begin, until[call])] -= values[call].state
-    num_bytes = _change_storages(profile, choice, needed, left_at(profile, offloaded), change)
+    num_bytes = _change_storages(outline, choice, needed, left_at(profile, offloaded), change)
     curve = outline.curve + np.cumsum(np.array(change[:end], dtype=np.int64))
     return KeptMemory(curve, num_bytes, compressed)
 
 
 def _change_storages(
-    profile: Profile, choice: "RecomputedValues", needed: Sequence[int], left: Mapping[int, int], change: list[int]
+    outline: "Outline", choice: "RecomputedValues", needed: Sequence[int], left: Mapping[int, int], change: list[int]
 ) -> int:
     """Storages that are dropped go early, others stay as long as something is computed from them.
 
     Args:
-        profile: Of the step.
+        outline: Of the profile.
         choice: What is dropped.
         needed: The event up to which each storage is computed from.
         left: The event at which each offloaded storage has left.
@@ -74,11 +74,10 @@ def _change_storages(
     Returns:
         Bytes that stay from forward to backward.
     """
-    kept_in = {value.storage for index, value in enumerate(profile.values) if index not in choice.dropped}
-    compact = [0] * len(profile.storages)
-    for value in profile.values:
-        if value.compact:
-            compact[value.storage] += value.compact
+    profile = outline.profile
+    compact = outline.compact
+    dropped = choice.dropped
+    kept_in = {storage for index, storage in enumerate(outline.storages) if index not in dropped}
     kept = 0
     for number, storage in enumerate(profile.storages):
         if number in kept_in:
@@ -94,19 +93,21 @@ def _change_storages(
     return kept
 
 
-def _needed_until(profile: Profile, choice: "RecomputedValues") -> tuple[list[int], list[int]]:
+def _needed_until(outline: "Outline", choice: "RecomputedValues") -> tuple[list[int], list[int]]:
     """The event at which every value and every kept storage goes, if all that holds it is computed from it."""
-    until = [0] * len(profile.values)
-    storages = [0] * len(profile.storages)
-    for request in profile.requests:
-        until[request.value] = max(until[request.value], request.released)
+    until = outline.until.copy()
+    storages = [0] * len(outline.profile.storages)
+    lazy = choice.lazy
     for index in range(len(until) - 1, -1, -1):  # inputs come first
-        value = profile.values[index]
-        if choice.lazy[index]:
-            for source in value.inputs:
-                until[source] = max(until[source], until[index])
-        elif value.storage >= 0:
-            storages[value.storage] = max(storages[value.storage], until[index])
+        event = until[index]
+        if lazy[index]:
+            for source in outline.inputs[index]:
+                if until[source] < event:
+                    until[source] = event
+        else:
+            storage = outline.storages[index]
+            if storage >= 0 and storages[storage] < event:
+                storages[storage] = event
     return until, storages
 
 

@@ -12,7 +12,7 @@ from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes, least_seconds
+from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import fill
 from lightning_dpx.memory.profile.data import Profile, SavedValue
@@ -104,7 +104,7 @@ def plan_profile(module: Model, profile: Profile, budget: int | None, planner: s
 
 def _in_reach_by_value(problems: Sequence[Problem], budget: int) -> bool:
     """Whether nothing proves that values have to be replayed with their calls."""
-    return any(least_bytes(Relaxation(problem), with_calls=False) <= budget for problem in problems)
+    return any(least_bytes(problem.relaxation, with_calls=False) <= budget for problem in problems)
 
 
 def _smallest(problems: Sequence[Problem]) -> Mixed:
@@ -121,7 +121,8 @@ def _bound(profile: Profile, budget: int, original: Problem, spent: float) -> fl
     these are ahead of what it has proved, that is a proof about other plans only.
     """
     proved = original.proved.get(budget, 0.0)
-    return min(spent, lower_bound(profile, budget, proved if proved <= spent else 0.0))
+    problem = original if original.profile is profile else Problem(profile)
+    return min(spent, _lower_bound_of(problem, budget, proved if proved <= spent else 0.0))
 
 
 def _decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]:
@@ -214,11 +215,16 @@ def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
     return found
 
 
-def lower_bound(profile: Profile, budget: int, proved: float = 0.0) -> float:
-    """Seconds that no choice within ``budget`` goes below: the best proof there is, or one ``proved`` already."""
-    if any(value.copying for value in profile.values):
-        return least_seconds_with_offloading(Problem(profile), budget)
-    return max(least_seconds(Relaxation(Problem(profile)), budget), proved)
+def lower_bound(profile: Profile, budget: int) -> float:
+    """Seconds that no choice within ``budget`` goes below, as far as is proved."""
+    return _lower_bound_of(Problem(profile), budget, 0.0)
+
+
+def _lower_bound_of(problem: Problem, budget: int, proved: float) -> float:
+    """The best proof there is, or one ``proved`` already."""
+    if any(value.copying for value in problem.profile.values):
+        return least_seconds_with_offloading(problem, budget)
+    return max(least_seconds(problem.relaxation, budget), proved)
 
 
 def _action(value: SavedValue, dropped: bool, uncached: bool) -> Action:

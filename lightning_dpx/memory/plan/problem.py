@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_dpx.memory.plan.choice import Choice as Choice  # planners take it from here
 from lightning_dpx.memory.plan.forecast import Forecast, Forecaster
+from lightning_dpx.memory.plan.solvers.bounds import Relaxation
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.progress import at
 from lightning_dpx.registry import Registry
@@ -114,6 +115,11 @@ class Problem:
         at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
         self._forecasts[key], curve = self._forecaster.timeline(*key)
         return curve
+
+    @cached_property
+    def relaxation(self) -> Relaxation:
+        """What every choice must hold and must pay."""
+        return Relaxation(self)
 
     @cached_property
     def droppable(self) -> tuple[int, ...]:

@@ -32,6 +32,10 @@ class Outline:
         sizes: For each value, the bytes that it takes when it is computed again (V).
         beside: For each value, bytes that come and go meanwhile; the generators' states of now are kept, too (V).
         inputs: For each value (V).
+        storages: For each value, the number of its storage, or -1 (V).
+        requests: Event, value and end of each request.
+        until: For each value, the event up to which autograd itself asks for it (V).
+        compact: For each storage, the bytes of its compressed masks.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -41,6 +45,15 @@ class Outline:
         self.sizes = [0 if value.picked else value.num_bytes for value in profile.values]
         self.beside = [value.beside + value.state for value in profile.values]
         self.inputs = [value.inputs for value in profile.values]
+        self.storages = [value.storage for value in profile.values]
+        self.requests = [(request.event, request.value, request.released) for request in profile.requests]
+        self.until = [0] * len(profile.values)
+        for _, asked, released in self.requests:
+            self.until[asked] = max(self.until[asked], released)
+        self.compact = [0] * len(profile.storages)
+        for value in profile.values:
+            if value.compact:
+                self.compact[value.storage] += value.compact
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ class RecomputedValues:
         lazy: Whether it is made when it is asked for.
         uncached: Whether it is forgotten after every use.
         nested: Whether it is uncached and made from others that are.
+        inputs: Those that are lazy, of a lazy value: the others are there all the time.
         sizes: Bytes that it takes when it is there again; a call that is made again takes those of what is picked.
         beside: Bytes that come and go while it is made.
         drawn_from: By the index of a call that draws random numbers, the event from which its generators' states are
@@ -64,6 +78,7 @@ class RecomputedValues:
     lazy: list[bool]
     uncached: list[bool]
     nested: list[bool]
+    inputs: list[tuple[int, ...]]
     sizes: list[int]
     beside: list[int]
     drawn_from: dict[int, int]
@@ -79,10 +94,14 @@ def values_of_choice(outline: Outline, dropped: Collection[int], uncached: Colle
     for index in sorted(uncached):
         _make_uncached(outline, index, lazy, is_uncached, nested)
     live = _live_values(outline, dropped, lazy)
+    lazy_inputs = [
+        tuple([source for source in sources if lazy[source]]) if is_lazy else ()
+        for sources, is_lazy in zip(outline.inputs, lazy, strict=True)
+    ]
     sizes = outline.sizes.copy()
     beside = outline.beside.copy()
     drawn_from = _size_calls(outline.profile, live, sizes, beside)
-    return RecomputedValues(frozenset(dropped), live, lazy, is_uncached, nested, sizes, beside, drawn_from)
+    return RecomputedValues(frozenset(dropped), live, lazy, is_uncached, nested, lazy_inputs, sizes, beside, drawn_from)
 
 
 def _make_uncached(outline: Outline, index: int, lazy: list[bool], uncached: list[bool], nested: list[bool]) -> None:

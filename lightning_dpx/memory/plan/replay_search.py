@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_dpx.memory.plan.forecast import Forecast, with_overheads
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.replayed_steps import ReplayableStep
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes, least_seconds
+from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
 from lightning_dpx.memory.profile.data import Profile
 
 Choose = Callable[[Problem, int | None], Choice]
@@ -81,7 +81,7 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
         for names in _parts(profile, mixed.names):
             part = _mixed(step, names)
             leader = min(found, key=lambda mixed: mixed.forecast.rank(budget))
-            relaxation = Relaxation(part.problem)
+            relaxation = part.problem.relaxation
             if least_bytes(relaxation, with_calls=False) > budget:
                 continue
             bound = part.problem.profile.replaying + least_seconds(relaxation, budget)

@@ -43,7 +43,8 @@ class StepReplay:
         self._outline = outline
         self._choice = choice
         self._uses = UseCounts(outline, choice)
-        self._memory = HeldMemory(choice, outline.inputs)
+        self._memory = HeldMemory(choice)
+        self._has_nested = any(choice.nested)
         self._computations_left = most_computed
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
         self.curve = HeldCurve(len(profile.curve))
@@ -64,10 +65,12 @@ class StepReplay:
         for value in kept.compressed:  # it is expanded once, to compare
             self._note_spot(max(0, value.saved - 1), value.compact + value.num_bytes)
         event = 0
-        for request in profile.requests:
-            self._advance(event, request.event)
-            event = request.event
-            self._serve(request.value, event, request.released)
+        lazy = self._choice.lazy
+        for at, wanted, released in self._outline.requests:
+            if lazy[wanted]:  # nothing changes where autograd asks for what is there all the time
+                self._advance(event, at)
+                event = at
+                self._serve(wanted, at, released)
         self._advance(event, len(profile.curve))
         return self.curve.end(kept.curve), kept
 
@@ -91,8 +94,6 @@ class StepReplay:
         memory.now = event
         self._uses.advance(event)
         memory.release_until(event)
-        if not self._choice.lazy[wanted]:
-            return
         if not memory.there[wanted]:
             self._compute(wanted, event)
         in_use = memory.in_use
@@ -105,8 +106,10 @@ class StepReplay:
 
     def _compute(self, wanted: int, event: int) -> None:
         """Makes ``wanted`` and whatever is missing on the way to it."""
-        inputs = self._outline.inputs
+        inputs = self._choice.inputs
+        uncached = self._choice.uncached
         there = self._memory.there
+        kept = self._memory.kept
         stack = [wanted]
         made = set[int]()
         later = list[int]()  # whose inputs are used up only when ``wanted`` is there
@@ -116,21 +119,24 @@ class StepReplay:
             if there[index]:
                 stack.pop()
                 continue
-            missing = [source for source in inputs[index] if not there[source]]
-            if missing:
-                if len(missing) > 1:
-                    missing.sort(key=self._has_all_inputs, reverse=True)
-                stack += missing
-                continue
+            if inputs[index]:
+                missing = [source for source in inputs[index] if not there[source]]
+                if missing:
+                    if len(missing) > 1:
+                        missing.sort(key=self._has_all_inputs, reverse=True)
+                    stack += missing
+                    continue
             stack.pop()
             self._make(index, event)
-            self._release_nested(wanted, index)
-            if later or (index in made and not self._choice.uncached[index]):
+            if self._has_nested:
+                self._release_nested(wanted, index)
+            if later or (index in made and not uncached[index]):
                 later.append(index)
             else:
                 made.add(index)
                 self._use_inputs(index)
-            self._memory.kept.clear()
+            if kept:
+                kept.clear()
         for index in later:
             self._use_inputs(index)
 
@@ -142,7 +148,7 @@ class StepReplay:
         if self._computations_left < 0:
             raise TooOftenError
         value = self._outline.profile.values[index]
-        if index in self.offloaded:
+        if self.offloaded.order and index in self.offloaded:
             self.fetches.append(value.copying)
             self.offloaded.fetch(index)
         else:
@@ -151,18 +157,17 @@ class StepReplay:
         if size:
             memory.num_bytes += size
         else:
-            for source in memory.viewed(index):
+            for source in self._choice.inputs[index]:  # of which it is a view
                 memory.views[source] += 1
         self._note_spot(event, self._choice.beside[index])
 
     def _has_all_inputs(self, index: int) -> bool:
-        there = self._memory.there
-        return all(there[source] for source in self._outline.inputs[index])
+        return all(map(self._memory.there.__getitem__, self._choice.inputs[index]))
 
     def _release_nested(self, wanted: int, index: int) -> None:
         """Forgets what ``index`` was made from, of nested values, but for what is needed until ``wanted`` is there."""
         nested = self._choice.nested
-        sources = [source for source in self._outline.inputs[index] if nested[source]]
+        sources = [source for source in self._choice.inputs[index] if nested[source]]
         if not sources:
             return
         if self._nested_uses is None:
@@ -179,14 +184,16 @@ class StepReplay:
     def _nested_uses_to_come(self, wanted: int) -> dict[int, int]:
         """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
         nested = self._choice.nested
+        inputs = self._choice.inputs
+        there = self._memory.there
         uses = dict[int, int]()
         stack = [wanted]
         seen = {wanted}
         while stack:
             index = stack.pop()
-            if self._memory.there[index]:
+            if there[index]:
                 continue
-            for source in self._outline.inputs[index]:
+            for source in inputs[index]:
                 if nested[source]:
                     uses[source] = uses.get(source, 0) + 1
                 if source not in seen:
@@ -196,11 +203,13 @@ class StepReplay:
 
     def _use_inputs(self, index: int) -> None:
         """The inputs of a value have been used to make it."""
-        uncached = self._choice.uncached
-        for source in self._outline.inputs[index]:
-            if not uncached[index]:
+        choice = self._choice
+        if not choice.uncached[index]:
+            for source in choice.inputs[index]:
                 self._use(source)
-            elif uncached[source] and not self._choice.nested[source]:
+            return
+        for source in choice.inputs[index]:
+            if choice.uncached[source] and not choice.nested[source]:
                 self._memory.forget(source)
 
     def _use(self, index: int) -> None:
@@ -211,11 +220,9 @@ class StepReplay:
         while stack:
             index = stack.pop()
             left[index] -= 1
-            if not choice.lazy[index]:
-                continue
             if choice.uncached[index] or left[index] <= 0:
                 self._memory.forget(index)
             if left[index] <= 0:
                 left[index] = self._uses.of_backward[index]
                 if choice.uncached[index]:
-                    stack += self._outline.inputs[index]
+                    stack += choice.inputs[index]

@@ -28,11 +28,12 @@ class UseCounts:
         if profile.saves:
             self._to_come = _uses_in_order(outline, choice)
             return
-        for request in profile.requests:
-            self.left[request.value] += 1
+        left = self.left
+        for _, value, _ in outline.requests:
+            left[value] += 1
         for index in choice.live:
-            for source in outline.inputs[index]:
-                self.left[source] += 1
+            for source in choice.inputs[index]:
+                left[source] += 1
 
     def advance(self, event: int) -> None:
         """Uses become known up to ``event``."""

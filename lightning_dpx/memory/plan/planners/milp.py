@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_dpx.memory.plan.choice import Choice
-from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds, local_maxima
+from lightning_dpx.memory.plan.solvers.bounds import least_seconds, local_maxima
 from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class MilpModel:
         self._solver = Solver()
         self._problem = problem
         self._values = problem.profile.values
-        self._model = Relaxation(problem)
+        self._model = problem.relaxation
         self._size = max(1, problem.profile.peak)
         self._budget = budget
         self._proves = True

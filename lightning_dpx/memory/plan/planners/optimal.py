@@ -58,7 +58,7 @@ class OptimalPlanner(Planner):
         """Without a budget, the lowest peak; see :func:`_lowered`."""
         if budget is None:
             return best(problem, _lowered(problem), None)
-        relaxation = Relaxation(problem)
+        relaxation = problem.relaxation
         least, dropped = knapsack(relaxation, budget)
         if least < float("inf"):
             found = []
@@ -88,7 +88,7 @@ def _lowered_of(nominal: Profile) -> tuple[Choice, ...]:
     """The same for the profile, which is asked about again for every budget, and whenever the step is profiled anew."""
     problem = Problem(nominal)
     every = frozenset(problem.droppable)
-    descent = Descent(Relaxation(problem), LOWERING)
+    descent = Descent(problem.relaxation, LOWERING)
     starts = [*_lowest(problem), Choice(every, problem.unnested), Choice(), *_nested(problem)]
     return tuple(dict.fromkeys(descent.lower(start) for start in starts))
 
