@@ -4,8 +4,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,10 +16,9 @@ from torch import nn
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
-from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
-from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.micro_batches import (
     MicroBatchNumber,
     PlanOf,
@@ -32,6 +33,7 @@ from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import Planner, Problem
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
+from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
@@ -39,7 +41,6 @@ from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.progress import shown
 from lightning_dpx.torch_compat import tree_leaves
 
-_WATCHED = 8  # steps
 _LOG = logging.getLogger("lightning_dpx")
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 
@@ -57,8 +58,9 @@ def search_plan(
 ) -> MemoryPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
-    Runs a few steps to time them, then a forward without and one with its backward; parameters, gradients, buffers and
-    random generators stay as they were. The time grows with the size of the step, not with that of the search.
+    Runs a few steps to time them, then a forward without and one with its backward, and where steps are short a few
+    with the plans that are near the fastest; parameters, gradients, buffers and random generators stay as they were.
+    The time grows with the size of the step, not with that of the search.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
@@ -103,7 +105,10 @@ def search_plan(
             return cache.profile(key, lambda: profile_module(module, *inputs, device=device, accumulates=accumulates))
 
         def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:
-            plan, found = found_or_planned(cache, module, profile, allowed, chosen)
+            choose: Callable[[Sequence[MemoryPlan]], MemoryPlan] = itemgetter(0)
+            if device is None and micro_batches == 1:
+                choose = partial(fastest_plan, profile=profile, module=module, run=loss_of(module, *batch))
+            plan, found = found_or_planned(cache, module, profile, allowed, chosen, choose=choose)
             if found:
                 _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
             return plan
@@ -298,7 +303,7 @@ class AppliedPlan:
         if plan.replayed:
             self._replays = Replays(module, plan.replayed)
         if plan.dropped or watches:
-            self._values = _values_of(module, plan, watches=watches)
+            self._values = hooks_for_values(module, plan, watches=watches)
         if self._values is not None or self._replays is not None:
             root = _RootHooks(self)
             self._handles = [
@@ -358,25 +363,6 @@ class AppliedPlan:
             self._replays.remove()
         for handle in self._handles:
             handle.remove()
-
-
-def _values_of(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
-    """What follows ``plan``; with compiled parts call by call for good."""
-    names = CallNames(module, again=plan.calls)
-    dropped = plan.names("recompute", "recompute each time")
-    uncached = plan.uncached
-    options = (
-        dropped,
-        [decision.name for decision in plan.decisions if decision.name in uncached],
-        plan.names("compress", "compress each time"),
-        plan.names("offload"),
-        plan.prefetch_depth,
-        frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
-    )
-    if names.compiled:
-        return Rematerialisation(names, *options)
-    trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
-    return Practised(names, trusted, *options, watched=_WATCHED if watches else 1)
 
 
 class _RootHooks:

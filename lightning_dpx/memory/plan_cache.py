@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import nn
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import ConfigurationError, PlanError
-from lightning_dpx.memory.plan.make_plan import plan_profile
+from lightning_dpx.memory.plan.make_plan import plan_candidates
 from lightning_dpx.memory.plan.plan import MemoryPlan, from_mapping, to_mapping
 from lightning_dpx.memory.plan.plan_file import MOST_BYTES, write_whole
 from lightning_dpx.memory.plan.problem import Planner
@@ -201,7 +202,13 @@ class PlanCache:
 
 
 def found_or_planned(
-    cache: PlanCache, module: nn.Module, profile: Profile, budget: int | None, planner: str | Planner
+    cache: PlanCache,
+    module: nn.Module,
+    profile: Profile,
+    budget: int | None,
+    planner: str | Planner,
+    *,
+    choose: Callable[[Sequence[MemoryPlan]], MemoryPlan] = itemgetter(0),
 ) -> tuple[MemoryPlan, str]:
     """The plan for ``module``, whose step is ``profile``, and the key that it was found by; empty where it was made.
 
@@ -211,6 +218,7 @@ def found_or_planned(
         profile: Of its step.
         budget: Bytes; ``None`` for as few as possible.
         planner: Who decides.
+        choose: Chooses among the plans that may be fastest, the first of which is said to be.
 
     Raises:
         BudgetError: the budget cannot be met.
@@ -219,7 +227,7 @@ def found_or_planned(
     found = cache.plans(key, module)
     if found is not None and len(found[0]) == 1:
         return found[0][0], key
-    plan = plan_profile(module, profile, budget, planner)
+    plan = choose(plan_candidates(module, profile, budget, planner))
     cache.keep_plans(key, [plan])
     return plan, ""
 

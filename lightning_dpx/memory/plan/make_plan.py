@@ -17,6 +17,8 @@ from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import fill
 from lightning_dpx.memory.profile.data import Profile, SavedValue
 
+_NEAR = 1.35  # times the extra time of the best: a plan that is said to take so much may be faster
+
 
 @register_planner("auto")
 class AutoPlanner(Planner):
@@ -63,28 +65,82 @@ def plan_profile(module: Model, profile: Profile, budget: int | None, planner: s
     Raises:
         BudgetError: the budget, in bytes, cannot be met; names the smallest that can, and what stands in the way.
     """
+    return plan_candidates(module, profile, budget, planner)[0]
+
+
+def plan_candidates(
+    module: Model, profile: Profile, budget: int | None, planner: str | Planner = "auto"
+) -> list[MemoryPlan]:
+    """Plans for ``module``, the best one first; behind it those of another sort that may well be as fast.
+
+    What a step takes beside its operators is an estimate that may be off by more for replayed calls than for single
+    values, so the best plan of each sort is worth a try where steps can be timed.
+
+    Args:
+        module: What is planned for.
+        profile: Of its step.
+        budget: Bytes; ``None`` for as few as possible.
+        planner: Who decides.
+
+    Raises:
+        BudgetError: the budget cannot be met; names the smallest that can, and what stands in the way.
+    """
     chosen = make_planner(planner)
     if budget is not None and profile.peak <= budget:
         original = Problem(profile)
-        found = Mixed(frozenset(), original, Choice())
+        found = [Mixed(frozenset(), original, Choice())]
     else:
-        problems = [Problem(way) for way in ways_to_offload(profile)]
-        surely = surely_needed(problems)
-        if budget is not None and budget < surely:  # no search for what cannot be
-            raise budget_error(profile, budget, _smallest(problems), surely, chosen.name)
-        if chosen.replays and budget is not None and not _in_reach_by_value(problems, budget):
-            original, choice = problems[0], Choice()  # calls that are replayed may reach it
-        else:
-            original, choice = _chosen(problems, budget, chosen)
-        found = Mixed(frozenset(), original, choice)
-        if chosen.replays:
-            found = with_replays(original.profile, found, budget, chosen.choose)
-        if budget is not None and found.peak > budget:
-            raise budget_error(profile, budget, _smallest(problems), surely, chosen.name, found.peak)
+        original, found = _found(profile, budget, chosen)
+    best_one = found[0]
+    bound = None if budget is None else _bound(profile, budget, original, best_one.seconds)
+    others = [] if budget is None else _of_other_sorts(found, budget)
+    return [_plan_of(module, profile, budget, chosen, mixed, bound) for mixed in (best_one, *others)]
+
+
+def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Problem, list[Mixed]]:
+    """What was searched value by value, and all that was found within the budget or nearest to it, the best first.
+
+    Raises:
+        BudgetError: nothing is within the budget.
+    """
+    problems = [Problem(way) for way in ways_to_offload(profile)]
+    surely = surely_needed(problems)
+    if budget is not None and budget < surely:  # no search for what cannot be
+        raise budget_error(profile, budget, _smallest(problems), surely, chosen.name)
+    if chosen.replays and budget is not None and not _in_reach_by_value(problems, budget):
+        original, choice = problems[0], Choice()  # calls that are replayed may reach it
+    else:
+        original, choice = _chosen(problems, budget, chosen)
+    found = [Mixed(frozenset(), original, choice)]
+    if chosen.replays:
+        found = with_replays(original.profile, found[0], budget, chosen.choose)
+    if budget is not None and found[0].peak > budget:
+        raise budget_error(profile, budget, _smallest(problems), surely, chosen.name, found[0].peak)
+    return original, found
+
+
+def _of_other_sorts(found: Sequence[Mixed], budget: int) -> list[Mixed]:
+    """Behind the best: the best of those that replay calls, or no call, or nothing else, where these are near."""
+    seen = {_sort_of(found[0])}
+    near = []
+    for mixed in found[1:]:
+        if mixed.peak <= budget and mixed.seconds <= _NEAR * found[0].seconds and _sort_of(mixed) not in seen:
+            seen.add(_sort_of(mixed))
+            near.append(mixed)
+    return near
+
+
+def _sort_of(mixed: Mixed) -> tuple[bool, bool]:
+    """Whether calls are replayed, and whether values are dropped."""
+    return bool(mixed.names), bool(mixed.choice.dropped)
+
+
+def _plan_of(
+    module: Model, profile: Profile, budget: int | None, chosen: Planner, found: Mixed, bound: float | None
+) -> MemoryPlan:
     found = _with_most_overlap(found, budget)
     decisions = (*_decisions_about_calls(profile, found), *_decisions_about_values(profile, found))
     result = found.problem.forecast(found.choice)
-    bound = None if budget is None else _bound(profile, budget, original, found.seconds)
     is_offloading = any(decision.action == "offload" for decision in decisions)
     return MemoryPlan(
         model=type(module).__name__,
@@ -111,7 +167,7 @@ def _smallest(problems: Sequence[Problem]) -> Mixed:
     """What takes least of all that is known, whichever planner found it."""
     planner = AutoPlanner()
     problem, choice = _chosen(problems, None, planner)
-    return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)
+    return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)[0]
 
 
 def _bound(profile: Profile, budget: int, original: Problem, spent: float) -> float:

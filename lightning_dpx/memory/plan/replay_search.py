@@ -52,8 +52,8 @@ class Mixed(NamedTuple):
         return with_overheads(self.problem.profile, self.problem.forecast(self.choice), dropped)
 
 
-def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Choose) -> Mixed:
-    """The best that is found with some calls replayed, or ``plain``, which replays none.
+def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Choose) -> list[Mixed]:
+    """What is found with some calls replayed, and ``plain``, which replays none; the best one first.
 
     Args:
         profile: The step.
@@ -63,14 +63,14 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     """
     groups = _groups(profile)
     if not groups:
-        return plain
+        return [plain]
     step = ReplayableStep(profile)
     found = [plain]
     if budget is None:
         lowest = min((_mixed(step, names) for names in groups), key=lambda mixed: mixed.peak)
         if lowest.peak <= _WITHIN_REACH * plain.peak:
             found += [lowest, lowest._replace(choice=choose(lowest.problem, None))]
-        return min(found, key=lambda mixed: mixed.forecast.rank(None))
+        return sorted(found, key=lambda mixed: mixed.forecast.rank(None))
     whole = [_mixed(step, names) for names in groups]
     fitting = [_with_fewer(step, mixed, budget) for mixed in whole if mixed.peak <= budget]
     found += fitting
@@ -87,7 +87,7 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
             bound = part.problem.profile.replaying + least_seconds(relaxation, budget)
             if leader.peak > budget or bound < _GAIN * leader.seconds:
                 found.append(part._replace(choice=choose(part.problem, budget)))
-    return min(found, key=lambda mixed: mixed.forecast.rank(budget))
+    return sorted(found, key=lambda mixed: mixed.forecast.rank(budget))
 
 
 def _mixed(step: ReplayableStep, names: frozenset[str]) -> Mixed:

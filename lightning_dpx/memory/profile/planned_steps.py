@@ -194,7 +194,7 @@ def _least_in_turns(
         for kind, hooks in kinds.items():
             if isinstance(hooks, Practised):
                 hooks.put_on()
-            seconds, _ = timer.timed(_Within(hooks.active, forward), backward)
+            seconds, _ = timer.timed(Within(hooks.active, forward), backward)
             if isinstance(hooks, Practised):  # they are on many modules, where other steps would pay for them
                 hooks.remove()
             spent += seconds
@@ -206,7 +206,7 @@ def _least_in_turns(
     return {kind: min(found) for kind, found in times.items()}
 
 
-class _Within:
+class Within:
     """A forward within something."""
 
     def __init__(self, around: Around, forward: Forward) -> None:

@@ -364,7 +364,7 @@ def _profiled(
         meter.bookkeeping()  # before hooks of ours are on
     # Compiled code that meets the mode of a trace is given up for good.
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
-    forward = _Forward(module, run, context)
+    forward = FreshForward(module, run, context)
     timer = meter.timer(module)
     times = None
     if meter.times_steps:
@@ -409,7 +409,7 @@ def _profiled(
     return with_bookkeeping(profile, bookkeeping)
 
 
-class _Forward:
+class FreshForward:
     """A forward of a step that finds no gradients, as it is without anybody who watches."""
 
     def __init__(self, module: nn.Module, run: Run, context: Callable[[], AbstractContextManager[Any]]) -> None:

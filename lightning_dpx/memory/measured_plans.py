@@ -1,0 +1,163 @@
+"""The fastest of several plans, found by running steps with each: what a step takes with it is then no sum.
+
+A forecast adds up what single operators, calls and hooks take. In a step that is as long as a few dozen operators that
+adds up to too much or too little: what they leave in the processor's caches, and how often Python stands in the way,
+depends on their neighbours. A few steps tell, and where operators take long, none are needed.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.memory.execute.module_calls import compiled_parts
+from lightning_dpx.memory.execute.replays import Replays
+from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.plan.plan import MemoryPlan
+from lightning_dpx.memory.plan_hooks import hooks_for_values
+from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.planned_steps import Within
+from lightning_dpx.memory.profile.profiler import FreshForward
+from lightning_dpx.memory.profile.step_timer import StepTimer
+from lightning_dpx.progress import at
+
+_WARM_UP = 2  # turns: in its first step a plan learns where hooks are needed
+_FEWEST_TURNS = 7
+_MOST_TURNS = 23
+_ENOUGH = 0.5  # seconds of steps
+_SURELY = 0.97  # of the time with the plan that is said to be fastest: less is no luck
+
+
+class _PlanAtWork:
+    """The hooks of a plan, on and off the modules.
+
+    Args:
+        module: What runs.
+        plan: Which.
+    """
+
+    def __init__(self, module: nn.Module, plan: MemoryPlan) -> None:
+        values = hooks_for_values(module, plan, watches=False) if plan.dropped else None
+        assert values is None or isinstance(values, Practised), "no part is compiled"
+        self._values = values
+        self._replays = Replays(module, plan.replayed) if plan.replayed else None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around a forward."""
+        with (
+            nullcontext() if self._values is None else self._values.active(),
+            nullcontext() if self._replays is None else self._replays.active(),
+        ):
+            yield
+
+    def put_on(self) -> None:
+        """Puts on what costs other steps time."""
+        if self._values is not None:
+            self._values.put_on()
+
+    def remove(self) -> None:
+        """Takes that off."""
+        if self._values is not None:
+            self._values.remove()
+
+    def end(self) -> None:
+        """Takes all hooks off."""
+        self.remove()
+        if self._replays is not None:
+            self._replays.remove()
+
+
+def fastest_plan(
+    plans: Sequence[MemoryPlan],
+    *,
+    profile: Profile,
+    module: nn.Module,
+    run: Callable[[], Tensor | None],
+    timer: StepTimer | None = None,
+) -> MemoryPlan:
+    """The plan with which a step takes least, and with that as its extra time; the first where steps are not timed.
+
+    Timed are steps on the host that are short, that run their backward at the end, and that are not compiled. They
+    leave nothing behind.
+
+    Args:
+        plans: The one that is said to be fastest first.
+        profile: Of the step.
+        module: What runs.
+        run: One forward that returns what backward is to run from.
+        timer: Times its steps; one that puts back what they change unless given.
+    """
+    if not _are_timed(plans, profile, module):
+        return plans[0]
+    at("timing steps with plans")
+    meter = CostModel(torch.device("cpu"))
+    try:
+        with torch.enable_grad():
+            ratios = _ratios(plans, timer or meter.timer(module), module, FreshForward(module, run, nullcontext))
+    finally:
+        meter.forget_reach()
+    if not ratios:
+        return plans[0]
+    first = ratios[0] * _SURELY
+    best = min(range(len(ratios)), key=lambda number: first if number == 0 else ratios[number])
+    share = max(0.0, ratios[best] - 1.0)
+    least = plans[best].least_share
+    return replace(plans[best], recompute_share=share, least_share=None if least is None else min(least, share))
+
+
+def _are_timed(plans: Sequence[MemoryPlan], profile: Profile, module: nn.Module) -> bool:
+    homes = {canonical_device(parameter.device) for parameter in module.parameters()}
+    if profile.basis or profile.saves or not all(is_host(home) for home in homes) or compiled_parts(module):
+        return False
+    if not getattr(module, "automatic_optimization", True):
+        return False
+    if not all((plan.dropped or plan.replayed) and not plan.names("offload") for plan in plans):
+        return False
+    of_a_turn = sum(2.0 + (plan.recompute_share or 0.0) for plan in plans)
+    return _FEWEST_TURNS * of_a_turn * profile.step_seconds < _ENOUGH
+
+
+def _ratios(plans: Sequence[MemoryPlan], timer: StepTimer, module: nn.Module, forward: FreshForward) -> list[float]:
+    """The time of a step with each plan over that without; nothing where steps are watched, which takes time."""
+    timer.timed(forward, Tensor.backward)
+    if timer.watches:
+        return []
+    at_work = [_PlanAtWork(module, plan) for plan in plans]
+    try:
+        return timer.in_a_row(partial(_ratios_in_turns, at_work, timer, forward))
+    finally:
+        for one in at_work:
+            one.end()
+
+
+def _ratios_in_turns(at_work: Sequence[_PlanAtWork], timer: StepTimer, forward: FreshForward) -> list[float]:
+    """The medians of steps with each plan over the steps without one right before and after.
+
+    A processor that others use as well may be half as fast for a second: that cancels out within a turn, where the
+    least times of all may come from different seconds.
+    """
+    spent = 0.0
+    ratios: list[list[float]] = [[] for _ in at_work]
+    for one in at_work:
+        one.remove()
+    before, _ = timer.timed(forward, Tensor.backward)
+    turn = 0
+    while turn < _FEWEST_TURNS or (spent < _ENOUGH and turn < _MOST_TURNS):
+        for one, found in zip(at_work, ratios, strict=True):
+            one.put_on()
+            with_plan, _ = timer.timed(Within(one.active, forward), Tensor.backward)
+            one.remove()
+            after, _ = timer.timed(forward, Tensor.backward)
+            spent += with_plan + after
+            if turn >= _WARM_UP:
+                found.append(2.0 * with_plan / (before + after))
+            before = after
+        turn += 1
+    return [statistics.median(found) for found in ratios]

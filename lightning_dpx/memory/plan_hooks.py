@@ -1,0 +1,35 @@
+"""From a plan to the hooks that follow it."""
+
+from torch import nn
+
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.plan.plan import MemoryPlan
+
+_WATCHED = 8  # steps
+
+
+def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
+    """What drops values of ``module`` as ``plan`` says; with compiled parts call by call for good.
+
+    Args:
+        module: What the plan was made for.
+        plan: Which.
+        watches: Whether the first steps are followed tensor by tensor, to tell of values that no plan knows.
+    """
+    names = CallNames(module, again=plan.calls)
+    dropped = plan.names("recompute", "recompute each time")
+    uncached = plan.uncached
+    options = (
+        dropped,
+        [decision.name for decision in plan.decisions if decision.name in uncached],
+        plan.names("compress", "compress each time"),
+        plan.names("offload"),
+        plan.prefetch_depth,
+        frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
+    )
+    if names.compiled:
+        return Rematerialisation(names, *options)
+    trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
+    return Practised(names, trusted, *options, watched=_WATCHED if watches else 1)
