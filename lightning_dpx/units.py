@@ -42,6 +42,13 @@ def format_mib(size: float, digits: int = 1) -> str:
     return f"{size / MIB:.{digits}f} MiB"
 
 
+def format_part(part: float, whole: float) -> str:
+    """Bytes beside those that they are a part of, in one unit: ``"1.48 of 1.50 GiB"``, ``"6.3 of 8.0 MiB"``."""
+    if whole >= GIB:
+        return f"{part / GIB:.2f} of {whole / GIB:.2f} GiB"
+    return f"{part / MIB:.1f} of {whole / MIB:.1f} MiB"
+
+
 def format_bytes(size: float) -> str:
     """Bytes in the unit that shows them: ``"512 bytes"``, ``"1.50 KiB"``, ``"6.30 MiB"``."""
     if size < KIB:

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.units import GIB, MIB, format_bytes, format_mib, parse_bytes
+from lightning_dpx.units import GIB, MIB, format_bytes, format_mib, format_part, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,10 @@ def test_messages_tell_mib(size: float, digits: int, text: str) -> None:
 @pytest.mark.parametrize(("size", "text"), [(512, "512 bytes"), (1536, "1.50 KiB"), (6.3 * MIB, "6.30 MiB")])
 def test_small_sizes_are_told_in_the_unit_that_shows_them(size: float, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"), [(1.48 * GIB, 1.5 * GIB, "1.48 of 1.50 GiB"), (6.3 * MIB, 8 * MIB, "6.3 of 8.0 MiB")]
+)
+def test_a_part_is_told_in_the_unit_of_the_whole(part: float, whole: float, text: str) -> None:
+    assert format_part(part, whole) == text

@@ -47,7 +47,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     automatic = [*spare_devices(list(replicas.devices)), torch.device("cpu")]
     elsewhere = automatic if options.chooses_shifts else list(options.device_shifts.values())
     planning.budgets.place(replicas.devices, elsewhere)
-    planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
+    planning.follow_given(replicas)
     several = strategy.num_processes > 1
     if several:
         _meet_processes(strategy, module, replicas.num_active)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
-from lightning_dpx.replicas import ReplicaSet, parse_micro_batches
+from lightning_dpx.replicas import MicroBatches, ReplicaSet, parse_micro_batches
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
@@ -36,7 +36,7 @@ def new_replicas(
         "batch_slicer": given.batch_slicer,
         "execution": given.execution,
         "buffers": given.buffers,
-        "micro_batches": given.first_micro_batches,
+        "micro_batches": first_micro_batches(strategy),
         "merge": True,
         "keep": [item for item in keep if item is not None],
         "private": private_attributes(),
@@ -61,7 +61,7 @@ def replicas_by_hand(
     Raises:
         ReplicationError: the module cannot be copied faithfully.
     """
-    numbers = parse_micro_batches(strategy.options.first_micro_batches, len(devices))
+    numbers = parse_micro_batches(first_micro_batches(strategy), len(devices))
     if max(numbers) == 1:
         return new_replicas(strategy, module, devices, metrics)
     if len(devices) > 1:
@@ -72,6 +72,12 @@ def replicas_by_hand(
     turns = list(devices) * numbers[0]
     alone: dict[str, Any] = {"micro_batches": 1, "workload": "even", "merge": False, "execution": "inline"}
     return new_replicas(strategy, module, turns, metrics, **alone)
+
+
+def first_micro_batches(strategy: "DPXStrategy") -> MicroBatches:
+    """Into how many micro-batches slices are cut from the first step on: as asked for, or as the given plan says."""
+    asked = strategy.options.first_micro_batches
+    return strategy.planning.given_micro_batches if asked == 1 else asked
 
 
 def private_attributes() -> frozenset[str]:

@@ -221,7 +221,7 @@ class Session(Run):
         self.rehearsals.reopen("training_step")
         self.metrics = metrics
         metrics.dim = replicas.output_dim
-        self.strategy.planning.follow_given([replica.module for replica in replicas.replicas], replicas.devices)
+        self.strategy.planning.follow_given(replicas)
         if step.has_other_owners:
             mine = replicas.root.parameters
             move_optimizers(optimizers, dict(zip(mine, step.owner_parameters, strict=True)))

@@ -31,7 +31,7 @@ from lightning_dpx.memory.micro_batches import plan_in_micro_batches
 from lightning_dpx.memory.plan.joint import plan_devices
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
 from lightning_dpx.memory.plan.micro_batches import MicroBatchChoice, in_micro_batches
-from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, format_plan, summary
+from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, describe_cut, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
 from lightning_dpx.memory.profile.abstract import profile_absent
@@ -55,6 +55,7 @@ __all__ = [
     "apply_plan",
     "bytes_of_budget",
     "complete_plan",
+    "describe_cut",
     "estimate_cost",
     "extrapolate",
     "forecast_plan",

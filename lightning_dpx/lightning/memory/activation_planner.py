@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
@@ -28,6 +28,7 @@ from lightning_dpx.memory import (
     apply_plan,
     bytes_of_budget,
     complete_plan,
+    describe_cut,
     format_plan,
     make_planner,
     planned,
@@ -102,6 +103,11 @@ class ActivationPlanner(Callback):
         """Puts a plan that was given on the module."""
         if self._given and self.plan is not None:
             apply_plan(pl_module, self.plan)
+            if self.plan.micro_batches > 1:
+                rank_zero_warn(
+                    f"dpx: the given plan is for {describe_cut(self.plan)}, and {type(trainer.strategy).__name__} cuts "
+                    "no batches: the activations of a step are those of all rows. strategy='dpx' cuts them."
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans if need be, and begins to follow."""

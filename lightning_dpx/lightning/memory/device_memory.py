@@ -32,6 +32,7 @@ class DeviceMemory:
         budget: What the plan was made for; 0 without one.
         total: The device's capacity.
         others: Held by other processes and libraries.
+        micro_batches: Into how many micro-batches the device's slice of a batch is cut; no bytes.
     """
 
     allocated: int = 0
@@ -47,11 +48,13 @@ class DeviceMemory:
     budget: int = 0
     total: int = 0
     others: int = 0
+    micro_batches: int = 1
 
 
 def flat(memory: DeviceMemory) -> dict[str, int]:
-    """The figures by name, the peaks of the phases among them."""
+    """The figures in bytes by name, the peaks of the phases among them."""
     sizes = asdict(memory)
+    del sizes["micro_batches"]
     phases = sizes.pop("peak_by_phase")
     return {**sizes, **{f"peak_{phase}": phases.get(phase, 0) for phase in PHASES}}
 
@@ -60,6 +63,7 @@ def table_of(
     last: Mapping[torch.device, DeviceMemory], highest: Mapping[torch.device, int]
 ) -> tuple[str, list[str], list[list[str]]]:
     """Title, heads and one row per device, in MiB."""
+    is_cut = any(memory.micro_batches > 1 for memory in last.values())
     rows = []
     for device, memory in last.items():
         sizes = [getattr(memory, kind) for kind in KINDS]
@@ -67,9 +71,12 @@ def table_of(
         sizes += [memory.peak, highest.get(device, 0)]
         unless_none = [f"{size / MIB:.1f}" if size else "-" for size in (memory.planned, memory.budget)]
         capacity = f"{memory.total / MIB:.0f}" if memory.total else "-"
-        rows.append([str(device), *(f"{size / MIB:.1f}" for size in sizes), *unless_none, capacity])
+        number = [str(memory.micro_batches)] if is_cut else []
+        rows.append([str(device), *(f"{size / MIB:.1f}" for size in sizes), *unless_none, capacity, *number])
     phases = [f"peak {phase}" for phase in PHASES]
     heads = ["device", *KINDS, *phases, "peak", "highest", "planned", "budget", "of"]
+    if is_cut:
+        heads.append("micro-batches")
     return "dpx: memory of the last step, in MiB", heads, rows
 
 

@@ -33,6 +33,7 @@ from lightning_dpx.memory import (
     Profile,
     applied_plan,
     apply_plan,
+    describe_cut,
     format_plan,
     in_micro_batches,
     make_planner,
@@ -43,7 +44,7 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
-from lightning_dpx.units import format_mib
+from lightning_dpx.units import format_mib, format_part
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
@@ -123,13 +124,26 @@ class MemoryPlanning:
         """Whether anything is to be planned or followed."""
         return self.budgets.given is not None or self._given is not None
 
-    def follow_given(self, modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    @property
+    def given_micro_batches(self) -> int:
+        """Into how many micro-batches the plan that was given cuts every slice; 1 without one."""
+        return 1 if self._given is None else self._given.micro_batches
+
+    def follow_given(self, replicas: ReplicaSet) -> None:
         """Puts the plan that was given on every replica."""
-        if self._given is not None:
-            for module, device in zip(modules, devices, strict=True):
-                apply_plan(module, self._given)
-                self.plans[device] = self._given
-            rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
+        if self._given is None:
+            return
+        for replica in replicas.replicas:
+            apply_plan(replica.module, self._given)
+            self.plans[replica.device] = self._given
+        rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
+        numbers = replicas.micro_batches
+        if replicas.root.module.automatic_optimization and set(numbers) != {self._given.micro_batches}:
+            rank_zero_warn(
+                f"dpx: the given plan is for {self._given.micro_batches} micro-batches of every slice, and "
+                f"{list(numbers)} are made of those of the devices: its peak and time are not those of this run. Leave "
+                "out micro_batches to have as many as the plan is for."
+            )
 
     def check_feasible(
         self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
@@ -513,10 +527,10 @@ def _announcement(device: torch.device, plan: MemoryPlan, static: int, limit: in
     peak = static + sharing * (plan.peak or 0)
     figures = f"{format_mib(peak)} predicted of {format_mib(limit)} allowed, {format_mib(static)} static"
     head = f"dpx: memory of {device}{how}: {figures}{remark}"
+    if plan.micro_batches > 1:
+        head += f"\n{describe_cut(plan)}, peak {format_part(peak, limit)}"
     if not plan.keeps_all:
         return f"{head}\n{format_plan(plan)}"
     if plan.micro_batches > 1:
-        share = f"{1 + (plan.recompute_share or 0.0):.2f} x the time of a plain step"
-        cut = f"{plan.micro_batches} micro-batches of {plan.micro_batch_rows} rows"
-        return f"{head}\n{cut} fit without a plan; {share}"
+        return head
     return f"{head}\neverything fits; nothing is computed again"

@@ -26,7 +26,13 @@ from lightning_dpx.lightning.monitors.base import (
     steps_taken,
     write_rows,
 )
-from lightning_dpx.lightning.monitors.report import MemoryPlans, draw_report, memory_plans, planned_activations
+from lightning_dpx.lightning.monitors.report import (
+    MemoryPlans,
+    draw_report,
+    memory_plans,
+    micro_batches_on,
+    planned_activations,
+)
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.units import GIB, MIB, format_mib
 
@@ -161,6 +167,7 @@ class DeviceMemoryMonitor(Callback):
             memory.buffers = buffers.get(device, 0)
             memory.optimizer = states.get(device, 0)
             memory.reserved, memory.total, memory.others = capacity_of(device)
+            memory.micro_batches = micro_batches_on(trainer, device)
             planned, memory.budget = planned_activations(trainer, device)
             static = memory.parameters + memory.buffers + memory.gradients + memory.optimizer
             memory.planned = static + planned if planned else 0
@@ -221,7 +228,9 @@ class DeviceMemoryMonitor(Callback):
         step = steps_taken(trainer)
         if self._path is not None:
             for device, memory in self.last.items():
-                self._rows.append({"step": step, "device": str(device), **flat(memory)})
+                self._rows.append(
+                    {"step": step, "device": str(device), **flat(memory), "micro_batches": memory.micro_batches}
+                )
         if self._prog_bar:
             for device, memory in self.last.items():
                 name = f"{short_name(device)} GiB"
@@ -230,6 +239,8 @@ class DeviceMemoryMonitor(Callback):
         for device, memory in self.last.items():
             for kind, size in flat(memory).items():
                 figures["memory", short_name(device), f"{kind}_gib"] = size / GIB
+            if memory.micro_batches > 1:
+                figures["memory", short_name(device), "micro_batches"] = memory.micro_batches
         log_figures(trainer, figures, step)
 
 

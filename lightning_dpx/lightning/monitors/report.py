@@ -11,6 +11,7 @@ from lightning_dpx.devices import canonical_device
 from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
 from lightning_dpx.lightning.memory.device_memory import KINDS, PHASES, DeviceMemory
 from lightning_dpx.lightning.monitors.base import short_name
+from lightning_dpx.lightning.session import Session
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import MemoryPlan, Profile, format_plan
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, write_page
@@ -59,6 +60,16 @@ def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, in
         return trainer.strategy.planned_activations(device)
     followed = memory_plans(trainer).get(device)
     return (0, 0) if followed is None else (followed[0].peak or 0, 0)
+
+
+def micro_batches_on(trainer: Trainer, device: torch.device) -> int:
+    """Into how many micro-batches the slices of a device are cut in training; 1 under other strategies."""
+    session = trainer.strategy.session if isinstance(trainer.strategy, DPXStrategy) else None
+    if not isinstance(session, Session) or session.micro_batches is None:
+        return 1
+    replicas = session.replicas
+    numbers = [number for home, number in zip(replicas.devices, replicas.micro_batches, strict=True) if home == device]
+    return max(numbers, default=1)
 
 
 def memory_plans(trainer: Trainer) -> MemoryPlans:

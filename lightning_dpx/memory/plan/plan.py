@@ -122,6 +122,12 @@ class MemoryPlan:
         return not self.dropped and not self.replayed
 
     @property
+    def num_recomputed(self) -> int:
+        """How many decisions have something computed again; a value that comes back with a call is none of its own."""
+        again = [decision for decision in self.decisions if decision.action not in ("keep", "offload")]
+        return sum(not (decision.action == "replay" and decision.calls) for decision in again)
+
+    @property
     def calls(self) -> frozenset[str]:
         """The module calls that are made again."""
         again = self.names("recompute", "recompute each time")
@@ -331,21 +337,32 @@ def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
     return "\n".join([*lines, summary(plan)])
 
 
+def describe_cut(plan: MemoryPlan) -> str:
+    """What is done with a step: ``"4 micro-batches of 6 rows, 3 values recomputed: 1.06 x"``, times a plain one."""
+    pieces = "one piece"
+    if plan.micro_batches > 1:
+        rows = f"{plan.micro_batch_rows} row" + ("s" if plan.micro_batch_rows != 1 else "")
+        pieces = f"{plan.micro_batches} micro-batches of {rows}"
+    number = plan.num_recomputed
+    recomputed = f"{number or 'no'} value{'' if number == 1 else 's'} recomputed"
+    time = "" if plan.recompute_share is None else f": {1 + plan.recompute_share:.2f} x"
+    return f"{pieces}, {recomputed}{time}"
+
+
 def summary(plan: MemoryPlan) -> str:
     """The peaks and the price, in one line."""
     budget = "as few as possible" if plan.budget is None else f"{format_mib(plan.budget)}"
     basis = f"; {plan.basis}" if plan.basis else ""
+    cut = f"{describe_cut(plan)}; " if plan.micro_batches > 1 else ""
     if plan.peak is None or plan.recompute_share is None:
-        return f"activations: an edited plan, peak unknown; without a plan {format_mib(plan.unplanned_peak)}{basis}"
+        return (
+            f"{cut}activations: an edited plan, peak unknown; without a plan {format_mib(plan.unplanned_peak)}{basis}"
+        )
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
     if plan.least_share:
         least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
     sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "offload"]
     offloaded = f", {format_mib(sum(sizes))} offloaded to the host" if sizes else ""
-    cut = ""
-    if plan.micro_batches > 1:
-        number = sum(decision.action != "keep" for decision in plan.decisions)
-        cut = f"{plan.micro_batches} micro-batches of {plan.micro_batch_rows} rows, {number} values recomputed; "
     return (
         f"{cut}activations: peak {format_mib(plan.peak)} of {format_mib(plan.unplanned_peak)} without a plan, "
         f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{offloaded} ({plan.planner}{least}){basis}"

@@ -1,11 +1,13 @@
 """``micro_batches="auto"``: what the first batch decides, and what its rehearsal takes back."""
 
+import json
+import re
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -65,6 +67,13 @@ class ByHand(Tower):
         optimizer.step()
 
 
+class KeepsPlan(Callback):
+    """Which the strategy forgets when fit ends."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        (self.plan, _profile), *_others = trainer.strategy.memory_plans.values()
+
+
 class EndsStep(Tower):
     def training_step_end(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.mean()
@@ -78,6 +87,7 @@ def seen_rows() -> list[int]:
 def fitted(module: LightningModule, devices: int = 1, **options: Any) -> dict[str, torch.Tensor]:
     rows = torch.randn(2 * ROWS, 16, generator=torch.Generator().manual_seed(1))
     trainer_options: dict[str, Any] = {"accelerator": options.pop("accelerator", "cpu"), "max_epochs": 1}
+    trainer_options["callbacks"] = options.pop("callbacks", [])
     if options:
         trainer_options["strategy"] = dpx.DPXStrategy(plan_cache=False, **options)
     trainer = make_trainer(devices=devices, **trainer_options)
@@ -114,8 +124,46 @@ def test_a_step_that_does_not_fit_is_cut(one_device, caplog) -> None:
     assert sum(trained) == ROWS
     assert len(trained) > 1
     assert set(rows) - set(trained) == {-ROWS}, "evaluation keeps nothing for backward, and is not cut"
-    assert f"{len(trained)} micro-batches of {trained[0]} rows fit without a plan" in said(caplog)
+    assert f"{len(trained)} micro-batches of {trained[0]} rows, no values recomputed: " in said(caplog)
     assert "as on one device" in said(caplog)
+
+
+def test_the_monitor_and_its_page_show_the_number_beside_the_plan(tmp_path, caplog) -> None:
+    seen_rows()
+    module = Tower()
+    page = tmp_path / "report.html"
+    file = tmp_path / "memory.json"
+    monitor = dpx.DeviceMemoryMonitor(save_to=file, report=page, every_n_steps=1)
+    caplog.set_level("INFO")
+    fitted(module, callbacks=[monitor], **options_for(module, HALF))
+    trained = [one for one in seen_rows() if one > 0]
+    head = f"{len(trained)} micro-batches of {trained[0]} rows, no values recomputed: "
+    assert re.search(re.escape(head) + r"\d\.\d\d x, peak \d\.\d of \d\.\d MiB", said(caplog))
+    assert [one.micro_batches for one in monitor.last.values()] == [len(trained)]
+    assert {row["micro_batches"] for row in json.loads(file.read_text())} == {len(trained)}
+    _title, heads, row = monitor.format_table().splitlines()[:3]
+    assert heads.split()[-1] == "micro-batches"
+    assert row.split()[-1] == str(len(trained))
+    assert head in page.read_text()
+
+
+def test_a_saved_plan_cuts_as_it_says(one_device, tmp_path, caplog) -> None:
+    seen_rows()
+    module = Tower()
+    kept = KeepsPlan()
+    fitted(module, callbacks=[kept], **options_for(module, HALF))
+    trained = [one for one in seen_rows() if one > 0]
+    plan = kept.plan
+    plan.save(tmp_path / "plan.yaml")
+    assert f"micro_batches: {len(trained)}\n" in (tmp_path / "plan.yaml").read_text()
+    caplog.set_level("INFO")
+    torch.testing.assert_close(fitted(Tower(), plan=str(tmp_path / "plan.yaml")), one_device)
+    assert [one for one in seen_rows() if one > 0] == trained
+    assert f"follows the given plan; {len(trained)} micro-batches of {trained[0]} rows" in said(caplog)
+    with pytest.warns(UserWarning, match=rf"plan is for {len(trained)} micro-batches of every slice, and \[9\] are"):
+        fitted(Tower(), plan=plan, micro_batches=9)
+    with pytest.warns(UserWarning, match=r"micro-batches of .* rows.*, and SingleDeviceStrategy cuts no batches"):
+        fitted(Tower(), callbacks=[dpx.ActivationPlanner(plan=plan)])
 
 
 def test_a_step_that_fits_stays_in_one_piece_and_is_profiled_once(one_device, caplog) -> None:
