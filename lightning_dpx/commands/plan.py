@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -19,6 +19,7 @@ from lightning_dpx.commands.train import make_cli
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.lightning import (
     ActivationPlanner,
+    DeviceForecast,
     DeviceMemoryMonitor,
     DeviceThroughputMonitor,
     DPXStrategy,
@@ -28,11 +29,11 @@ from lightning_dpx.lightning import (
 )
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.monitors.base import format_rows
-from lightning_dpx.memory import PLANNERS, Profile, format_plan, plan_profile
+from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.progress import shown
-from lightning_dpx.units import MIB, parse_bytes
+from lightning_dpx.units import MIB, format_part, parse_bytes
 
 HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
@@ -54,6 +55,11 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
     plan.add_argument("--devices", help='a number, or names such as "cuda:0,cuda:1"; the config\'s unless given')
     plan.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
+    plan.add_argument(
+        "--micro-batches", metavar="M",
+        help='cut every device\'s slice into M micro-batches, or "auto": as many as are fastest within the budget; the '
+        "config's unless given",
+    )  # fmt: skip
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
     plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
     plan.add_argument(
@@ -85,6 +91,8 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         chosen, args.budget, args.devices or look_up(cli, cli.config, "trainer.devices"), args.planner
     )
     settings = replace(settings, cache=PlanCache(args.plan_cache, _tell))
+    if args.micro_batches is not None:
+        settings = replace(settings, micro_batches=parse_number(args.micro_batches))
     cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
@@ -137,6 +145,8 @@ def _check_before_any_work(args: argparse.Namespace) -> None:
         _bytes(args.budget)
     if args.devices is not None:
         parse_devices(args.devices)
+    if args.micro_batches is not None:
+        parse_number(args.micro_batches)
     for config in args.config:
         if not Path(config).is_file():
             raise ConfigurationError(f"--config {config} is not allowed: there is no such file.")
@@ -178,6 +188,7 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         if given is None
         else _bytes(given),
         planner=planner or own.planner,
+        micro_batches=own.micro_batches,
     )
 
 
@@ -210,8 +221,30 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
     return found
 
 
+def parse_number(text: str) -> int | Literal["auto"]:
+    """What ``--micro-batches`` says.
+
+    Raises:
+        ConfigurationError: neither a positive number nor ``"auto"``.
+    """
+    if text == "auto":
+        return "auto"
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ConfigurationError(f'--micro-batches {text} is not allowed; give a positive number, or "auto".')
+
+
+def _heads(found: DryRun) -> tuple[str, ...]:
+    return (*HEADS, "micro-batches") if _is_cut(found) else HEADS
+
+
+def _is_cut(found: DryRun) -> bool:
+    return any(one.plan is not None and one.plan.micro_batches > 1 for one in found.forecasts)
+
+
 def _cells(found: DryRun) -> list[list[str]]:
     rows = []
+    is_cut = _is_cut(found)
     for one in found.forecasts:
         share = one.plan.recompute_share if one.plan is not None else None
         sizes = (one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs, one.unplanned)
@@ -223,26 +256,54 @@ def _cells(found: DryRun) -> list[list[str]]:
                 f"{one.budget / MIB:.1f}" if one.budget else "-",
                 f"{share:.1%}" if share is not None else "-",
                 "yes" if one.fits else f"needs {one.smallest / MIB:.1f}",
+                *([_micro_batches(one)] if is_cut else []),
             ]
         )
     return rows
 
 
+def _micro_batches(one: DeviceForecast) -> str:
+    if one.plan is None or one.plan.micro_batches == 1:
+        return "-"
+    return f"{one.plan.micro_batches} x {one.plan.micro_batch_rows}"
+
+
+def _cuts(found: DryRun) -> list[str]:
+    """A sentence for every device whose slice is cut."""
+    lines = []
+    for one in found.forecasts:
+        if one.plan is not None and one.plan.micro_batches > 1:
+            peak = f"peak {format_part(one.peak, one.budget or one.static + one.unplanned)}"
+            lines.append(f"{one.device}: {describe_cut(one.plan)}, {peak}")
+    if lines:
+        lines.append("Whether micro-batches give what one device gives is checked before the first step of a run.")
+    return lines
+
+
 def format_dry_run(found: DryRun) -> str:
     """A table in MiB, and the plan of the tightest device."""
     how = f" {found.basis}" if found.basis else ""
-    table = format_rows(f"a training step, in MiB, predicted{how}:", HEADS, _cells(found))
+    table = format_rows(f"a training step, in MiB, predicted{how}:", _heads(found), _cells(found))
+    table = "\n".join([table, *_cuts(found)])
     tightest = found.tightest
     if tightest is None or tightest.plan is None or tightest.plan.keeps_all:
         return table
     return f"{table}\n\nplan of {tightest.device}:\n{format_plan(tightest.plan)}"
 
 
-def _as_dict(forecast: Any) -> dict[str, Any]:
-    values = asdict(forecast)
-    plan = values.pop("plan")
-    share = None if plan is None else plan["recompute_share"]
-    return {**values, "peak": forecast.peak, "fits": forecast.fits, "extra_time_share": share}
+def _as_dict(forecast: DeviceForecast) -> dict[str, Any]:
+    values = asdict(replace(forecast, plan=None))
+    del values["plan"]
+    plan = forecast.plan
+    return {
+        **values,
+        "peak": forecast.peak,
+        "fits": forecast.fits,
+        "extra_time_share": None if plan is None else plan.recompute_share,
+        "micro_batches": None if plan is None else plan.micro_batches,
+        "micro_batch_rows": None if plan is None else plan.micro_batch_rows or forecast.rows,
+        "values_recomputed": None if plan is None else plan.num_recomputed,
+    }
 
 
 def write_report(found: DryRun, path: Path) -> None:
@@ -261,15 +322,22 @@ def write_report(found: DryRun, path: Path) -> None:
         save_figure(devices, path)
         return
     sections = [
-        Section("Devices", "Predicted for one training step, in MiB.", HEADS, _cells(found), [devices]),
+        Section(
+            "Devices",
+            "Predicted for one training step, in MiB.",
+            _heads(found),
+            _cells(found),
+            [devices],
+            printed="\n".join(_cuts(found)),
+        ),
     ]
     tightest = found.tightest
     if tightest is not None and tightest.plan is not None:
-        profile = found.profiles[tightest.rows]
+        profile = found.profile_of(tightest)
         plan = tightest.plan
         progress("planning for other budgets")
         chosen = (plan.peak or 0, plan.recompute_share or 0.0)
-        prices = draw_prices([chosen, *prices_of(profile)], profile.peak, chosen)
+        prices = draw_prices([chosen, *prices_of(found, tightest)], tightest.unplanned, chosen)
         sections += [
             Section("What a budget costs", "Activations alone; the rest of a device's memory comes on top.",
                     figures=[prices]),
@@ -279,17 +347,16 @@ def write_report(found: DryRun, path: Path) -> None:
     write_page(path, "dpx: memory plan", sections)
 
 
-def prices_of(profile: Profile, points: int = 8) -> list[tuple[int, float]]:
-    """Peaks and extra times of plans between the smallest and the unplanned peak."""
-    found = []
-    module = torch.nn.Module()
-    smallest = plan_profile(module, profile, None)
+def prices_of(found: DryRun, forecast: DeviceForecast, points: int = 8) -> list[tuple[int, float]]:
+    """Peaks and extra times of a device's plans between the smallest and the unplanned peak."""
+    prices = []
+    smallest = plan_profile(torch.nn.Module(), found.profile_of(forecast), None)
     low = smallest.peak or 0
     for step in range(points + 1):
-        budget = low + (profile.peak - low) * step // (points + 1)
+        budget = low + (forecast.unplanned - low) * step // (points + 1)
         try:
-            plan = plan_profile(module, profile, budget)
+            plan = found.plan_at(forecast, budget)
         except BudgetError:
             continue
-        found.append((plan.peak or 0, plan.recompute_share or 0.0))
-    return found
+        prices.append((plan.peak or 0, plan.recompute_share or 0.0))
+    return prices

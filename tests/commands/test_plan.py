@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,73 @@ def test_budgets_by_device(tmp_path: Path, capsys: Any) -> None:
     assert status == (0 if all(device["fits"] for device in devices) else 2)
     assert main(["plan", "--config", config(tmp_path, "{memory_budget: {cuda:0: 3MiB}}")]) == 1
     assert "says nothing of cuda:1, cuda:2, cuda:3; give it a budget" in capsys.readouterr().err
+
+
+def test_micro_batches_are_planned_shown_and_saved(tmp_path: Path, capsys: Any) -> None:
+    plan, page = tmp_path / "plan.yaml", tmp_path / "report.html"
+    _, whole = planned(capsys, "--config", config(tmp_path, model="Shallow"))
+    own = config(tmp_path, "{micro_batches: 2}", "Shallow")
+    _, halves = planned(capsys, "--config", own)
+    arguments = ["--config", own, "--devices", "cuda:0", "--micro-batches", "5", "--budget", "8MiB"]
+    assert main(["plan", *arguments, "--save", str(plan), "--report", str(page)]) == 0
+    for one, half in zip(whole, halves, strict=True):
+        assert (one["micro_batches"], one["micro_batch_rows"]) == (1, 256)
+        assert (half["micro_batches"], half["micro_batch_rows"], half["values_recomputed"]) == (2, 128, 0)
+        assert half["unplanned"] == one["unplanned"]
+        activations = [each["peak"] - one["parameters"] - one["gradients"] for each in (one, half)]
+        assert activations[1] < 0.8 * activations[0]
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1].split()[-1] == "micro-batches"
+    assert printed.splitlines()[2].split()[-3:] == ["5", "x", "205"]
+    line = re.search(r"cuda:0: 5 micro-batches of 205 rows, no values recomputed: .* x, peak .* of 8\.0 MiB", printed)
+    assert line is not None
+    assert line[0] in page.read_text()
+    assert dpx.MemoryPlan.load(plan).micro_batches == 5
+
+
+def test_the_fastest_number_of_micro_batches_within_a_budget(tmp_path: Path, capsys: Any) -> None:
+    own = config(tmp_path, "{micro_batches: auto}", "Shallow")
+    options = ["--config", own, "--devices", "cuda:0"]
+    status, (plain,) = planned(capsys, *options)
+    assert (status, plain["micro_batches"]) == (0, 1), "nothing asks for fewer bytes"
+    budget = plain["peak"] - plain["unplanned"] // 2
+    status, (found,) = planned(capsys, *options, "--budget", str(budget), "--planner", "threshold")
+    assert status == 0
+    assert found["peak"] <= budget
+    assert found["micro_batches"] > 1 or found["values_recomputed"] > 0
+    status, (small,) = planned(capsys, *options, "--budget", str(plain["peak"] - plain["unplanned"] * 19 // 20))
+    assert (status, small["micro_batches"] > 1) == (0, True), "no plan of all rows takes so little"
+
+
+@sim_only
+def test_the_prediction_of_micro_batches_is_what_a_run_takes(tmp_path: Path, capsys: Any) -> None:
+    _, devices = planned(capsys, "--config", config(tmp_path, "{micro_batches: 3, gradient_buckets: 0}"))
+    gc.collect()  # what other tests left on the devices
+    monitor = dpx.DeviceMemoryMonitor(table=False, every_n_steps=1)
+    strategy = dpx.DPXStrategy(micro_batches=3, gradient_buckets=0, execution="inline")
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=4, max_epochs=1, callbacks=[monitor])
+    trainer.fit(Deep(), datamodule=Rows())
+    for index, device in enumerate(devices):
+        taken = max(monitor.last[torch.device("sim", index)].peak_by_phase.values())
+        assert device["peak"] - device["gradients"] <= taken * 1.02, index
+        assert taken <= device["peak"] * 1.02, index
+
+
+class Ends(Shallow):
+    def training_step_end(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("ByHand", "the step optimizes by hand"), ("Ends", "needs the outputs of all rows")]
+)
+def test_steps_that_are_not_cut_are_planned_in_one_piece(model: str, said: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.warns(UserWarning, match=f"micro_batches=3 is planned in one piece: .*{said}"):
+        _, devices = planned(capsys, "--config", config(tmp_path, "{micro_batches: 3}", model))
+    assert {device["micro_batches"] for device in devices} == {1}
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", "many", ""])
+def test_what_is_no_number_of_micro_batches(given: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", "--config", config(tmp_path), f"--micro-batches={given}"]) == 1
+    assert f"--micro-batches {given} is not allowed; give a positive number" in capsys.readouterr().err

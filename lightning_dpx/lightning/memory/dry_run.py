@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,6 +22,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
 from lightning_dpx.lightning.memory.profiling import Step, keeps_gradients, profile_absent_slice, profile_slice
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
@@ -33,6 +34,7 @@ from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
     BatchSlice,
+    MicroBatches,
     ReplicaSet,
     UncuttableBatch,
     check_paths,
@@ -57,6 +59,7 @@ class Settings:
         budget: Bytes on each device, by device where they differ; or ``None``.
         planner: As in the strategy.
         cache: Where profiles and plans of earlier dry runs are.
+        micro_batches: As in the strategy; ``"auto"`` without a budget is 1.
     """
 
     devices: tuple[torch.device, ...]
@@ -67,6 +70,7 @@ class Settings:
     budget: int | Mapping[torch.device, int] | None = None
     planner: str | Planner = "auto"
     cache: PlanCache = field(default_factory=lambda: PlanCache(False))
+    micro_batches: MicroBatches | Literal["auto"] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +121,21 @@ class DeviceForecast:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What was found: a forecast per active device, and the profile of a step by its number of rows."""
+    """What was found.
+
+    Attributes:
+        forecasts: One per active device.
+        profiles: Of each of them, the step that its plan is followed in: that of a micro-batch where it is cut.
+        plan_at: The plan of one of the forecasts for another room for activations, in bytes; raises BudgetError.
+    """
 
     forecasts: tuple[DeviceForecast, ...]
-    profiles: dict[int, Profile]
+    profiles: tuple[Profile, ...]
+    plan_at: Callable[[DeviceForecast, int], MemoryPlan]
+
+    def profile_of(self, forecast: DeviceForecast) -> Profile:
+        """The step that the plan of a forecast is followed in."""
+        return self.profiles[self.forecasts.index(forecast)]
 
     @property
     def fits(self) -> bool:
@@ -130,7 +145,7 @@ class DryRun:
     @property
     def basis(self) -> str:
         """What the figures rest on, if not on a step that was run and measured."""
-        return next((profile.basis for profile in self.profiles.values()), "")
+        return next((profile.basis for profile in self.profiles), "")
 
     @property
     def tightest(self) -> DeviceForecast | None:
@@ -219,35 +234,99 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         keep=[trainer, *trainer.loggers],
     )
     num_rows, sizes = _sizes(replicas, batch, settings)
-    profiles: dict[int, Profile] = {}
+    profiles = _Profiles(trainer, replicas, batch, num_rows, settings, progress)
     for size in sorted({size for size in sizes if size}, reverse=True):
-        if len(profiles) > 1:  # weights that a library repacks do not grow with the rows
-            few = min(profiles)
-            more = max(profiles)
-            profiles[size] = extrapolate(profiles[few], profiles[more], (few, more), size)
-            continue
-        progress(f"profiling a step on {size} rows")
-        part = batch if size == num_rows else replicas.slicer.cut(batch, [size, num_rows - size])[0]
-        batch_slice = BatchSlice(replicas.root, size, part)
-        accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
-        key = ""
-        if settings.cache.is_on:
-            others = size, num_rows, accelerator, keeps_gradients(trainer)
-            key = key_of_run_step(trainer, module, part, torch.device("cpu"), *others)
-        profiles[size] = settings.cache.profile(
-            key,
-            partial(_profile, replicas, batch_slice, _runner(trainer, module), accelerator, keeps_gradients(trainer)),
-        )
-    if not module.automatic_optimization and not any(profile.requests for profile in profiles.values()):
+        profiles.of_slice(size)
+    if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes))
     forecasts = []
-    for device, size, static in zip(settings.devices, sizes, _static(trainer, module, settings), strict=True):
+    followed = []
+    planners = []
+    held = _static(trainer, module, settings)
+    for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
         if size:
             progress(f"planning {device}")
             static["inputs"] = inputs * size // num_rows
-            forecasts.append(_device(module, device, size, static, profiles[size], settings))
-    return DryRun(tuple(forecasts), profiles)
+            planner = DevicePlanner(size, number, profiles.of_slice, profiles.of_part, partial(_plan, module, settings))
+            forecast = _device(device, size, static, planner, settings)
+            forecasts.append(forecast)
+            followed.append(planner.followed(forecast.plan))
+            planners.append(planner)
+
+    def plan_at(forecast: DeviceForecast, room: int) -> MemoryPlan:
+        return planners[forecasts.index(forecast)].plan(room)
+
+    return DryRun(tuple(forecasts), tuple(followed), plan_at)
+
+
+class _Profiles:
+    """Profiles of a step on some rows of a batch, each made once.
+
+    Args:
+        trainer: Of the dry run.
+        replicas: The one on the CPU.
+        batch: The whole of it.
+        num_rows: Its rows.
+        settings: Of the run.
+        progress: Told what happens next.
+
+    Attributes:
+        slices: What was made for slices of devices, by rows.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        replicas: ReplicaSet,
+        batch: Any,
+        num_rows: int,
+        settings: Settings,
+        progress: Progress,
+    ) -> None:
+        self.slices = dict[int, Profile]()
+        self._parts = dict[int, Profile]()
+        self._trainer = trainer
+        self._replicas = replicas
+        self._batch = batch
+        self._num_rows = num_rows
+        self._settings = settings
+        self._progress = progress
+
+    def of_slice(self, rows: int) -> Profile:
+        """The step on the slice of a device; on a line through two that are known, if there are two."""
+        if rows not in self.slices and len(self.slices) > 1:
+            few = min(self.slices)  # weights that a library repacks do not grow with the rows
+            more = max(self.slices)
+            self.slices[rows] = extrapolate(self.slices[few], self.slices[more], (few, more), rows)
+        elif rows not in self.slices:
+            self.slices[rows] = self._made(rows, accumulates=keeps_gradients(self._trainer))
+        return self.slices[rows]
+
+    def of_part(self, rows: int) -> Profile:
+        """The step on a micro-batch, whose gradients are added to those of the ones before."""
+        if rows not in self._parts:
+            self._parts[rows] = self._made(rows, accumulates=True)
+        return self._parts[rows]
+
+    def _made(self, rows: int, *, accumulates: bool) -> Profile:
+        self._progress(f"profiling a step on {rows} rows")
+        trainer = self._trainer
+        settings = self._settings
+        module = trainer.lightning_module
+        others = [rows, self._num_rows - rows]
+        part = self._batch if rows == self._num_rows else self._replicas.slicer.cut(self._batch, others)[0]
+        batch_slice = BatchSlice(self._replicas.root, rows, part)
+        accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
+        key = ""
+        if settings.cache.is_on:
+            known = rows, self._num_rows, accelerator, accumulates
+            key = key_of_run_step(trainer, module, part, torch.device("cpu"), *known)
+        run = _runner(trainer, module)
+        return settings.cache.profile(
+            key, partial(_profile, self._replicas, batch_slice, run, accelerator, accumulates)
+        )
 
 
 def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerator: str, accumulates: bool) -> Profile:
@@ -300,24 +379,23 @@ def _static(trainer: Trainer, module: LightningModule, settings: Settings) -> li
 
 
 def _device(
-    module: LightningModule,
-    device: torch.device,
-    rows: int,
-    static: dict[str, int],
-    profile: Profile,
-    settings: Settings,
+    device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, settings: Settings
 ) -> DeviceForecast:
     budget = settings.budget
     held = sum(static.values())
     allowed = budget[device] if isinstance(budget, Mapping) else budget
-    common = {"device": str(device), "rows": rows, **static, "unplanned": profile.peak, "budget": allowed or 0}
+    unplanned = planner.whole.peak
+    common = {"device": str(device), "rows": rows, **static, "unplanned": unplanned, "budget": allowed or 0}
     try:
-        room = None if allowed is None else max(1, allowed - held)
-        allowed_here = profile.peak if room is None else room
-        plan, found = found_or_planned(settings.cache, module, profile, allowed_here, settings.planner)
-        if found:
-            settings.cache.say(f"dpx: the memory plan was found in the cache, in {settings.cache.path_of(found)}.")
+        plan = planner.plan(None if allowed is None else max(1, allowed - held))
     except BudgetError as error:
         smallest = held + (error.smallest if error.smallest is not None else 0)
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
+
+
+def _plan(module: LightningModule, settings: Settings, profile: Profile, room: int | None) -> MemoryPlan:
+    plan, found = found_or_planned(settings.cache, module, profile, room, settings.planner)
+    if found:
+        settings.cache.say(f"dpx: the memory plan was found in the cache, in {settings.cache.path_of(found)}.")
+    return plan

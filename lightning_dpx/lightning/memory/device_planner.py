@@ -1,0 +1,112 @@
+"""The plan of one device that need not be there, in one piece or in micro-batches."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_dpx.memory import MemoryPlan, Profile, plan_in_micro_batches
+from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
+from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
+from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
+
+Number = int | Literal["auto"]
+
+
+class DevicePlanner:
+    """Plans the step of one device for any room.
+
+    Args:
+        rows: Of its slice.
+        number: M, the micro-batches, or that the planner chooses it where there is a budget.
+        profile_of_slice: Profiles the step on some rows.
+        profile_of_part: The same for a micro-batch, whose gradients are added to those before.
+        plan_of: Plans a profile.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        number: Number,
+        profile_of_slice: Callable[[int], Profile],
+        profile_of_part: Callable[[int], Profile],
+        plan_of: PlanOf,
+    ) -> None:
+        self._rows = rows
+        self._number = number
+        self._profile_of_slice = profile_of_slice
+        self._profile_of_part = profile_of_part
+        self._plan_of = plan_of
+        if number != "auto":  # as many as the run would make of so many rows
+            parts = cut_into_micro_batches([rows], [rows], [number])
+            self._number = sum(part > 0 for part in parts)
+
+    @property
+    def whole(self) -> Profile:
+        """The step in one piece."""
+        return self._profile_of_slice(self._rows)
+
+    def plan(self, room: int | None) -> MemoryPlan:
+        """The plan for so many bytes of activations; without a limit nothing is computed again.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        if self._number == "auto" and room is not None:
+            return plan_in_micro_batches(self._rows, self._profile, self._plan_of, room, self.whole)[0]
+        number = 1 if self._number == "auto" else self._number
+        allowed = self.whole.peak if room is None else room
+        return plan_fixed_micro_batches(number, self._rows, self._profile, self._plan_of, allowed)
+
+    def followed(self, plan: MemoryPlan | None) -> Profile:
+        """The step that a plan is followed in: on the largest micro-batch where it is cut."""
+        if plan is None or plan.micro_batches == 1:
+            return self.whole
+        return self._profile_of_part(plan.micro_batch_rows)
+
+    def _profile(self, rows: int, accumulates: bool) -> Profile:
+        return self._profile_of_part(rows) if accumulates else self._profile_of_slice(rows)
+
+
+def micro_batches_of(
+    replicas: ReplicaSet, batch: object, given: MicroBatches | Literal["auto"], num_devices: int
+) -> tuple[Number, ...]:
+    """M, or that it is chosen, for each device; 1, which is announced, where the run would not cut.
+
+    Args:
+        replicas: Of the module.
+        batch: The whole of a batch.
+        given: What was asked for.
+        num_devices: How many there are.
+
+    Raises:
+        ConfigurationError: it is no number of micro-batches, or not one for each device.
+    """
+    automatic: Number = "auto"
+    numbers = (automatic,) * num_devices
+    if given != "auto":
+        numbers = parse_micro_batches(given, num_devices)
+    if set(numbers) == {1}:
+        return numbers
+    why_not = _why_in_one_piece(replicas, batch)
+    if not why_not:
+        return numbers
+    if given != "auto":
+        rank_zero_warn(f"dpx: micro_batches={given} is planned in one piece: {why_not}")
+    return (1,) * num_devices
+
+
+def _why_in_one_piece(replicas: ReplicaSet, batch: object) -> str:
+    """What stands in the way of micro-batches; nothing if they can be made."""
+    module = replicas.root.module
+    if not module.automatic_optimization:
+        return "the step optimizes by hand."
+    if callable(getattr(module, "training_step_end", None)):
+        return "training_step_end needs the outputs of all rows, with what they keep for backward."
+    try:
+        rows = replicas.slicer.num_rows(batch)
+        if rows > 1:
+            replicas.slicer.cut(batch, [rows - 1, 1])
+    except UncuttableBatch as error:
+        return str(error)
+    return ""
