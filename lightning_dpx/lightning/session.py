@@ -181,7 +181,7 @@ class Session(Run):
         if self.shifts:
             self._give_whole_for_hooks()
             return True
-        if not replicas.is_outdated:
+        if not replicas.structure.has_changed:
             return True
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
         return self._make_replicas_anew()
@@ -234,7 +234,7 @@ class Session(Run):
 
     def _give_whole_for_hooks(self) -> None:
         """Replicas with shifted parts are not made anew, so what a new hook does to gradients the first one does."""
-        name = self.replicas.name_with_other_hooks
+        name = self.replicas.structure.name_with_other_hooks
         if name is not None:
             self.replicas.python_state.note_hooks_of_parameters()
             reason = f"Parameter {name} got or lost a hook, which replicas with shifted parts cannot follow."

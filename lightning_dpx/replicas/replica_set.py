@@ -1,6 +1,5 @@
 """The replicas of one module together with what drives them: slices, workers and state."""
 
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,7 +33,7 @@ from lightning_dpx.replicas.micro_batches import (
     parse_micro_batches,
     sum_by_device,
 )
-from lightning_dpx.replicas.parameter_hooks import ParameterHooks
+from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
@@ -42,11 +41,10 @@ from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
-from lightning_dpx.torch_compat import buffers_of, run_backward
+from lightning_dpx.torch_compat import run_backward
 
 Execution = Literal["auto", "inline", "threads"]
 _NOTHING = nullcontext()
-_SHAPE = operator.attrgetter("shape")  # mapped over every parameter of every step, not looped
 _SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
 _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
 
@@ -243,32 +241,7 @@ class ReplicaSet:
         self.state = StateSync(replicas, self._buffers, self._check_every, self.primaries)
         self.python_state = PythonState(replicas, self._private, self._skip, self._kept_by_state)
         self._first_nans = [FirstNaN() for _ in replicas]
-        several = len(replicas) > 1
-        self._shapes = [parameter.shape for parameter in self.root.parameters] if several else []
-        self._names = _names_of_buffers(self.root)
-        self._hooks = ParameterHooks(self.root.parameters if several else ())
-
-    @property
-    def name_with_other_hooks(self) -> str | None:
-        """A parameter of the user's module that got or lost a hook since its replicas were made."""
-        index = self._hooks.changed()
-        if index is None:
-            return None
-        named = self.root.module.named_parameters()
-        return next((name for name, one in named if one is self.root.parameters[index]), "")
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the user's module has other parts, or hooks of parameters, than its replicas."""
-        if len(self.replicas) == 1:
-            return False
-        if self._hooks.changed() is not None:
-            return True
-        if self.root.has_other_structure():
-            return True
-        if not all(map(operator.eq, map(_SHAPE, self.root.parameters), self._shapes)):
-            return True
-        return _names_of_buffers(self.root) != self._names
+        self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
 
     def _set_micro_batches(self, micro_batches: MicroBatches) -> None:
         self.micro_batches = parse_micro_batches(micro_batches, len(self.devices))
@@ -616,10 +589,6 @@ def end_failed_step(
 def _oversubscribed(devices: Sequence[torch.device]) -> str:
     """An accelerator among ``devices`` that is there more than once; empty if there is none."""
     return next((str(one) for one in distinct_devices(devices) if devices.count(one) > 1 and not is_host(one)), "")
-
-
-def _names_of_buffers(replica: Replica) -> list[tuple[str, ...]]:
-    return list(map(tuple, filter(None, map(buffers_of, replica.modules))))
 
 
 def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:

@@ -37,20 +37,6 @@ def test_merged_replicas_on_one_device_take_a_batch_whole() -> None:
     replicas.close()
 
 
-def test_a_module_that_has_changed_makes_its_replicas_outdated_until_they_are_made_anew() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    replicas = ReplicaSet(module, [CPU] * 2, execution="inline")
-    assert not replicas.is_outdated
-    module[0].bias.register_hook(lambda gradient: gradient)
-    assert replicas.is_outdated
-    assert replicas.name_with_other_hooks == "0.bias"
-    module.append(nn.BatchNorm1d(1))
-    replicas.remake()
-    assert not replicas.is_outdated
-    assert len(replicas.replicas[1].module) == 2
-    replicas.close()
-
-
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED or "there are some")
 def test_threads_are_one_for_each_device_or_one_for_each_replica_where_asked_for() -> None:
     devices = [sim_device(0), sim_device(1)]
