@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.replicas.error_notes import FirstNaN
 from lightning_dpx.torch_compat import buffers_of, parameters_of, submodules_of
 
 _Reader = Callable[[nn.Module], Any]  # gives one of a module's own dicts
@@ -26,14 +27,26 @@ class Replica:
         modules: All submodules, in the order of ``Module.modules()``, as of the last :meth:`refresh`.
         parameters: Likewise; tied ones once.
         buffers: Likewise.
+        first_nan: Knows where its forward first made a NaN, where that is looked for.
     """
 
-    __slots__ = ("_entries", "_num_children", "buffers", "device", "index", "module", "modules", "parameters")
+    __slots__ = (
+        "_entries",
+        "_num_children",
+        "buffers",
+        "device",
+        "first_nan",
+        "index",
+        "module",
+        "modules",
+        "parameters",
+    )
 
     def __init__(self, index: int, device: torch.device, module: nn.Module) -> None:
         self.index = index
         self.device = device
         self.module = module
+        self.first_nan = FirstNaN()
         self.modules: list[nn.Module] = []
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []

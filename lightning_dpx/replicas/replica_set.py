@@ -24,7 +24,7 @@ from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import InterProcess, RendezvousSlot, ReplicaRank, as_rank
 from lightning_dpx.replicas.draws import DrawWatch
-from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_replica
+from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging import Weights
 from lightning_dpx.replicas.micro_batches import (
@@ -94,20 +94,19 @@ class ReplicaTask(Task):
         batch_slice: Its part of the batch.
         before: Called first, where another replica had its turn just before.
         watches: What times it.
-        first_nan: Knows where its forward first made a NaN ...
-        searched: ... which is looked for under ``detect_anomaly`` only.
+        searched: Whether to look for the first NaN of its forward, as under ``detect_anomaly``.
     """
 
     rank: ReplicaRank = field(kw_only=True)
     batch_slice: BatchSlice = field(kw_only=True)
     before: Callable[[], None] | None = field(kw_only=True)
     watches: Sequence[Watch] = field(kw_only=True)
-    first_nan: FirstNaN = field(kw_only=True)
     searched: bool = field(kw_only=True)
 
     def attempt(self) -> Outcome:
         """See :meth:`Task.attempt`; all of it in one frame, of which a user's traceback has one for each replica."""
-        module = self.batch_slice.replica.module
+        replica = self.batch_slice.replica
+        module = replica.module
         try:
             with device_context(self.device), as_rank(self.rank):
                 try:
@@ -115,13 +114,13 @@ class ReplicaTask(Task):
                         self.before()
                     for watch in self.watches:
                         watch.start()
-                    with self.first_nan.watching(module) if self.searched else _NOTHING:
+                    with replica.first_nan.watching(module) if self.searched else _NOTHING:
                         value = self.call(self.batch_slice)
                     for watch in self.watches:
                         watch.stop()
                     return Outcome(value=value)
                 except BaseException as error:
-                    annotate(error, module, self.device, self.first_nan)
+                    annotate(error, module, self.device, replica.first_nan)
                     raise
         except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt must reach the caller too
             return Outcome(error=error)
@@ -240,7 +239,6 @@ class ReplicaSet:
         self.primaries = tuple(firsts[place] for place in range(len(self.devices)))
         self.state = StateSync(replicas, self._buffers, self._check_every, self.primaries)
         self.python_state = PythonState(replicas, self._private, self._skip, self._kept_by_state)
-        self._first_nans = [FirstNaN() for _ in replicas]
         self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
 
     def _set_micro_batches(self, micro_batches: MicroBatches) -> None:
@@ -442,7 +440,6 @@ class ReplicaSet:
                 batch_slice=batch_slice,
                 before=hand_over if rank > 0 else None,
                 watches=watches,
-                first_nan=self._first_nans[replica.index],
                 searched=searched,
             )
             tasks.append(task)
@@ -489,7 +486,7 @@ class ReplicaSet:
         return len(slices) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
-        annotate(error, replica.module, replica.device, self._first_nans[replica.index])
+        annotate(error, replica.module, replica.device, replica.first_nan)
         note_replica(error, replica.index, replica.device, "backward")
 
     def _takes_turns(self, stage: str) -> bool:
