@@ -139,7 +139,7 @@ class ReplicaGroup:
         """
         if num_rows < 1:
             raise ConfigurationError(f"num_rows={num_rows} is not allowed; give at least one row.")
-        self._set.forget_usual_rows()
+        self._set.partition.forget_usual_rows()
         sizes = self._set.sizes(num_rows)
         self._outputs = []
         self._slices = []
@@ -238,7 +238,7 @@ class ReplicaGroup:
     @property
     def _takes_turns(self) -> bool:
         """Whether some device has several micro-batches of the batch."""
-        return len({self._set.device_of[one.replica.index] for one in self._slices}) < len(self._slices)
+        return len({self._set.partition.device_of[one.replica.index] for one in self._slices}) < len(self._slices)
 
     def _place(self, batch_slice: BatchSlice) -> Any:
         def move(value: Any) -> Any:

@@ -223,7 +223,7 @@ class TrainingStep:
         replicas = self._replicas
         indices = [batch_slice.replica.index for batch_slice in slices]
         weights = dict(zip(indices, self.weights(slices), strict=True))
-        device_of = {index: replicas.device_of[index] for index in indices}
+        device_of = {index: replicas.partition.device_of[index] for index in indices}
         early = EarlyBackward(replicas.primaries, expected, weights)
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travelling: AbstractContextManager[Any] = nullcontext()
@@ -370,7 +370,7 @@ class TrainingStep:
         if early is not None:
             self._hand_in(early, pending)
             return
-        active = sorted({self._replicas.device_of[batch_slice.replica.index] for batch_slice in slices})
+        active = sorted({self._replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices})
         overlapped = (
             self._overlapped.during_backward(active) if last and self._overlapped is not None else nullcontext()
         )

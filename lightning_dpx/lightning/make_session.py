@@ -50,8 +50,8 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     planning.follow_given(replicas)
     several = strategy.num_processes > 1
     if several:
-        _meet_processes(strategy, module, replicas.num_active)
-    needs_session = several or options.chooses_shifts or strategy.plans_memory or replicas.has_micro_batches
+        _meet_processes(strategy, module, replicas.partition.num_active)
+    needs_session = several or options.chooses_shifts or strategy.plans_memory or replicas.partition.has_micro_batches
     if len(replicas.devices) == 1 and not needs_session:
         return OneDevice(strategy)
     metrics.dim = replicas.output_dim
@@ -65,7 +65,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     )
     step.rules = strategy.rehearsals.rules("training_step", 0)
     session = Session(strategy, replicas, metrics, step)
-    if replicas.has_micro_batches:
+    if replicas.partition.has_micro_batches:
         session.micro_batches = MicroBatchSteps(session)
     if strategy.plans_memory or options.chooses_shifts:
         session.memory = StepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)

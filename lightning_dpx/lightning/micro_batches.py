@@ -31,7 +31,7 @@ class MicroBatchSteps:
         self._gradient = LossGradient(session)
         self._said_met = False
         if session.end_hook("training_step") is not None:
-            session.replicas.leave_slices(training=True)
+            session.replicas.partition.leave_slices(training=True)
             rank_zero_warn(
                 "dpx: micro_batches does not cut training steps here: training_step_end needs the outputs of all rows, "
                 "with what they keep for backward."

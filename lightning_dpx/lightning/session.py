@@ -122,7 +122,7 @@ class Session(Run):
     def show_batch(self, batch: Any) -> Any:
         """The batch as hooks of the user's get it: as the loader gave it, each replica moves its own slice."""
         self._batch_in_place = _MISSING
-        if self.replicas.always_merged and self._stays(batch):
+        if self.replicas.partition.always_merged and self._stays(batch):
             # The step gets the object that hooks get, as on one device: there is nothing to watch.
             self.batch_writes.forget()
             self._batch_in_place = batch
@@ -195,7 +195,7 @@ class Session(Run):
         self.replicas.cut_slices(list(micro_batches))
         if not self._make_replicas_anew():
             return False
-        self.micro_batches = MicroBatchSteps(self) if self.replicas.has_micro_batches else None
+        self.micro_batches = MicroBatchSteps(self) if self.replicas.partition.has_micro_batches else None
         return True
 
     def _make_replicas_anew(self) -> bool:

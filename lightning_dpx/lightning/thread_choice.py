@@ -46,9 +46,9 @@ class ThreadChoice:
             session.announce_replicas(f"take their slices as one: {', '.join(compiled)} is compiled")
             return
         else:
-            self.is_open = replicas.may_choose_threads
+            self.is_open = replicas.partition.may_train_apart
             return
-        if replicas.always_merged:
+        if replicas.partition.always_merged:
             session.announce_replicas(f"take their slices as one: {reason}")
 
     def choose(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

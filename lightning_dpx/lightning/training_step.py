@@ -94,7 +94,7 @@ class TrainingFlow:
         """Whether replicas on one device take every batch as one, and nothing else is asked of them."""
         session = self._session
         replicas = session.replicas
-        is_plain = replicas.always_merged and replicas.times is None and not session.threads.is_open
+        is_plain = replicas.partition.always_merged and replicas.times is None and not session.threads.is_open
         if not is_plain or session.shifts or session.memory.is_on:
             return False
         alone = not session.has_processes and not session.step.has_other_owners
@@ -122,7 +122,7 @@ class TrainingFlow:
         if len(slices) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:
             return False
         # By hand, a step of one active replica still concerns the gradients of the others.
-        return session.module.automatic_optimization or session.replicas.always_merged
+        return session.module.automatic_optimization or session.replicas.partition.always_merged
 
     def _run_alone(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session

@@ -27,17 +27,13 @@ from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging import Weights
-from lightning_dpx.replicas.micro_batches import (
-    MicroBatches,
-    cut_into_micro_batches,
-    parse_micro_batches,
-    sum_by_device,
-)
+from lightning_dpx.replicas.micro_batches import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
 from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
-from lightning_dpx.replicas.slicing import BatchDim, parse_workload, split_sizes, user_slicer
+from lightning_dpx.replicas.row_partition import RowPartition
+from lightning_dpx.replicas.slicing import BatchDim, user_slicer
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
@@ -184,32 +180,30 @@ class ReplicaSet:
         self.devices = tuple(canonical_device(device) for device in devices)
         self._physical = tuple(distinct_devices(self.devices))
         self._is_on_host = all(map(is_host, self.devices))
-        self._workload = parse_workload(workload, len(devices))
-        self._set_micro_batches(micro_batches)
-        unequal = workload == "auto" and len(distinct_devices(self.devices)) > 1
-        self._balancer = WorkloadBalancer(self.devices) if unequal else None
+        self.partition = RowPartition(
+            self.devices,
+            workload=workload,
+            merges=merge and execution == "auto",
+            micro_batches=micro_batches,
+        )
         self._keep = tuple(keep)
         self._private = private
         self._skip = skip
         self.shared = tuple(shared)
         self._buffers = buffers
         self._check_every = check_every
-        self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared, self.micro_batches))
+        numbers = self.partition.micro_batches
+        self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared, numbers))
         seed_apart(self.devices)
         for device in self._physical:
             finish_backward_at_exit(device)
         self.batch_dim = batch_dim
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
-        self._merge = merge and execution == "auto"
         self._deadline = deadline
         self._execution: Execution = execution
-        self._executor = make_executor(execution, self.devices, deadline, self.device_of)
+        self._executor = make_executor(execution, self.devices, deadline, self.partition.device_of)
         self._rendezvous_slot = RendezvousSlot(oversubscribed=_oversubscribed(self.devices), beyond=beyond)
         self._met: set[bool] = set()  # modes (training or not) in which micro-batches have met
-        self._in_one_piece: set[bool] = set()  # modes (training or not) in which slices are not cut any further
-        self._sizes: dict[tuple[int, int, bool, bool, tuple[float, ...]], tuple[int, ...]] = {}
-        self._usual_rows: dict[bool, int] = {}
-        self._trains_in_threads = False
         self._turns = InlineExecutor(deadline)
         self._writes: set[tuple[str, bool]] = set()  # stages and modes that were seen to write shared Python state
         self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from a shared generator
@@ -235,28 +229,20 @@ class ReplicaSet:
 
     def _take(self, replicas: tuple[Replica, ...]) -> None:
         self.replicas = replicas
-        firsts = dict(zip(reversed(self.device_of), reversed(replicas), strict=True))
+        firsts = dict(zip(reversed(self.partition.device_of), reversed(replicas), strict=True))
         self.primaries = tuple(firsts[place] for place in range(len(self.devices)))
         self.state = StateSync(replicas, self._buffers, self._check_every, self.primaries)
         self.python_state = PythonState(replicas, self._private, self._skip, self._kept_by_state)
         self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
-
-    def _set_micro_batches(self, micro_batches: MicroBatches) -> None:
-        self.micro_batches = parse_micro_batches(micro_batches, len(self.devices))
-        self.has_micro_batches = max(self.micro_batches) > 1
-        # The place among the devices of every replica: micro-batches are replicas of one device.
-        self.device_of = [place for place, number in enumerate(self.micro_batches) for _ in range(number)]
 
     def cut_slices(self, micro_batches: MicroBatches) -> None:
         """From the next :meth:`remake` on, training steps have their slices cut into so many micro-batches.
 
         Others stay as they are: what keeps nothing for a backward need not be cut.
         """
-        self._set_micro_batches(micro_batches)
-        self._in_one_piece = {False}
-        self._sizes.clear()
+        self.partition.cut_slices(micro_batches)
         self._executor.close()
-        self._executor = make_executor(self._execution, self.devices, self._deadline, self.device_of)
+        self._executor = make_executor(self._execution, self.devices, self._deadline, self.partition.device_of)
 
     def remake(self) -> None:
         """Copies the user's module again, as it is now; what is measured and known of its steps stays.
@@ -266,7 +252,7 @@ class ReplicaSet:
         """
         self.root.refresh()
         root = self.root.module
-        self._take(replicate(root, self.devices, self._keep, (), self._skip, self.shared, self.micro_batches))
+        self._take(replicate(root, self.devices, self._keep, (), self._skip, self.shared, self.partition.micro_batches))
 
     def make_shadow_module(self, replica: Replica | None = None, keep: Iterable[object] = ()) -> nn.Module:
         """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone.
@@ -278,80 +264,30 @@ class ReplicaSet:
         return make_shadow_module(replica or self.root, [*self._keep, *keep])
 
     @property
-    def always_merged(self) -> bool:
-        """Whether one replica does all the work, because all live on one device and are merged."""
-        is_one = len(self._physical) == 1 and not self.has_micro_batches
-        return self._merge and is_one and not self._trains_in_threads
-
-    @property
     def cuts_batches(self) -> bool:
         """Whether a step, in the mode that the module is in, may run on several replicas."""
-        merged = self._merge and not (self.root.module.training and self._trains_in_threads)
-        return self.cuts_slices or len(self._physical if merged else self.devices) > 1
+        return self.partition.cuts_batches(training=self.root.module.training)
 
     @property
     def cuts_slices(self) -> bool:
         """Whether a step, in the mode that the module is in, has its slices cut into micro-batches."""
-        return self.has_micro_batches and self.root.module.training not in self._in_one_piece
-
-    def leave_slices(self, *, training: bool) -> None:
-        """From now on slices are not cut into micro-batches in this mode: each is run by the first of its device."""
-        self._in_one_piece.add(training)
+        return self.partition.cuts_slices(training=self.root.module.training)
 
     @property
     def has_met(self) -> bool:
         """Whether micro-batches of training steps have waited for each other, and still will."""
         return True in self._met and self.cuts_slices
 
-    @property
-    def num_active(self) -> int:
-        """Replicas that take part in the step of a full batch: fewer than K where neighbours are merged."""
-        ones = (1,) * len(self.devices)
-        sizes = merge_neighbours(ones, self.devices) if self._merge else ones
-        return sum(number for size, number in zip(sizes, self.micro_batches, strict=True) if size)
-
-    @property
-    def may_choose_threads(self) -> bool:
-        """Whether threads are possible where nothing was asked for: on a host with a core for every replica."""
-        return self.always_merged and is_host(self.devices[0]) and 1 < len(self.devices) <= num_usable_cpus()
-
     def choose(self, *, threads: bool) -> None:
         """From now on training steps run every replica in a thread of its own, or stay merged."""
-        if threads != self._trains_in_threads:
+        if threads != self.partition.trains_apart:
             self._executor.close()
             self._executor = make_executor("threads" if threads else "inline", self.devices, self._deadline)
-        self._trains_in_threads = threads
-
-    @property
-    def workload(self) -> tuple[float, ...]:
-        """Every replica's share of a batch, in any unit."""
-        return self._workload if self._balancer is None else self._balancer.shares
+        self.partition.merges_in_training = self.partition.merges and not threads
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Rows per replica, and so per micro-batch, of a batch of ``num_rows``.
-
-        The largest batch so far in this mode is the usual one.
-        """
-        training = self.root.module.training
-        usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
-        merge = self._merge and not (training and self._trains_in_threads)
-        cuts = self.cuts_slices
-        key = num_rows, usual, merge, cuts, self.workload
-        if key not in self._sizes:
-            sizes = self._sizes_of_devices(num_rows, usual, merge=merge)
-            if self.has_micro_batches:
-                full = self._sizes_of_devices(usual, usual, merge=merge)
-                sizes = cut_into_micro_batches(sizes, full, self.micro_batches, is_cut=cuts)
-            self._sizes[key] = sizes
-        return self._sizes[key]
-
-    def _sizes_of_devices(self, num_rows: int, usual: int, *, merge: bool) -> tuple[int, ...]:
-        sizes = split_sizes(num_rows, self.workload, usual)
-        return merge_neighbours(sizes, self.devices) if merge else sizes
-
-    def forget_usual_rows(self) -> None:
-        """The next batch is a full one, whatever came before."""
-        self._usual_rows.clear()
+        """Rows per replica, and so per micro-batch, of a batch of ``num_rows`` in the mode that the module is in."""
+        return self.partition.sizes(num_rows, training=self.root.module.training)
 
     def slices(self, batch: Any) -> list[BatchSlice]:
         """The parts of ``batch``, one per active replica, in sample order.
@@ -362,7 +298,7 @@ class ReplicaSet:
         counted = self.slicer.read(batch)
         if counted.num_rows == 0:
             return [self.whole_slice(batch, 0)]
-        sizes = self.sizes(counted.num_rows)
+        sizes = self.partition.sizes(counted.num_rows, training=self.root.module.training)
         # Who gets all rows needs no slice, so that what could not be cut does not matter.
         one_gets_all = sum(size > 0 for size in sizes) == 1
         parts = [batch if size else None for size in sizes] if one_gets_all else counted.cut(sizes)
@@ -380,11 +316,12 @@ class ReplicaSet:
 
     def _begin_timing(self, sizes: tuple[int, ...]) -> None:
         """A step with these rows per replica begins."""
-        if self._balancer is None and self.times is None:
+        balancer = self.partition.balancer
+        if balancer is None and self.times is None:
             return
-        rows = sum_by_device(sizes, self.micro_batches)
-        if self._balancer is not None and self.root.module.training:
-            self._balancer.begin(rows)
+        rows = self.partition.by_device(sizes)
+        if balancer is not None and self.root.module.training:
+            balancer.begin(rows)
         if self.times is not None:
             self.times.begin(rows)
 
@@ -403,7 +340,7 @@ class ReplicaSet:
         if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
             self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
         tasks = self._tasks(stage, slices, call)
-        if self.has_micro_batches:
+        if self.partition.has_micro_batches:
             self._rendezvous_slot.oversubscribed = _oversubscribed([one.replica.device for one in slices])
             self._rendezvous_slot.was_used = False
         try:
@@ -412,7 +349,7 @@ class ReplicaSet:
             interrupted = self._rendezvous_slot.abandoned or isinstance(error, KeyboardInterrupt)
             end_failed_step([replica.module for replica in self.replicas], self._physical, interrupted=interrupted)
             raise
-        if self.has_micro_batches and self._rendezvous_slot.was_used:
+        if self.partition.has_micro_batches and self._rendezvous_slot.was_used:
             self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.draws.has_drawn(before))
@@ -423,7 +360,7 @@ class ReplicaSet:
     def _tasks(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Task]:
         hand_over = self.python_state.hand_over if self._runs_one_by_one(stage) else None
         searched = torch.is_anomaly_enabled() and stage != "backward"
-        balancer = self._balancer if self.root.module.training else None
+        balancer = self.partition.balancer if self.root.module.training else None
         tasks: list[Task] = []
         for rank, batch_slice in enumerate(slices):
             replica = batch_slice.replica
@@ -446,7 +383,7 @@ class ReplicaSet:
         return tasks
 
     def _watches(self, replica: Replica, stage: str, balancer: WorkloadBalancer | None) -> list[Watch]:
-        device = self.device_of[replica.index]
+        device = self.partition.device_of[replica.index]
         of_balancer = balancer.watch(device) if balancer is not None else None
         of_times = self.times.watch(device, stage) if self.times is not None else None
         return [watch for watch in (of_balancer, of_times) if watch is not None]
@@ -481,7 +418,7 @@ class ReplicaSet:
 
     def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
         """Several in line on the host, once a backward met no other, and while they are not watched apart."""
-        seen = self._balancer is not None or self.times is not None or torch.is_anomaly_enabled()
+        seen = self.partition.balancer is not None or self.times is not None or torch.is_anomaly_enabled()
         in_line = self._is_on_host and isinstance(self._executor, InlineExecutor)
         return len(slices) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
 
@@ -492,7 +429,7 @@ class ReplicaSet:
     def _takes_turns(self, stage: str) -> bool:
         """Threads would draw from the host's one generator in any order, and activation checkpointing in one thread
         would reset it under another's feet. So a stage runs in turns until it was seen to draw nothing."""
-        if not isinstance(self._executor, ThreadedExecutor) or self._trains_in_threads:
+        if not isinstance(self._executor, ThreadedExecutor) or self.partition.trains_apart:
             return False
         training = self.root.module.training
         if (stage, training) in self._writes:
@@ -508,7 +445,7 @@ class ReplicaSet:
         training = self.root.module.training
         self._met.add(training)
         if isinstance(self._executor, ThreadedExecutor) and self.cuts_slices:
-            self.leave_slices(training=training)
+            self.partition.leave_slices(training=training)
             warnings.warn(
                 f"dpx: micro-batches have waited for each other in the {stage} (a collective, or a metric that is "
                 "called as a function or computed there), which they cannot do on several devices: slices are run in "
@@ -521,8 +458,8 @@ class ReplicaSet:
         if not wrote:
             return
         self._writes.add((stage, self.root.module.training))
-        if self._trains_in_threads:
-            self._trains_in_threads = False
+        if self.partition.trains_apart:
+            self.partition.merges_in_training = True
             warnings.warn(
                 f"The {stage} writes Python state that its replicas share, so they take their slices as one from "
                 "here on; in this step, which ran in threads, its order is not that of one device.",
@@ -537,8 +474,8 @@ class ReplicaSet:
             return
         if in_turns:
             text = "its replicas take turns instead of running in threads"
-        elif self._trains_in_threads:
-            self._trains_in_threads = False
+        elif self.partition.trains_apart:
+            self.partition.merges_in_training = True
             text = "this step, which ran in threads, is not reproducible; from here on they take their slices as one"
         else:
             text = "this step, which ran in threads, is not reproducible; from here on the replicas take turns"
@@ -586,23 +523,6 @@ def end_failed_step(
 def _oversubscribed(devices: Sequence[torch.device]) -> str:
     """An accelerator among ``devices`` that is there more than once; empty if there is none."""
     return next((str(one) for one in distinct_devices(devices) if devices.count(one) > 1 and not is_host(one)), "")
-
-
-def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Neighbouring replicas on one physical device hand their rows to the first of them.
-
-    Running one slice of n rows there costs less than several small ones, and equals one device more closely. Only
-    neighbours are merged, so the samples stay in order.
-    """
-    merged = list(sizes)
-    first = 0
-    for index in range(1, len(merged)):
-        if devices[index] == devices[first]:
-            merged[first] = merged[first] + merged[index]
-            merged[index] = 0
-        else:
-            first = index
-    return tuple(merged)
 
 
 def make_executor(

@@ -5,17 +5,11 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice, make_executor, merge_neighbours
+from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice, make_executor
 from lightning_dpx.replicas.workers import InlineExecutor, ThreadedExecutor
 from tests.conftest import SIMULATED, sim_device
 
 CPU = torch.device("cpu")
-META = torch.device("meta")
-
-
-def test_neighbours_on_one_device_hand_their_rows_to_the_first_of_them() -> None:
-    assert merge_neighbours((3, 2, 2, 1), [CPU, CPU, META, META]) == (5, 0, 3, 0)
-    assert merge_neighbours((3, 2, 2), [CPU, META, CPU]) == (3, 2, 2), "the order of samples stays"
 
 
 def test_the_rows_of_a_batch_follow_the_workload_and_the_largest_batch_so_far() -> None:
@@ -23,16 +17,16 @@ def test_the_rows_of_a_batch_follow_the_workload_and_the_largest_batch_so_far() 
     assert replicas.sizes(8) == (4, 2, 2)
     assert replicas.sizes(1) == (1, 0, 0)
     assert [part.num_rows for part in replicas.slices(torch.ones(8, 1))] == [4, 2, 2]
-    replicas.forget_usual_rows()
+    replicas.partition.forget_usual_rows()
     assert replicas.sizes(4) == (2, 1, 1)
     replicas.close()
 
 
 def test_merged_replicas_on_one_device_take_a_batch_whole() -> None:
     replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 2, merge=True)
-    assert replicas.always_merged
+    assert replicas.partition.always_merged
     assert not replicas.cuts_batches
-    assert replicas.num_active == 1
+    assert replicas.partition.num_active == 1
     assert replicas.sizes(6) == (6, 0)
     replicas.close()
 

@@ -126,7 +126,7 @@ class MicroBatchChooser:
             Whether they had been chosen here; what the user chose stays.
         """
         session = self.session
-        if not self.choices or not session.replicas.has_micro_batches:
+        if not self.choices or not session.replicas.partition.has_micro_batches:
             return False
         expected = max(choice.share for choice in self.choices.values())
         number = max(choice.candidate.number for choice in self.choices.values())

@@ -347,7 +347,7 @@ class MemoryPlanning:
         self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice
     ) -> tuple[MemoryPlan, ...]:
         """Plans for one micro-batch, with what is known of all of them together."""
-        number = replicas.micro_batches[replicas.device_of[largest.replica.index]]
+        number = replicas.partition.micro_batches[replicas.partition.device_of[largest.replica.index]]
         if number == 1 or not replicas.cuts_slices:
             return plans
         cost = self.cut_costs.get(largest.replica.device, 1.0)

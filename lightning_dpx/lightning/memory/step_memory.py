@@ -263,13 +263,13 @@ class StepMemory(NoStepMemory):
             )
             raise
         finally:
-            replicas.forget_usual_rows()
+            replicas.partition.forget_usual_rows()
 
     def _static_memory(self, slices: Sequence[BatchSlice]) -> StaticMemory:
         """What a step of ``slices`` needs on every device beside its activations."""
         session = self._session
         replicas = session.replicas
-        active = {replicas.device_of[batch_slice.replica.index] for batch_slice in slices}
+        active = {replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices}
         return StaticMemory(
             slices,
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),

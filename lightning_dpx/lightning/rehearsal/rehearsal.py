@@ -255,7 +255,7 @@ class Rehearsals:
         replicas = self._strategy.session.replicas
         if not replicas.cuts_slices or len(replicas.devices) == 1:
             return False
-        replicas.leave_slices(training=call.name == "training_step")
+        replicas.partition.leave_slices(training=call.name == "training_step")
         self._say(f"dpx: {call.name} has its slices in one piece, not in micro-batches: {failure.reason}")
         sizes = replicas.sizes(call.num_rows)
         active = tuple(index for index, size in enumerate(sizes) if size)
@@ -643,7 +643,7 @@ class _Rehearsal:
         shadow = self._shadow()
         forget_shift(shadow)  # of the first replica; each gets its own
         parameters = () if self._by_hand else shared_parameters(self._replicas, shadow)
-        own = {"existing": parameters, "workload": "even", "micro_batches": self._replicas.micro_batches}
+        own = {"existing": parameters, "workload": "even", "micro_batches": self._replicas.partition.micro_batches}
         replicas = self._replicas_of(shadow, list(self._replicas.devices), **own)
         self._shift_alike(replicas)
         options = strategy.options

@@ -1,0 +1,35 @@
+"""Rows are dealt by workload, neighbours on one device may share, and slices are cut into micro-batches."""
+
+import torch
+
+from lightning_dpx.replicas.row_partition import RowPartition, merge_neighbours
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def test_neighbours_on_one_device_hand_their_rows_to_the_first_of_them() -> None:
+    assert merge_neighbours((3, 2, 2, 1), [CPU, CPU, META, META]) == (5, 0, 3, 0)
+    assert merge_neighbours((3, 2, 2), [CPU, META, CPU]) == (3, 2, 2), "the order of samples stays"
+
+
+def test_training_steps_may_be_dealt_to_replicas_that_are_merged_otherwise() -> None:
+    partition = RowPartition([CPU] * 2, workload="even", merges=True, micro_batches=1)
+    assert partition.always_merged
+    assert partition.sizes(4, training=True) == (4, 0)
+    partition.merges_in_training = False
+    assert partition.trains_apart
+    assert not partition.always_merged
+    assert partition.sizes(4, training=True) == (2, 2)
+    assert partition.sizes(4, training=False) == (4, 0)
+
+
+def test_slices_are_cut_into_micro_batches_in_training_alone_once_a_plan_has_chosen_their_number() -> None:
+    partition = RowPartition([CPU] * 2, workload=[3, 1], merges=False, micro_batches=1)
+    partition.cut_slices([3, 1])
+    assert partition.device_of == [0, 0, 0, 1]
+    assert partition.sizes(8, training=True) == (2, 2, 2, 2)
+    assert partition.sizes(8, training=False) == (6, 0, 0, 2)
+    assert partition.by_device((2, 2, 2, 2)) == (6, 2)
+    partition.leave_slices(training=True)
+    assert partition.sizes(8, training=True) == (6, 0, 0, 2)
