@@ -23,7 +23,6 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import InterProcess, RendezvousSlot, ReplicaRank, as_rank
-from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging import Weights
@@ -34,6 +33,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, user_slicer
+from lightning_dpx.replicas.stage_habits import StageHabits
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
@@ -203,13 +203,9 @@ class ReplicaSet:
         self._execution: Execution = execution
         self._executor = make_executor(execution, self.devices, deadline, self.partition.device_of)
         self._rendezvous_slot = RendezvousSlot(oversubscribed=_oversubscribed(self.devices), beyond=beyond)
-        self._met: set[bool] = set()  # modes (training or not) in which micro-batches have met
         self._turns = InlineExecutor(deadline)
-        self._writes: set[tuple[str, bool]] = set()  # stages and modes that were seen to write shared Python state
-        self._draws: dict[tuple[str, bool], bool] = {}  # by stage and mode, whether it drew from a shared generator
-        self.draws = DrawWatch(module)
+        self.habits = StageHabits(module)
         self._callers_threads: int | None = None
-        self._walked_apart = False
         self.times: StepTimes | None = None  # of the step that is watched
 
     @property
@@ -276,7 +272,7 @@ class ReplicaSet:
     @property
     def has_met(self) -> bool:
         """Whether micro-batches of training steps have waited for each other, and still will."""
-        return True in self._met and self.cuts_slices
+        return True in self.habits.met and self.cuts_slices
 
     def choose(self, *, threads: bool) -> None:
         """From now on training steps run every replica in a thread of its own, or stay merged."""
@@ -335,11 +331,11 @@ class ReplicaSet:
         in_turns = self._takes_turns(stage)
         if in_turns:
             self.release_cores()
-        before = self.draws.begin((stage, self.root.module.training)) if threads else None
+        before = self.habits.draws.begin((stage, self.root.module.training)) if threads else None
         state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(slices) > 1 else None
         if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
             self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
-        tasks = self._tasks(stage, slices, call)
+        tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not threads)
         if self.partition.has_micro_batches:
             self._rendezvous_slot.oversubscribed = _oversubscribed([one.replica.device for one in slices])
             self._rendezvous_slot.was_used = False
@@ -352,13 +348,15 @@ class ReplicaSet:
         if self.partition.has_micro_batches and self._rendezvous_slot.was_used:
             self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
-            self._note_draws(stage, in_turns, self.draws.has_drawn(before))
+            self._note_draws(stage, in_turns, self.habits.draws.has_drawn(before))
             wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
             self._note_writes(stage, wrote)
         return values
 
-    def _tasks(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Task]:
-        hand_over = self.python_state.hand_over if self._runs_one_by_one(stage) else None
+    def _tasks(
+        self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any], *, one_by_one: bool
+    ) -> list[Task]:
+        hand_over = self.python_state.hand_over if one_by_one else None
         searched = torch.is_anomaly_enabled() and stage != "backward"
         balancer = self.partition.balancer if self.root.module.training else None
         tasks: list[Task] = []
@@ -414,36 +412,34 @@ class ReplicaSet:
                 raise
 
         self.run("backward", slices, walk)
-        self._walked_apart = True
+        self.habits.has_walked_back = True
 
     def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
         """Several in line on the host, once a backward met no other, and while they are not watched apart."""
         seen = self.partition.balancer is not None or self.times is not None or torch.is_anomaly_enabled()
         in_line = self._is_on_host and isinstance(self._executor, InlineExecutor)
-        return len(slices) > 1 and self._walked_apart and in_line and not seen and not self._rendezvous_slot.was_used
+        return (
+            len(slices) > 1
+            and self.habits.has_walked_back
+            and in_line
+            and not seen
+            and not self._rendezvous_slot.was_used
+        )
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
         annotate(error, replica.module, replica.device, replica.first_nan)
         note_replica(error, replica.index, replica.device, "backward")
 
     def _takes_turns(self, stage: str) -> bool:
-        """Threads would draw from the host's one generator in any order, and activation checkpointing in one thread
-        would reset it under another's feet. So a stage runs in turns until it was seen to draw nothing."""
+        """Whether replicas that have threads run this stage one after the other all the same."""
         if not isinstance(self._executor, ThreadedExecutor) or self.partition.trains_apart:
             return False
-        training = self.root.module.training
-        if (stage, training) in self._writes:
-            return True
-        draws = [drew for (_, mode), drew in self._draws.items() if mode == training]
-        return any(draws) or (stage, training) not in self._draws
-
-    def _runs_one_by_one(self, stage: str) -> bool:
-        return isinstance(self._executor, InlineExecutor) or self._takes_turns(stage)
+        return self.habits.needs_order(stage, training=self.root.module.training)
 
     def _note_meeting(self, stage: str) -> None:
         """Micro-batches that take turns in the thread of one device cannot wait there for each other."""
         training = self.root.module.training
-        self._met.add(training)
+        self.habits.met.add(training)
         if isinstance(self._executor, ThreadedExecutor) and self.cuts_slices:
             self.partition.leave_slices(training=training)
             warnings.warn(
@@ -454,10 +450,10 @@ class ReplicaSet:
             )
 
     def _note_writes(self, stage: str, wrote: bool) -> None:
-        """Appending to one list from several threads gives any order: such a stage takes turns from now on."""
+        """A stage that writes shared Python state takes turns from now on."""
         if not wrote:
             return
-        self._writes.add((stage, self.root.module.training))
+        self.habits.note_write(stage, training=self.root.module.training)
         if self.partition.trains_apart:
             self.partition.merges_in_training = True
             warnings.warn(
@@ -467,9 +463,8 @@ class ReplicaSet:
             )
 
     def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
-        known = any(self._draws.values())
-        key = stage, self.root.module.training
-        self._draws[key] = drew or self._draws.get(key, False)
+        known = self.habits.has_drawn
+        self.habits.note_draws(stage, training=self.root.module.training, drew=drew)
         if not drew or (in_turns and known):
             return
         if in_turns:
@@ -487,7 +482,7 @@ class ReplicaSet:
     def claim_cores(self) -> None:
         """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""
         threads = isinstance(self._executor, ThreadedExecutor) and self._executor.on_host
-        if threads and self._callers_threads is None and not any(self._draws.values()):
+        if threads and self._callers_threads is None and not self.habits.has_drawn:
             self._callers_threads = torch.get_num_threads()
             torch.set_num_threads(1)
 

@@ -32,7 +32,7 @@ class OutOfMemory:
     def begin_step(self, replicas: ReplicaSet) -> None:
         """A new step begins."""
         if self.repeats_steps:
-            self._states = GeneratorStates(replicas.devices, generators=replicas.draws.generators)
+            self._states = GeneratorStates(replicas.devices, generators=replicas.habits.draws.generators)
             self._left = MOST_REPEATS
 
     def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:

@@ -1,0 +1,46 @@
+"""A stage runs in order until it was seen to draw nothing, and always once it has drawn or written."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.replicas.replica_set import ReplicaSet
+from lightning_dpx.replicas.stage_habits import StageHabits
+
+
+def test_a_stage_needs_order_until_it_was_seen_to_draw_nothing() -> None:
+    habits = StageHabits(nn.Identity())
+    assert habits.needs_order("forward", training=True)
+    habits.note_draws("forward", training=True, drew=False)
+    assert not habits.needs_order("forward", training=True)
+    assert habits.needs_order("forward", training=False), "dropout draws in one mode alone"
+
+
+def test_one_stage_that_draws_has_all_of_its_mode_in_order() -> None:
+    habits = StageHabits(nn.Identity())
+    habits.note_draws("backward", training=True, drew=False)
+    habits.note_draws("forward", training=True, drew=True)
+    assert habits.has_drawn
+    assert habits.needs_order("backward", training=True), "activation checkpointing draws again there"
+    habits.note_draws("forward", training=True, drew=False)
+    assert habits.needs_order("forward", training=True), "once is enough"
+
+
+def test_a_stage_that_writes_shared_state_needs_order_in_its_mode() -> None:
+    habits = StageHabits(nn.Identity())
+    habits.note_draws("forward", training=True, drew=False)
+    habits.note_draws("forward", training=False, drew=False)
+    habits.note_write("forward", training=True)
+    assert habits.needs_order("forward", training=True)
+    assert not habits.needs_order("forward", training=False)
+
+
+def test_replicas_in_threads_note_what_their_stages_do() -> None:
+    replicas = ReplicaSet(nn.Dropout(), [torch.device("cpu")] * 2, execution="threads")
+    slices = replicas.slices(torch.ones(4, 2))
+    replicas.run("step", slices, lambda part: part.batch + 1)
+    assert not replicas.habits.needs_order("step", training=True)
+    with pytest.warns(UserWarning, match="The other draws random numbers on the CPU"):
+        replicas.run("other", slices, lambda part: part.replica.module(part.batch))
+    replicas.close()
+    assert replicas.habits.has_drawn
