@@ -322,7 +322,7 @@ class ReplicaGroup:
             parameter.grad = grad
 
     def _dim(self, name: str) -> int:
-        batch_dim = self._set.batch_dim
+        batch_dim = self._set.slicer.batch_dim
         return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
 
     @property

@@ -70,7 +70,7 @@ class Slices:
             )
             return None
         if replicas.slicer.slicer is None:  # a user's slicer need not look at it
-            check_paths(batch, replicas.batch_dim)
+            check_paths(batch, replicas.slicer.batch_dim)
             replicas.slicer.loaders = paths_of_loaders(session.trainer, name)
         try:
             return replicas.slices(batch)

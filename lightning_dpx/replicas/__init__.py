@@ -7,12 +7,12 @@ from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_ra
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
+from lightning_dpx.replicas.lanes import Execution
 from lightning_dpx.replicas.merging import Weights, weighted_mean
 from lightning_dpx.replicas.micro_batches import MicroBatches, check_micro_batches, parse_micro_batches
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
     BatchSlice,
-    Execution,
     ReplicaSet,
     check_choice,
     end_failed_step,

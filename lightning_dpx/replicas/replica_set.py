@@ -3,9 +3,9 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
@@ -15,16 +15,15 @@ from lightning_dpx.devices import (
     canonical_device,
     device_context,
     distinct_devices,
-    is_host,
-    num_usable_cpus,
     seed_apart,
 )
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
-from lightning_dpx.replicas.context import InterProcess, RendezvousSlot, ReplicaRank, as_rank
+from lightning_dpx.replicas.context import InterProcess, ReplicaRank, as_rank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
+from lightning_dpx.replicas.lanes import Execution, Lanes
 from lightning_dpx.replicas.merging import Weights
 from lightning_dpx.replicas.micro_batches import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
@@ -36,10 +35,9 @@ from lightning_dpx.replicas.slicing import BatchDim, user_slicer
 from lightning_dpx.replicas.stage_habits import StageHabits
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
-from lightning_dpx.replicas.workers import Executor, InlineExecutor, Outcome, Task, ThreadedExecutor
+from lightning_dpx.replicas.workers import Outcome, Task
 from lightning_dpx.torch_compat import run_backward
 
-Execution = Literal["auto", "inline", "threads"]
 _NOTHING = nullcontext()
 _SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
 _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
@@ -178,8 +176,6 @@ class ReplicaSet:
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
         self.devices = tuple(canonical_device(device) for device in devices)
-        self._physical = tuple(distinct_devices(self.devices))
-        self._is_on_host = all(map(is_host, self.devices))
         self.partition = RowPartition(
             self.devices,
             workload=workload,
@@ -195,23 +191,24 @@ class ReplicaSet:
         numbers = self.partition.micro_batches
         self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared, numbers))
         seed_apart(self.devices)
-        for device in self._physical:
+        for device in distinct_devices(self.devices):
             finish_backward_at_exit(device)
-        self.batch_dim = batch_dim
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
-        self._deadline = deadline
-        self._execution: Execution = execution
-        self._executor = make_executor(execution, self.devices, deadline, self.partition.device_of)
-        self._rendezvous_slot = RendezvousSlot(oversubscribed=_oversubscribed(self.devices), beyond=beyond)
-        self._turns = InlineExecutor(deadline)
+        self._lanes = Lanes(
+            execution,
+            self.devices,
+            device_of=self.partition.device_of,
+            deadline=deadline,
+            beyond=beyond,
+        )
         self.habits = StageHabits(module)
-        self._callers_threads: int | None = None
         self.times: StepTimes | None = None  # of the step that is watched
 
     @property
     def output_dim(self) -> int:
         """The batch dim to look for first in results: that of the inputs, where some have another than 0."""
-        dims = [self.batch_dim] if isinstance(self.batch_dim, int) else list(self.batch_dim.values())
+        batch_dim = self.slicer.batch_dim
+        dims = [batch_dim] if isinstance(batch_dim, int) else list(batch_dim.values())
         return next((dim for dim in dims if dim > 0), 0)
 
     @property
@@ -237,8 +234,7 @@ class ReplicaSet:
         Others stay as they are: what keeps nothing for a backward need not be cut.
         """
         self.partition.cut_slices(micro_batches)
-        self._executor.close()
-        self._executor = make_executor(self._execution, self.devices, self._deadline, self.partition.device_of)
+        self._lanes.deal(self.partition.device_of)
 
     def remake(self) -> None:
         """Copies the user's module again, as it is now; what is measured and known of its steps stays.
@@ -277,8 +273,7 @@ class ReplicaSet:
     def choose(self, *, threads: bool) -> None:
         """From now on training steps run every replica in a thread of its own, or stay merged."""
         if threads != self.partition.trains_apart:
-            self._executor.close()
-            self._executor = make_executor("threads" if threads else "inline", self.devices, self._deadline)
+            self._lanes.choose(threads=threads)
         self.partition.merges_in_training = self.partition.merges and not threads
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
@@ -327,25 +322,23 @@ class ReplicaSet:
         Raises:
             BaseException: the first replica's error, the original object with a note.
         """
-        threads = isinstance(self._executor, ThreadedExecutor)
+        lanes = self._lanes
         in_turns = self._takes_turns(stage)
         if in_turns:
-            self.release_cores()
-        before = self.habits.draws.begin((stage, self.root.module.training)) if threads else None
+            lanes.release_cores()
+        before = self.habits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
         state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(slices) > 1 else None
-        if self._rendezvous_slot.abandoned:  # a run that went on would meet this one there
-            self._rendezvous_slot = replace(self._rendezvous_slot, meeting=None, abandoned=False)
-        tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not threads)
+        slot = lanes.open_slot()
+        tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not lanes.in_threads)
         if self.partition.has_micro_batches:
-            self._rendezvous_slot.oversubscribed = _oversubscribed([one.replica.device for one in slices])
-            self._rendezvous_slot.was_used = False
+            lanes.expect_micro_batches([one.replica.device for one in slices])
         try:
-            values = (self._turns if in_turns else self._executor).run(tasks, self._rendezvous_slot)
+            values = lanes.run(tasks, in_turns=in_turns)
         except BaseException as error:
-            interrupted = self._rendezvous_slot.abandoned or isinstance(error, KeyboardInterrupt)
-            end_failed_step([replica.module for replica in self.replicas], self._physical, interrupted=interrupted)
+            interrupted = slot.abandoned or isinstance(error, KeyboardInterrupt)
+            end_failed_step([replica.module for replica in self.replicas], self.devices, interrupted=interrupted)
             raise
-        if self.partition.has_micro_batches and self._rendezvous_slot.was_used:
+        if self.partition.has_micro_batches and slot.was_used:
             self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.habits.draws.has_drawn(before))
@@ -371,7 +364,7 @@ class ReplicaSet:
                 stage,
                 call,
                 partial(keep_gradients_out, replica.parameters),
-                rank=ReplicaRank(rank, len(slices), self._rendezvous_slot),
+                rank=ReplicaRank(rank, len(slices), self._lanes.slot),
                 batch_slice=batch_slice,
                 before=hand_over if rank > 0 else None,
                 watches=watches,
@@ -416,15 +409,11 @@ class ReplicaSet:
 
     def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
         """Several in line on the host, once a backward met no other, and while they are not watched apart."""
-        seen = self.partition.balancer is not None or self.times is not None or torch.is_anomaly_enabled()
-        in_line = self._is_on_host and isinstance(self._executor, InlineExecutor)
-        return (
-            len(slices) > 1
-            and self.habits.has_walked_back
-            and in_line
-            and not seen
-            and not self._rendezvous_slot.was_used
-        )
+        if len(slices) == 1 or not self.habits.has_walked_back:
+            return False
+        if not self._lanes.in_line_on_host or self._lanes.slot.was_used:
+            return False
+        return self.partition.balancer is None and self.times is None and not torch.is_anomaly_enabled()
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
         annotate(error, replica.module, replica.device, replica.first_nan)
@@ -432,7 +421,7 @@ class ReplicaSet:
 
     def _takes_turns(self, stage: str) -> bool:
         """Whether replicas that have threads run this stage one after the other all the same."""
-        if not isinstance(self._executor, ThreadedExecutor) or self.partition.trains_apart:
+        if not self._lanes.in_threads or self.partition.trains_apart:
             return False
         return self.habits.needs_order(stage, training=self.root.module.training)
 
@@ -440,7 +429,7 @@ class ReplicaSet:
         """Micro-batches that take turns in the thread of one device cannot wait there for each other."""
         training = self.root.module.training
         self.habits.met.add(training)
-        if isinstance(self._executor, ThreadedExecutor) and self.cuts_slices:
+        if self._lanes.in_threads and self.cuts_slices:
             self.partition.leave_slices(training=training)
             warnings.warn(
                 f"dpx: micro-batches have waited for each other in the {stage} (a collective, or a metric that is "
@@ -480,22 +469,17 @@ class ReplicaSet:
         )
 
     def claim_cores(self) -> None:
-        """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""
-        threads = isinstance(self._executor, ThreadedExecutor) and self._executor.on_host
-        if threads and self._callers_threads is None and not self.habits.has_drawn:
-            self._callers_threads = torch.get_num_threads()
-            torch.set_num_threads(1)
+        """Before a step; see :meth:`Lanes.claim_cores`. Replicas that take turns need the caller's threads."""
+        if self._lanes.in_threads and not self.habits.has_drawn:
+            self._lanes.claim_cores()
 
     def release_cores(self) -> None:
         """Outside training the caller has its threads back."""
-        if self._callers_threads is not None:
-            torch.set_num_threads(self._callers_threads)
-            self._callers_threads = None
+        self._lanes.release_cores()
 
     def close(self) -> None:
         """Ends the workers; whatever runs after this starts them again."""
-        self.release_cores()
-        self._executor.close()
+        self._lanes.close()
 
 
 def end_failed_step(
@@ -513,37 +497,6 @@ def end_failed_step(
     places = distinct_devices([*devices, *(parameter.device for parameter in parameters)])
     if not end_failed_backward(places, _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR):
         keep_gradients_out(parameters)
-
-
-def _oversubscribed(devices: Sequence[torch.device]) -> str:
-    """An accelerator among ``devices`` that is there more than once; empty if there is none."""
-    return next((str(one) for one in distinct_devices(devices) if devices.count(one) > 1 and not is_host(one)), "")
-
-
-def make_executor(
-    execution: Execution,
-    devices: Sequence[torch.device],
-    deadline: float | None = None,
-    device_of: Sequence[int] = (),
-) -> Executor:
-    """Threads where they can help: one lane per physical device, or one per given device where asked for.
-
-    Args:
-        execution: See :class:`ReplicaSet`.
-        devices: K devices.
-        deadline: See :class:`ReplicaSet`.
-        device_of: The place among the devices of every replica, whose micro-batches take turns in one lane; every
-            device has one replica unless given.
-    """
-    physical = distinct_devices(devices)
-    if execution == "inline" or len(devices) == 1 or (execution == "auto" and len(physical) == 1):
-        return InlineExecutor(deadline)
-    places = device_of or range(len(devices))
-    if execution == "auto":
-        return ThreadedExecutor([physical.index(devices[place]) for place in places], deadline=deadline)
-    on_host = sum(is_host(device) for device in devices)
-    threads = max(1, num_usable_cpus() // on_host) if on_host else None
-    return ThreadedExecutor(list(places), threads, deadline)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

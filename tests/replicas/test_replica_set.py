@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice, make_executor
-from lightning_dpx.replicas.workers import InlineExecutor, ThreadedExecutor
-from tests.conftest import SIMULATED, sim_device
+from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice
 
 CPU = torch.device("cpu")
 
@@ -29,18 +27,6 @@ def test_merged_replicas_on_one_device_take_a_batch_whole() -> None:
     assert replicas.partition.num_active == 1
     assert replicas.sizes(6) == (6, 0)
     replicas.close()
-
-
-@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED or "there are some")
-def test_threads_are_one_for_each_device_or_one_for_each_replica_where_asked_for() -> None:
-    devices = [sim_device(0), sim_device(1)]
-    for execution, where, kind in (
-        ("auto", [CPU, CPU], InlineExecutor), ("inline", devices, InlineExecutor), ("auto", devices, ThreadedExecutor),
-        ("threads", [CPU, CPU], ThreadedExecutor), ("threads", [CPU], InlineExecutor),
-    ):  # fmt: skip
-        executor = make_executor(execution, where)
-        assert type(executor) is kind, (execution, where)
-        executor.close()
 
 
 def test_arguments_that_are_not_allowed_are_named_with_those_that_are() -> None:

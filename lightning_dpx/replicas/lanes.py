@@ -1,0 +1,140 @@
+"""Where the tasks of replicas run: one after the other in the calling thread, or each device in a thread of its own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
+from lightning_dpx.replicas.context import InterProcess, RendezvousSlot
+from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
+
+Execution = Literal["auto", "inline", "threads"]
+
+
+class Lanes:
+    """Runs tasks in lanes, and has them meet.
+
+    Args:
+        execution: See :class:`lightning_dpx.replicas.replica_set.ReplicaSet`.
+        devices: K devices.
+        device_of: By replica, the place of its device.
+        deadline: Seconds that a task may take; any number unless given.
+        beyond: The way to the replicas of other processes, if there are any.
+
+    Attributes:
+        slot: Where the tasks of a run meet.
+        in_threads: Whether there is more than one lane.
+        in_line_on_host: Whether all runs in the calling thread, and no device works on by itself.
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        devices: Sequence[torch.device],
+        *,
+        device_of: Sequence[int],
+        deadline: float | None,
+        beyond: InterProcess | None,
+    ) -> None:
+        self._execution = execution
+        self._devices = tuple(devices)
+        self._deadline = deadline
+        self._turns = InlineExecutor(deadline)
+        self._callers_threads: int | None = None
+        self.slot = RendezvousSlot(oversubscribed=_oversubscribed(devices), beyond=beyond)
+        self._use(make_executor(execution, devices, deadline, device_of))
+
+    def _use(self, executor: Executor) -> None:
+        self._executor = executor
+        self.in_threads = isinstance(executor, ThreadedExecutor)
+        self.in_line_on_host = not self.in_threads and all(map(is_host, self._devices))
+
+    def deal(self, device_of: Sequence[int]) -> None:
+        """There are other replicas than before.
+
+        Args:
+            device_of: By replica, the place of its device.
+        """
+        self._executor.close()
+        self._use(make_executor(self._execution, self._devices, self._deadline, device_of))
+
+    def choose(self, *, threads: bool) -> None:
+        """A thread for every replica from now on, or none."""
+        self._executor.close()
+        self._use(make_executor("threads" if threads else "inline", self._devices, self._deadline))
+
+    def open_slot(self) -> RendezvousSlot:
+        """Where the tasks of the next run meet: not where what is left of an abandoned run still might."""
+        if self.slot.abandoned:
+            self.slot = replace(self.slot, meeting=None, abandoned=False)
+        return self.slot
+
+    def expect_micro_batches(self, devices: Sequence[torch.device]) -> None:
+        """The next run has micro-batches, several on a device, and is watched for whether they meet.
+
+        Args:
+            devices: That of every task.
+        """
+        self.slot.oversubscribed = _oversubscribed(devices)
+        self.slot.was_used = False
+
+    def run(self, tasks: Sequence[Task], *, in_turns: bool) -> list[Any]:
+        """The values of ``tasks``; see :meth:`Executor.run`.
+
+        Args:
+            tasks: Those of one stage.
+            in_turns: Run them one after the other, even where there are threads.
+        """
+        executor = self._turns if in_turns else self._executor
+        return executor.run(tasks, self.slot)
+
+    def claim_cores(self) -> None:
+        """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""
+        on_host = isinstance(self._executor, ThreadedExecutor) and self._executor.on_host
+        if on_host and self._callers_threads is None:
+            self._callers_threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def release_cores(self) -> None:
+        """Outside training the caller has its threads back."""
+        if self._callers_threads is not None:
+            torch.set_num_threads(self._callers_threads)
+            self._callers_threads = None
+
+    def close(self) -> None:
+        """Ends the threads; whatever runs after this starts them again."""
+        self.release_cores()
+        self._executor.close()
+
+
+def _oversubscribed(devices: Sequence[torch.device]) -> str:
+    """An accelerator among ``devices`` that is there more than once; empty if there is none."""
+    return next((str(one) for one in distinct_devices(devices) if devices.count(one) > 1 and not is_host(one)), "")
+
+
+def make_executor(
+    execution: Execution,
+    devices: Sequence[torch.device],
+    deadline: float | None = None,
+    device_of: Sequence[int] = (),
+) -> Executor:
+    """Threads where they can help: one lane per physical device, or one per given device where asked for.
+
+    Args:
+        execution: See :class:`Lanes`.
+        devices: K devices.
+        deadline: See :class:`Lanes`.
+        device_of: The place among the devices of every replica, whose micro-batches take turns in one lane; every
+            device has one replica unless given.
+    """
+    physical = distinct_devices(devices)
+    if execution == "inline" or len(devices) == 1 or (execution == "auto" and len(physical) == 1):
+        return InlineExecutor(deadline)
+    places = device_of or range(len(devices))
+    if execution == "auto":
+        return ThreadedExecutor([physical.index(devices[place]) for place in places], deadline=deadline)
+    on_host = sum(is_host(device) for device in devices)
+    threads = max(1, num_usable_cpus() // on_host) if on_host else None
+    return ThreadedExecutor(list(places), threads, deadline)
