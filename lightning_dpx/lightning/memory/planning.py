@@ -137,7 +137,7 @@ class MemoryPlanning:
             apply_plan(replica.module, self._given)
             self.plans[replica.device] = self._given
         rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
-        numbers = replicas.micro_batches
+        numbers = replicas.partition.micro_batches
         if replicas.root.module.automatic_optimization and set(numbers) != {self._given.micro_batches}:
             rank_zero_warn(
                 f"dpx: the given plan is for {self._given.micro_batches} micro-batches of every slice, and "
