@@ -206,7 +206,7 @@ class Session(Run):
         self.strategy.planning.remove(replicas)
         metrics = ReplicaMetrics(replicas.root.module, number=self.options.number_rule)
         metrics.take_rules(self.metrics.rules_by_path())
-        replicas.shared = tuple(metrics.named.values())
+        replicas.share(metrics.named.values())
         try:
             step.remake_replicas()
         except ReplicationError as error:

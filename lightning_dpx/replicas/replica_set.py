@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, get_args
 
@@ -41,6 +41,26 @@ from lightning_dpx.torch_compat import run_backward
 _NOTHING = nullcontext()
 _SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
 _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRules:
+    """How replicas are copied from the user's module, and stay like it.
+
+    The attributes are arguments of :class:`ReplicaSet`.
+    """
+
+    keep: tuple[object, ...]
+    shared: tuple[nn.Module, ...]
+    private: frozenset[str]
+    skip: tuple[type, ...]
+    buffers: BufferMode
+    check_every: int
+
+    @property
+    def by_reference(self) -> tuple[object, ...]:
+        """All that replicas have in common."""
+        return (*self.keep, *self.shared)
 
 
 @dataclass(slots=True)  # not frozen: K are made in every step, and that would cost them 1 us each
@@ -182,14 +202,15 @@ class ReplicaSet:
             merges=merge and execution == "auto",
             micro_batches=micro_batches,
         )
-        self._keep = tuple(keep)
-        self._private = private
-        self._skip = skip
-        self.shared = tuple(shared)
-        self._buffers = buffers
-        self._check_every = check_every
-        numbers = self.partition.micro_batches
-        self._take(replicate(module, self.devices, self._keep, existing, skip, self.shared, numbers))
+        self._rules = CopyRules(
+            keep=tuple(keep),
+            shared=tuple(shared),
+            private=private,
+            skip=skip,
+            buffers=buffers,
+            check_every=check_every,
+        )
+        self._copy(module, existing)
         seed_apart(self.devices)
         for device in distinct_devices(self.devices):
             finish_backward_at_exit(device)
@@ -216,16 +237,15 @@ class ReplicaSet:
         """Replica 0: the user's own module."""
         return self.replicas[0]
 
-    @property
-    def _kept_by_state(self) -> tuple[object, ...]:
-        return (*self._keep, *self.shared)
-
-    def _take(self, replicas: tuple[Replica, ...]) -> None:
+    def _copy(self, module: nn.Module, existing: Sequence[Mapping[str, nn.Parameter]] = ()) -> None:
+        rules = self._rules
+        numbers = self.partition.micro_batches
+        replicas = replicate(module, self.devices, rules.keep, existing, rules.skip, rules.shared, numbers)
         self.replicas = replicas
         firsts = dict(zip(reversed(self.partition.device_of), reversed(replicas), strict=True))
         self.primaries = tuple(firsts[place] for place in range(len(self.devices)))
-        self.state = StateSync(replicas, self._buffers, self._check_every, self.primaries)
-        self.python_state = PythonState(replicas, self._private, self._skip, self._kept_by_state)
+        self.state = StateSync(replicas, rules.buffers, rules.check_every, self.primaries)
+        self.python_state = PythonState(replicas, rules.private, rules.skip, rules.by_reference)
         self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
 
     def cut_slices(self, micro_batches: MicroBatches) -> None:
@@ -243,8 +263,15 @@ class ReplicaSet:
             ReplicationError: the module cannot be copied faithfully.
         """
         self.root.refresh()
-        root = self.root.module
-        self._take(replicate(root, self.devices, self._keep, (), self._skip, self.shared, self.partition.micro_batches))
+        self._copy(self.root.module)
+
+    def share(self, modules: Iterable[nn.Module]) -> None:
+        """From the next :meth:`remake` on, these submodules are the same objects in all replicas.
+
+        Args:
+            modules: Parts of the user's module; others than these are copied.
+        """
+        self._rules = replace(self._rules, shared=tuple(modules))
 
     def make_shadow_module(self, replica: Replica | None = None, keep: Iterable[object] = ()) -> nn.Module:
         """A copy of a replica, the first unless given, that shares its parameters and leaves its other state alone.
@@ -253,7 +280,7 @@ class ReplicaSet:
             replica: Which one.
             keep: Objects that the copy shares with it, too.
         """
-        return make_shadow_module(replica or self.root, [*self._keep, *keep])
+        return make_shadow_module(replica or self.root, [*self._rules.keep, *keep])
 
     @property
     def cuts_batches(self) -> bool:
@@ -327,7 +354,7 @@ class ReplicaSet:
         if in_turns:
             lanes.release_cores()
         before = self.habits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
-        state = StateFingerprint(self.root.module, self._kept_by_state) if in_turns and len(slices) > 1 else None
+        state = StateFingerprint(self.root.module, self._rules.by_reference) if in_turns and len(slices) > 1 else None
         slot = lanes.open_slot()
         tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not lanes.in_threads)
         if self.partition.has_micro_batches:
