@@ -1,4 +1,4 @@
-"""What happens to a strategy round its steps, in this order; :class:`DPXStrategy` calls it from Lightning's hooks.
+"""What happens to a strategy round its steps, in this order: :class:`Lifecycle`.
 
     launch             hooks of the whole run in one context        run_context, end_failed_run
     connect            what an earlier run left goes                clear_earlier_run
@@ -34,128 +34,124 @@ from lightning_dpx.shifting import BetweenSteps
 if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
 
-# ---- a run begins ----
 
+class Lifecycle:
+    """Begins and ends the runs of a strategy; what its methods do, in order, is at the head of this module.
 
-def run_context(strategy: "DPXStrategy") -> AbstractContextManager[Any]:
-    """What hooks of the whole run are in: where parts are shifted, tensors of both devices meet in them."""
-    if not strategy.options.shifts_activations:
-        return nullcontext()
-    strategy.hooks_mode = BetweenSteps()  # a run within a run has its own
-    return strategy.hooks_mode
-
-
-def clear_earlier_run(strategy: "DPXStrategy", model: pl.LightningModule) -> None:
-    """What an earlier run has left, in the strategy or on the module, goes; another Trainer may take it back."""
-    give_up_replicas(strategy)
-    strategy.adoption.return_to_trainer_of(model)
-    take_over(model, strategy)
-
-
-def join_processes(strategy: "DPXStrategy") -> None:
-    """The process group, if there are several processes; and ranks that know of steps."""
-    environment = strategy.cluster_environment
-    if environment is not None and strategy.num_processes > 1:
-        options = strategy.options
-        connect(environment, options.process_group_backend, strategy.root_device, float(options.timeout))
-    if isinstance(strategy.precision_plugin, DPXPrecision):
-        strategy.precision_plugin.place(strategy.root_device)
-    make_step_aware(strategy, strategy.process_rank)
-
-
-def begin_run(strategy: "DPXStrategy", trainer: pl.Trainer) -> None:
-    """Remembers whose run it is; of several processes the Trainer's handlers of signals are exchanged."""
-    strategy.adoption.begin_run(trainer)
-    if strategy.num_processes > 1:
-        strategy.stopping = CoordinatedStop(trainer)
-        take_signals(trainer, strategy.stopping)
-
-
-def move_module(strategy: "DPXStrategy") -> None:
-    """The user's module goes to the first device as a whole."""
-    model = strategy.connected_module
-    begin_unshifted(model, strategy.options.shifts_activations, strategy.plans_memory)
-    model.to(strategy.root_device)
-
-
-def begin_session(strategy: "DPXStrategy") -> None:
-    """The replicas are made, after the module reached its device and before the optimizers exist."""
-    module = strategy.connected_module
-    strategy.module_in_use = module  # until the run ends, whatever fails on the way
-    strategy.session = make_session(strategy, module)
-
-
-# ---- between its stages ----
-
-
-def begin_epoch(strategy: "DPXStrategy") -> None:
-    """At the start of an epoch, several processes must have as many batches as each other.
-
-    Raises:
-        ReplicationError: they have not, and some would wait for the others in vain.
+    Args:
+        strategy: Lightning's face of the runs.
     """
-    module = strategy.lightning_module
-    if strategy.ranks.is_connected and module is not None:
-        agree({"the number of batches": module.trainer.num_training_batches})
 
+    def __init__(self, strategy: "DPXStrategy") -> None:
+        self._strategy = strategy
 
-def leave_training(strategy: "DPXStrategy") -> None:
-    """What other stages see is what training left: parameters and buffers of rank 0, all cores free."""
-    strategy.session.mark_changed()
-    module = strategy.lightning_module
-    if strategy.ranks.is_connected and module is not None:
-        share("sharing buffers", list(module.buffers()))
-    strategy.session.release_cores()
+    # ---- a run begins ----
 
+    def run_context(self) -> AbstractContextManager[Any]:
+        """What hooks of the whole run are in: where parts are shifted, tensors of both devices meet in them."""
+        if not self._strategy.options.shifts_activations:
+            return nullcontext()
+        self._strategy.hooks_mode = BetweenSteps()  # a run within a run has its own
+        return self._strategy.hooks_mode
 
-def enter_evaluation(strategy: "DPXStrategy") -> None:
-    """An evaluation begins, perhaps in the middle of training."""
-    leave_training(strategy)
-    strategy.stopping.begin_evaluation()
+    def clear_earlier_run(self, model: pl.LightningModule) -> None:
+        """What an earlier run has left, in the strategy or on the module, goes; another Trainer may take it back."""
+        self.give_up_replicas()
+        self._strategy.adoption.return_to_trainer_of(model)
+        take_over(model, self._strategy)
 
+    def join_processes(self) -> None:
+        """The process group, if there are several processes; and ranks that know of steps."""
+        environment = self._strategy.cluster_environment
+        if environment is not None and self._strategy.num_processes > 1:
+            options = self._strategy.options
+            connect(environment, options.process_group_backend, self._strategy.root_device, float(options.timeout))
+        if isinstance(self._strategy.precision_plugin, DPXPrecision):
+            self._strategy.precision_plugin.place(self._strategy.root_device)
+        make_step_aware(self._strategy, self._strategy.process_rank)
 
-# ---- a run ends ----
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        """Remembers whose run it is; of several processes the Trainer's handlers of signals are exchanged."""
+        self._strategy.adoption.begin_run(trainer)
+        if self._strategy.num_processes > 1:
+            self._strategy.stopping = CoordinatedStop(trainer)
+            take_signals(trainer, self._strategy.stopping)
 
+    def move_module(self) -> None:
+        """The user's module goes to the first device as a whole."""
+        model = self._strategy.connected_module
+        begin_unshifted(model, self._strategy.options.shifts_activations, self._strategy.plans_memory)
+        model.to(self._strategy.root_device)
 
-def explain_failure(strategy: "DPXStrategy", error: BaseException) -> None:
-    """Adds what would help against OOM, and which process is lost or was told to stop; after SIGTERM the run fails.
+    def begin_session(self) -> None:
+        """The replicas are made, after the module reached its device and before the optimizers exist."""
+        module = self._strategy.connected_module
+        self._strategy.module_in_use = module  # until the run ends, whatever fails on the way
+        self._strategy.session = make_session(self._strategy, module)
 
-    Lightning up to 2.6 would exit with 0 then.
-    """
-    if isinstance(error, SIGTERMException) and error.code is None:
-        error.code = 128 + signal.SIGTERM
-        if strategy.stopping.reason:
-            error.add_note(strategy.stopping.reason)
-    if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, BudgetError):
-        error.add_note(strategy.planning.advice())
-    if not strategy.ranks.is_connected:
-        return
-    if is_loss_of_a_process(error):  # in a collective that is not ours
-        error.add_note(describe_loss("the run"))
-    elif not isinstance(error, CollectiveError):
-        declare_failed(error)
+    # ---- between its stages ----
 
+    def begin_epoch(self) -> None:
+        """At the start of an epoch, several processes must have as many batches as each other.
 
-def end_failed_run(strategy: "DPXStrategy") -> None:
-    """Lightning may leave out the teardown, so threads and patches of the process end here."""
-    strategy.session.end_workers()
-    forget_steps(strategy)
+        Raises:
+            ReplicationError: they have not, and some would wait for the others in vain.
+        """
+        module = self._strategy.lightning_module
+        if self._strategy.ranks.is_connected and module is not None:
+            agree({"the number of batches": module.trainer.num_training_batches})
 
+    def leave_training(self) -> None:
+        """What other stages see is what training left: parameters and buffers of rank 0, all cores free."""
+        self._strategy.session.mark_changed()
+        module = self._strategy.lightning_module
+        if self._strategy.ranks.is_connected and module is not None:
+            share("sharing buffers", list(module.buffers()))
+        self._strategy.session.release_cores()
 
-def give_up_replicas(strategy: "DPXStrategy") -> None:
-    """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
-    strategy.session.close()
-    if strategy.module_in_use is not None:
-        leave(strategy.module_in_use, "cpu")  # where all of it goes now; the source of a shift may be full
-    strategy.module_in_use = None
-    strategy.session = strategy.one_device
-    strategy.one_device.training.accumulates = False
-    strategy.stopping = NoStop()
-    strategy.planning.forget()
+    def enter_evaluation(self) -> None:
+        """An evaluation begins, perhaps in the middle of training."""
+        self.leave_training()
+        self._strategy.stopping.begin_evaluation()
 
+    # ---- a run ends ----
 
-def end_run(strategy: "DPXStrategy") -> None:
-    """A run has ended as it should."""
-    give_up_replicas(strategy)
-    forget_steps(strategy)
-    stop_roll_call()
+    def explain_failure(self, error: BaseException) -> None:
+        """Adds what would help against OOM, and which process is lost or was told to stop; after SIGTERM the run fails.
+
+        Lightning up to 2.6 would exit with 0 then.
+        """
+        if isinstance(error, SIGTERMException) and error.code is None:
+            error.code = 128 + signal.SIGTERM
+            if self._strategy.stopping.reason:
+                error.add_note(self._strategy.stopping.reason)
+        if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, BudgetError):
+            error.add_note(self._strategy.planning.advice())
+        if not self._strategy.ranks.is_connected:
+            return
+        if is_loss_of_a_process(error):  # in a collective that is not ours
+            error.add_note(describe_loss("the run"))
+        elif not isinstance(error, CollectiveError):
+            declare_failed(error)
+
+    def end_failed_run(self) -> None:
+        """Lightning may leave out the teardown, so threads and patches of the process end here."""
+        self._strategy.session.end_workers()
+        forget_steps(self._strategy)
+
+    def give_up_replicas(self) -> None:
+        """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
+        self._strategy.session.close()
+        if self._strategy.module_in_use is not None:
+            leave(self._strategy.module_in_use, "cpu")  # where all of it goes now; the source of a shift may be full
+        self._strategy.module_in_use = None
+        self._strategy.session = self._strategy.one_device
+        self._strategy.one_device.training.accumulates = False
+        self._strategy.stopping = NoStop()
+        self._strategy.planning.forget()
+
+    def end_run(self) -> None:
+        """A run has ended as it should."""
+        self.give_up_replicas()
+        forget_steps(self._strategy)
+        stop_roll_call()

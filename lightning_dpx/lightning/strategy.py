@@ -6,7 +6,6 @@ after steps), ``session.py`` (steps on replicas), ``run.py`` (on one device) and
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,10 +19,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.lightning import lifecycle
 from lightning_dpx.lightning.adoption import Adoption
 from lightning_dpx.lightning.checkpoint_io import with_whole_files
 from lightning_dpx.lightning.launcher import InThisProcess
+from lightning_dpx.lightning.lifecycle import Lifecycle
 from lightning_dpx.lightning.lightning_compat import layer_sync_of, module_of
 from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
@@ -182,6 +181,7 @@ class DPXStrategy(ParallelStrategy):
         self.out_of_memory = OutOfMemory(on_oom)
         self.rehearsals = Rehearsals(self, verify, loss_reduction)
         self.ranks = Ranks(self)
+        self.lifecycle = Lifecycle(self)
         self.stopping: CoordinatedStop | NoStop = NoStop()
         self.hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         self.one_device = OneDevice(self)
@@ -406,30 +406,30 @@ class DPXStrategy(ParallelStrategy):
     # ---- before and after steps: lifecycle.py ----
 
     def _configure_launcher(self) -> None:
-        self._launcher = InThisProcess(partial(lifecycle.run_context, self), partial(lifecycle.end_failed_run, self))
+        self._launcher = InThisProcess(self.lifecycle.run_context, self.lifecycle.end_failed_run)
 
     def connect(self, model: "pl.LightningModule") -> None:
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
-        lifecycle.clear_earlier_run(self, model)
+        self.lifecycle.clear_earlier_run(model)
         super().connect(model)
 
     def setup_environment(self) -> None:
         """Sets up the root device and joins the other processes, if there are any."""
         super().setup_environment()
-        lifecycle.join_processes(self)
+        self.lifecycle.join_processes()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
-        lifecycle.begin_run(self, trainer)
+        self.lifecycle.begin_run(trainer)
         super().setup(trainer)
         self.session.plan_ahead()
 
     def model_to_device(self) -> None:
         """Moves the user's module to the first device."""
-        lifecycle.move_module(self)
+        self.lifecycle.move_module()
 
     def _setup_model(self, model: Module) -> Module:
-        lifecycle.begin_session(self)
+        self.lifecycle.begin_session()
         return model
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -443,16 +443,16 @@ class DPXStrategy(ParallelStrategy):
 
     def give_up_replicas(self) -> None:
         """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
-        lifecycle.give_up_replicas(self)
+        self.lifecycle.give_up_replicas()
 
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
-        lifecycle.end_run(self)
+        self.lifecycle.end_run()
         Strategy.teardown(self)
 
     def on_exception(self, exception: BaseException) -> None:
         """Adds what would help."""
-        lifecycle.explain_failure(self, exception)
+        self.lifecycle.explain_failure(exception)
         super().on_exception(exception)
 
     # ---- steps: session.py, on one device run.py ----
@@ -509,16 +509,16 @@ class DPXStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At the start of an epoch, processes compare how many batches they have."""
         if batch_idx == 0:
-            lifecycle.begin_epoch(self)
+            self.lifecycle.begin_epoch()
 
     def on_train_end(self) -> None:
         """Other stages see what training left; a signal that came too late for its last step ends the run."""
-        lifecycle.leave_training(self)
+        self.lifecycle.leave_training()
         self.stopping.end()
 
     def on_validation_start(self) -> None:
         """An evaluation begins, perhaps in the middle of training."""
-        lifecycle.enter_evaluation(self)
+        self.lifecycle.enter_evaluation()
 
     on_test_start = on_predict_start = on_validation_start
 
