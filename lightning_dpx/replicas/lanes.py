@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
 from lightning_dpx.replicas.context import InterProcess, RendezvousSlot
-from lightning_dpx.replicas.workers import Executor, InlineExecutor, Task, ThreadedExecutor
+from lightning_dpx.replicas.workers import Executor, InlineExecutor, ThreadedExecutor
 
 Execution = Literal["auto", "inline", "threads"]
 
 
 class Lanes:
-    """Runs tasks in lanes, and has them meet.
+    """Knows what runs tasks, and where they meet.
 
     Args:
         execution: See :class:`lightning_dpx.replicas.replica_set.ReplicaSet`.
@@ -80,15 +80,13 @@ class Lanes:
         self.slot.oversubscribed = _oversubscribed(devices)
         self.slot.was_used = False
 
-    def run(self, tasks: Sequence[Task], *, in_turns: bool) -> list[Any]:
-        """The values of ``tasks``; see :meth:`Executor.run`.
+    def executor(self, *, in_turns: bool) -> Executor:
+        """What runs the tasks of a stage. The caller calls it, since a traceback shows every frame above a step.
 
         Args:
-            tasks: Those of one stage.
             in_turns: Run them one after the other, even where there are threads.
         """
-        executor = self._turns if in_turns else self._executor
-        return executor.run(tasks, self.slot)
+        return self._turns if in_turns else self._executor
 
     def claim_cores(self) -> None:
         """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""

@@ -360,7 +360,7 @@ class ReplicaSet:
         if self.partition.has_micro_batches:
             lanes.expect_micro_batches([one.replica.device for one in slices])
         try:
-            values = lanes.run(tasks, in_turns=in_turns)
+            values = lanes.executor(in_turns=in_turns).run(tasks, slot)
         except BaseException as error:
             interrupted = slot.abandoned or isinstance(error, KeyboardInterrupt)
             end_failed_step([replica.module for replica in self.replicas], self.devices, interrupted=interrupted)
