@@ -1,35 +1,24 @@
 """``Trainer(strategy="dpx")``: one process, one Trainer, K replicas.
 
-Lightning's face of a run: arguments, properties, and hooks of one line. What they do is in ``lifecycle.py`` (before and
-after steps), ``session.py`` (steps on replicas), ``run.py`` (on one device) and ``ranks.py`` (who is who).
+What may be asked for, and what may be seen of a run; ``hooks.py`` has what Lightning calls.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.nn import Module
 
-from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.adoption import Adoption
-from lightning_dpx.lightning.checkpoint_io import with_whole_files
-from lightning_dpx.lightning.launcher import InThisProcess
+from lightning_dpx.lightning.hooks import HookedStrategy
 from lightning_dpx.lightning.lifecycle import Lifecycle
-from lightning_dpx.lightning.lightning_compat import layer_sync_of, module_of
-from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
-from lightning_dpx.lightning.precision import DPXPrecision, wrap_precision
-from lightning_dpx.lightning.processes.connect import with_nodes
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
 from lightning_dpx.lightning.ranks import Ranks
 from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals, Verify
@@ -51,7 +40,7 @@ _SET_BY_TRAINERS = (
 )
 
 
-class DPXStrategy(ParallelStrategy):
+class DPXStrategy(HookedStrategy):
     """Trains one LightningModule on all devices of a machine from one process.
 
     The result is that of one device: replicas only share the work. With one device everything runs as in Lightning's
@@ -187,38 +176,9 @@ class DPXStrategy(ParallelStrategy):
         self.one_device = OneDevice(self)
         self.session: Session | OneDevice = self.one_device
         self.module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
-        self.num_nodes = 1  # Lightning sets it
         self._announced: set[str] = set()
         self.adoption = Adoption(self, *_SET_BY_TRAINERS)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-
-    # ---- what was asked for ----
-
-    @property
-    def reducer(self) -> str | GradientReducer:
-        """As given."""
-        return self.options.reducer
-
-    @property
-    def workload(self) -> Workload:
-        """As given."""
-        return self.options.workload
-
-    @property
-    def batch_dim(self) -> int | dict[str, int]:
-        """As given."""
-        return self.options.batch_dim
-
-    @property
-    def batch_slicer(self) -> Slicer | Callable[[Any, list[int]], list[Any]] | None:
-        """As given."""
-        return self.options.batch_slicer
-
-    @property
-    def micro_batches(self) -> int | list[int] | Literal["auto"]:
-        """As given."""
-        given: Any = self.options.micro_batches
-        return given  # type: ignore[no-any-return]
 
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
@@ -272,270 +232,6 @@ class DPXStrategy(ParallelStrategy):
     def stop_watching(self) -> None:
         """The following steps are not timed."""
         self.session.stop_watching()
-
-    def announce(self, text: str) -> None:
-        """Says something once."""
-        if text not in self._announced:
-            self._announced.add(text)
-            rank_zero_info(text)
-
-    # ---- what a Trainer sets and asks ----
-
-    @property
-    def _accelerator(self) -> Accelerator | None:
-        """Lightning's own attribute; a new Trainer looks at it first of all."""
-        self.adoption.follow_caller()
-        return self._own_accelerator
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        self._own_accelerator = accelerator
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that was given, or one that writes whole files."""
-        self._checkpoint_io = with_whole_files(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """Always a DPXPrecision round the plugin that was chosen."""
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        shifts = self.options.shifts_activations
-        self._precision_plugin = wrap_precision(precision_plugin, self._after_backward, shifts=shifts)
-
-    @property
-    def dpx_precision(self) -> DPXPrecision:
-        """The precision plugin as what the setter has made of it."""
-        assert isinstance(self._precision_plugin, DPXPrecision), "the setter wraps every plugin"
-        return self._precision_plugin
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where the user's module and the optimizer live: the first device."""
-        if not self.parallel_devices:
-            raise ConfigurationError("DPXStrategy has no devices; give Trainer(devices=...) at least one.")
-        return self.parallel_devices[0]
-
-    @property
-    def lightning_module(self) -> "pl.LightningModule | None":
-        """The user's module; inside a manual step of several replicas, that of the replica."""
-        view = current_view() if OPEN_VIEWS else None
-        return module_of(self) if view is None else view.module
-
-    @property
-    def connected_module(self) -> "pl.LightningModule":
-        """The user's module, once :meth:`connect` was called."""
-        module = module_of(self)
-        assert module is not None, "connect() sets the module first"
-        return module
-
-    @property
-    def synchronizes_batch_norm(self) -> bool:
-        """Whether ``Trainer(sync_batchnorm=True)`` was given."""
-        return layer_sync_of(self) is not None
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Counts processes: replicas share one loader."""
-        return {"num_replicas": self.num_processes, "rank": self.process_rank}
-
-    def set_world_ranks(self) -> None:
-        """Where no launcher says otherwise, there is one process per node."""
-        self.cluster_environment = with_nodes(self.cluster_environment, self.num_nodes)
-
-    # ---- a replica inside a step, the process outside ----
-
-    @property
-    def num_processes(self) -> int:
-        """Processes that train together, each with its own replicas."""
-        return self.ranks.num_processes
-
-    @property
-    def process_rank(self) -> int:
-        """This process among them."""
-        return self.ranks.process_rank
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
-        return self.ranks.num_processes > 1
-
-    @property
-    def global_rank(self) -> int:
-        """The replica's among all, or the process's."""
-        return self.ranks.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """The replica's in this process, or the process's on this machine."""
-        return self.ranks.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """The replicas that take part in the step, or the processes."""
-        return self.ranks.world_size
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for the others."""
-        self.ranks.barrier(name)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of the one with rank ``src``."""
-        return self.ranks.broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean (sum, min, max) over all."""
-        return self.ranks.reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """(K, ...) from (...) of each of K."""
-        return self.ranks.all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) say yes."""
-        return self.ranks.reduce_boolean_decision(decision, all)
-
-    # ---- before and after steps: lifecycle.py ----
-
-    def _configure_launcher(self) -> None:
-        self._launcher = InThisProcess(self.lifecycle.run_context, self.lifecycle.end_failed_run)
-
-    def connect(self, model: "pl.LightningModule") -> None:
-        """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
-        self.lifecycle.clear_earlier_run(model)
-        super().connect(model)
-
-    def setup_environment(self) -> None:
-        """Sets up the root device and joins the other processes, if there are any."""
-        super().setup_environment()
-        self.lifecycle.join_processes()
-
-    def setup(self, trainer: "pl.Trainer") -> None:
-        """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
-        self.lifecycle.begin_run(trainer)
-        super().setup(trainer)
-        self.session.plan_ahead()
-
-    def model_to_device(self) -> None:
-        """Moves the user's module to the first device."""
-        self.lifecycle.move_module()
-
-    def _setup_model(self, model: Module) -> Module:
-        self.lifecycle.begin_session()
-        return model
-
-    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        """The user's optimizers, each over the copies of its parameters that the owners hold."""
-        super().setup_optimizers(trainer)
-        self.session.begin_optimizers()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the state of every parameter to where its owner is."""
-        self.session.load_optimizer_states(super().load_optimizer_state_dict, checkpoint)
-
-    def give_up_replicas(self) -> None:
-        """Ends the workers and takes everything of a run off the module; does nothing where that has been done."""
-        self.lifecycle.give_up_replicas()
-
-    def teardown(self) -> None:
-        """Ends the workers and gives up the replicas."""
-        self.lifecycle.end_run()
-        Strategy.teardown(self)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Adds what would help."""
-        self.lifecycle.explain_failure(exception)
-        super().on_exception(exception)
-
-    # ---- steps: session.py, on one device run.py ----
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """With several replicas the batch stays as the loader gave it; each replica moves its own slice."""
-        return self.session.batch_to_device(super().batch_to_device, batch, device, dataloader_idx)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The merged result of the replicas' training steps.
-
-        Where the module has a method ``training_step_end(outputs)``, the replicas' outputs are merged in sample order
-        and it computes the loss from those of the whole batch; gradients flow back through every replica.
-        """
-        return self.session.training.run(args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The merged result of the replicas' validation steps, in sample order."""
-        return self.session.evaluation.run("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The merged result of the replicas' test steps, in sample order."""
-        return self.session.evaluation.run("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The merged predictions, in sample order."""
-        return self.session.evaluation.run("predict_step", args, kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's; in a manual step of several replicas, of every replica's part of the loss."""
-        if (view := current_view()) is not None:
-            loss: Tensor = view.backward(closure_loss, optimizer, *args, **kwargs)
-            return loss
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def _after_backward(self) -> None:
-        """Called by the precision plugin after its own backward."""
-        self.session.training.after_backward()
-
-    def block_backward_sync(self) -> Any:
-        """Gradients stay on the replicas while they accumulate."""
-        return self.session.accumulating()
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Steps on the owners; the replicas follow before their next forward."""
-        return self.session.step_optimizer(super().optimizer_step, optimizer, closure, model, kwargs)
-
-    # ---- moments after which parameters may have been written without a trace, and processes meet ----
-
-    def on_train_start(self) -> None:
-        """Callbacks may have written parameters."""
-        self.session.mark_changed()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """At the start of an epoch, processes compare how many batches they have."""
-        if batch_idx == 0:
-            self.lifecycle.begin_epoch()
-
-    def on_train_end(self) -> None:
-        """Other stages see what training left; a signal that came too late for its last step ends the run."""
-        self.lifecycle.leave_training()
-        self.stopping.end()
-
-    def on_validation_start(self) -> None:
-        """An evaluation begins, perhaps in the middle of training."""
-        self.lifecycle.enter_evaluation()
-
-    on_test_start = on_predict_start = on_validation_start
-
-    def before_evaluation_batch(self) -> None:
-        """Several processes may be told to stop between two batches."""
-        self.stopping.before_batch()
-
-    def on_validation_end(self) -> None:
-        """Callbacks may have written parameters, and signals may have come."""
-        self.session.mark_changed()
-        self.stopping.meet_after_validation()
-
-    def on_test_end(self) -> None:
-        """Signals may have come."""
-        self.stopping.end()
-
-    on_predict_end = on_test_end
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
