@@ -81,17 +81,23 @@ class Forecaster:
     Args:
         profile: Of a step.
         most_times: See :func:`forecast`.
+
+    Attributes:
+        work: Events, values and computations that were gone through so far. It counts in the place of time, because a
+            plan must not depend on how busy the machine is.
     """
 
     def __init__(self, profile: Profile, most_times: int | None = None) -> None:
         self._profile = profile
         self._outline = Outline(profile)
         self._most_computed = float("inf") if most_times is None else most_times * len(profile.values)
+        self.work = 0
 
     def forecast(self, dropped: Collection[int], uncached: Collection[int] = ()) -> Forecast:
         """The step if the values with these indices are dropped, some of them after every use."""
+        replay = self._replay(dropped, uncached)
         try:
-            return self._run(self._replay(dropped, uncached))
+            return self._run(replay)
         except TooOftenError:
             return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
 
@@ -108,7 +114,10 @@ class Forecaster:
         return StepReplay(self._outline, choice, self._most_computed)
 
     def _run(self, replay: StepReplay) -> Forecast:
-        peak, kept = replay.run()
+        try:
+            peak, kept = replay.run()
+        finally:
+            self.work += len(self._profile.curve) + len(self._profile.values) + replay.computations
         return Forecast(peak, kept.num_bytes, replay.seconds + _exposed(self._profile, replay))
 
 

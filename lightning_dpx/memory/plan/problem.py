@@ -97,6 +97,11 @@ class Problem:
             found.update(self.units[unit].values)
         return frozenset(found)
 
+    @property
+    def work(self) -> int:
+        """What forecasts and timelines have gone through so far; see :class:`Forecaster`."""
+        return self._forecaster.work
+
     def forecast(self, choice: Choice) -> Forecast:
         """The step with this choice."""
         return self.forecast_values(self.values_of(choice.dropped), self.values_of(choice.uncached))

@@ -33,6 +33,7 @@ class StepReplay:
     Attributes:
         curve: Bytes at every event, after :meth:`run`.
         seconds: Of all computations.
+        computations: How many there were.
         fetches: Seconds of each copy back from the host.
         offloaded: What comes back from the host.
     """
@@ -45,7 +46,8 @@ class StepReplay:
         self._uses = UseCounts(outline, choice)
         self._memory = HeldMemory(choice)
         self._has_nested = any(choice.nested)
-        self._computations_left = most_computed
+        self._most_computed = most_computed
+        self.computations = 0
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
         self.curve = HeldCurve(len(profile.curve))
         self.seconds = 0.0
@@ -144,8 +146,8 @@ class StepReplay:
         """The value is computed or fetched: its inputs are there."""
         memory = self._memory
         memory.there[index] = True
-        self._computations_left -= 1
-        if self._computations_left < 0:
+        self.computations += 1
+        if self.computations > self._most_computed:
             raise TooOftenError
         value = self._outline.profile.values[index]
         if self.offloaded.order and index in self.offloaded:

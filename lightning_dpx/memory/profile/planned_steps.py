@@ -28,13 +28,17 @@ _WORTH_IT = 0.03  # of a step: bookkeeping that takes less of it may as well be 
 _WARM_UP = 2  # steps: the first is followed call by call, and the second is the first to follow the routine
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 9
-_ENOUGH = 0.6  # seconds
+_ENOUGH = 0.4  # seconds
+# Seconds of a step: with longer ones, which others on the processor disturb less, one turn warms up for them all, and
+# what a place takes is not told apart from what a value takes. Otherwise a model of 2,000 layers takes 4 s for it.
+_LONG = 0.05
 # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
 # all do; and the few that are far apart tell what a place takes, see places.py.
 _EVERY = 2
 _RARELY = 8
 _LEAST_RATIO = 1.0  # of a place to a value: 1.1 to 3.7, mostly 2, where nine models were measured many times
 _MOST_RATIO = 3.0
+_USUAL_RATIO = 2.0
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -59,7 +63,9 @@ def measured_in_step(
         known: What bookkeeping takes elsewhere: what it counts as where it is too little to be seen in the step.
     """
     droppable = droppable_values(profile)
-    sets = {"dropped": droppable[::_EVERY], "sparsely": droppable[::_RARELY]}
+    sets = {"dropped": droppable[::_EVERY]}
+    if profile.step_seconds <= _LONG:
+        sets["sparsely"] = droppable[::_RARELY]
     made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
     by_values = known.value * len(made["dropped"])
@@ -73,7 +79,8 @@ def measured_in_step(
             kinds[kind] = _dropping(profile, module, dropped)
         if by_calls >= least:
             kinds["replayed"] = Replays(module, [call.name for call in calls])
-        found = timer.in_a_row(partial(_least_in_turns, kinds, timer, forward, backward))
+        warm_up = _WARM_UP if profile.step_seconds <= _LONG else 1
+        found = timer.in_a_row(partial(_least_in_turns, kinds, timer, forward, backward, warm_up))
     finally:
         for hooks in kinds.values():
             hooks.remove()
@@ -113,26 +120,35 @@ class _Case(NamedTuple):
 
 
 def _told_apart(cases: Sequence[_Case], known: Bookkeeping) -> Bookkeeping:
-    """What each value takes and what each place takes, of two sets.
+    """What each value takes and what each place takes, of one set or two.
 
-    Both sets tell how much it is in all; which part of it belongs to places is a difference of differences, which
-    another process on the same core may turn around, so that is believed within bounds only.
+    All sets together tell how much it is in all, and two of them which part of it belongs to places.
     """
-    usual, sparse = cases
-    spent = usual.seconds + sparse.seconds
+    usual = cases[0]
     if not usual.places:
         return known
-    spent = max(spent, known.value * (usual.made + sparse.made))  # in caches it takes that, and nowhere less
-    ratio = _LEAST_RATIO
-    both = usual.made * sparse.seconds - sparse.made * usual.seconds
-    each = sparse.places * usual.seconds - usual.places * sparse.seconds
-    if both > 0.0:  # the second set takes more for each value, as its places are farther apart
-        ratio = min(max(both / each, _LEAST_RATIO), _MOST_RATIO) if each > 0.0 else _MOST_RATIO
-    made = usual.made + sparse.made
-    places = usual.places + sparse.places
+    made = sum(case.made for case in cases)
+    places = sum(case.places for case in cases)
+    # In caches it takes as much as what is known, and nowhere less.
+    spent = max(sum(case.seconds for case in cases), known.value * made)
+    ratio = _USUAL_RATIO if len(cases) == 1 else _ratio_of(*cases)
     value = spent / (made + ratio * places)
     share = usual.places / usual.made
     return replace(known, value=value * (1.0 + ratio * share), place=value * ratio, usual_places=share)
+
+
+def _ratio_of(usual: _Case, sparse: _Case) -> float:
+    """What a place takes, over what a value takes.
+
+    It is a difference of differences, which another process on the same core may turn around, so that is believed
+    within bounds only.
+    """
+    both = usual.made * sparse.seconds - sparse.made * usual.seconds
+    each = sparse.places * usual.seconds - usual.places * sparse.seconds
+    if both <= 0.0:
+        return _LEAST_RATIO
+    # The second set takes more for each value, as its places are farther apart.
+    return min(max(both / each, _LEAST_RATIO), _MOST_RATIO) if each > 0.0 else _MOST_RATIO
 
 
 def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
@@ -174,7 +190,7 @@ def droppable_values(profile: Profile) -> list[int]:
 
 
 def _least_in_turns(
-    kinds: dict[str, Practised | Replays], timer: StepTimer, forward: Forward, backward: Backward
+    kinds: dict[str, Practised | Replays], timer: StepTimer, forward: Forward, backward: Backward, warm_up: int
 ) -> dict[str, float]:
     """The least seconds of steps of each kind, and of steps without a plan, which have no name.
 
@@ -186,8 +202,8 @@ def _least_in_turns(
     for hooks in kinds.values():
         if isinstance(hooks, Practised):
             hooks.remove()
-    for turn in range(_WARM_UP + _MOST_ROUNDS):
-        if turn >= _WARM_UP:
+    for turn in range(warm_up + _MOST_ROUNDS):
+        if turn >= warm_up:
             seconds, _ = timer.timed(forward, backward)
             times[""].append(seconds)
             spent += seconds
@@ -198,10 +214,10 @@ def _least_in_turns(
             if isinstance(hooks, Practised):  # they are on many modules, where other steps would pay for them
                 hooks.remove()
             spent += seconds
-            if turn >= _WARM_UP:
+            if turn >= warm_up:
                 times[kind].append(seconds)
         is_sure = len(times[""]) >= _FEWEST_ROUNDS and all(map(is_confirmed, times.values()))
-        if is_sure or (turn >= _WARM_UP and spent > _ENOUGH):
+        if is_sure or (turn >= warm_up and spent > _ENOUGH):
             break
     return {kind: min(found) for kind, found in times.items()}
 

@@ -21,7 +21,7 @@ Backward = Callable[[Tensor], None]
 _FEWEST_STEPS = 2
 _MOST_STEPS = 12
 _SHORT = 0.1  # seconds of steps, after which the fewest are enough
-_ENOUGH = 0.5  # seconds, after which even one is
+_ENOUGH = 0.3  # seconds, after which even one is
 _SURE = 1.02  # the least time is believed when another one came as close
 
 
