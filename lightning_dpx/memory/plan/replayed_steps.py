@@ -232,7 +232,7 @@ class _Replayed:
         counts = dict[str, int]()
         found = dict[str, str]()
         for hold, region in zip(self._profile.holds, self._region.tolist(), strict=True):
-            if region < 0 and hold.name not in found:
+            if region < 0 and hold.name and hold.name not in found:
                 counts[hold.module_call] = number = counts.get(hold.module_call, 0) + 1
                 found[hold.name] = f"{hold.module_call}:{number}"
         return found

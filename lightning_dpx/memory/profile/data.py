@@ -118,11 +118,11 @@ class SavedCall:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Autograd holds a value.
+    """Autograd holds a value, or a tensor of a call that is too small to be one.
 
     Attributes:
-        name: Of the value.
-        module_call: The name of the call that runs when it is saved.
+        name: Of the value; empty for a small tensor.
+        module_call: The name of the call that runs when it is saved; empty likewise.
         call: The number of the innermost call that can be replayed; -1 without one.
         asked: The event at which backward first asks for it; -1 if it never does.
         end: The event at which autograd lets go of it.

@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replay
+from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -23,6 +25,7 @@ from lightning_dpx.torch_compat import disable_current_modes
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
+_FEWEST_BYTES = SMALL  # of the tensors that calls save and that are too small for a decision of their own
 _MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
 
 
@@ -49,6 +52,43 @@ class TriesReplays(Protocol):
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right."""
+
+
+class SmallPart:
+    """What autograd holds for a tensor of a call that is too small for a decision: tells when it is asked for and goes.
+
+    Attributes:
+        entry: What the hooks made of the tensor.
+    """
+
+    __slots__ = ("_calls", "_number", "entry")
+
+    def __init__(self, entry: Unnamed, calls: "NotedCalls", number: int) -> None:
+        self.entry = entry
+        self._calls = calls
+        self._number = number
+
+    def asked(self) -> None:
+        """Backward asks for it."""
+        self._calls.small_is_asked(self._number)
+
+    def __del__(self) -> None:
+        self._calls.small_goes(self._number)
+
+
+@dataclass(slots=True)
+class _Span:
+    """From when until when backward uses a small tensor of a call.
+
+    Attributes:
+        call: The number of the noted call that saves it.
+        asked: Event, -1 if it never does.
+        end: Event, -1 if it is still there.
+    """
+
+    call: int
+    asked: int = -1
+    end: int = -1
 
 
 @dataclass(slots=True)
@@ -103,6 +143,9 @@ class NotedCalls:
         self._holds: list[tuple[str, str, int]] = []  # name, running call, number of the noted one
         self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
         self._tried: list[int] = []
+        self._small: list[_Span] = []
+        self._small_bytes: dict[int, int] = {}  # by the number of the tensor
+        self._begun = set[int]()  # calls of whose small tensors backward has asked for one
 
     def begins(self, call: Call) -> None:
         """A call begins."""
@@ -157,6 +200,28 @@ class NotedCalls:
             stack = self._names.stack
             self._holds.append((name, stack[-1][0] if stack else "", innermost))
 
+    def part(self, tensor: torch.Tensor, held: Unnamed) -> Unnamed | SmallPart:
+        """What autograd is to hold for a tensor without a name: the next one that is packed."""
+        innermost = self._open[-1] if self._open else -1
+        if innermost < 0 or tensor.layout is not torch.strided:
+            return held
+        if self._trace.allocation_of(tensor.untyped_storage()) is None:
+            return held
+        self._small_bytes[len(self._buckets)] = tensor.nbytes
+        self._small.append(_Span(innermost))
+        return SmallPart(held, self, len(self._small) - 1)
+
+    def small_is_asked(self, number: int) -> None:
+        """Backward asks for a small tensor; for the first one of a call that is an event of its own."""
+        span = self._small[number]
+        if span.asked < 0:
+            span.asked = self._trace.now if span.call in self._begun else self._trace.mark()
+            self._begun.add(span.call)
+
+    def small_goes(self, number: int) -> None:
+        """Autograd lets go of a small tensor."""
+        self._small[number].end = self._trace.now
+
     def try_all(self, meter: TriesReplays) -> None:
         """Makes calls again, outer ones first; those that do not give the same are no longer considered.
 
@@ -166,7 +231,7 @@ class NotedCalls:
         most = _LARGEST_PART * len(self._buckets)
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for number, noted in enumerate(self._noted):
-            if noted.end >= 0 and noted.given and noted.count <= most and self._saves_values(noted):
+            if noted.end >= 0 and noted.given and noted.count <= most and self._saves_enough(noted):
                 kinds.setdefault(self._kind(noted), []).append(number)
         for numbers in sorted(kinds.values(), key=lambda numbers: -self._noted[numbers[0]].count):
             tensors = sum(self._noted[number].count for number in numbers)
@@ -194,8 +259,11 @@ class NotedCalls:
         except Exception:  # noqa: BLE001  a call of a module runs whatever its author wrote
             return False
 
-    def _saves_values(self, noted: _Noted) -> bool:
-        return any(at in self._hold_of for at in range(noted.first, noted.first + noted.count))
+    def _saves_enough(self, noted: _Noted) -> bool:
+        numbers = range(noted.first, noted.first + noted.count)
+        if any(at in self._hold_of for at in numbers):
+            return True
+        return sum(self._small_bytes.get(at, 0) for at in numbers) >= _FEWEST_BYTES
 
     def _numbered(self, noted: _Noted) -> list[tuple[int, tuple[Any, int]]]:
         return [(at, self._buckets[at]) for at in range(noted.first, noted.first + noted.count)]
@@ -250,19 +318,31 @@ class NotedCalls:
                 noted.again.setdefault(id(allocation), (allocation.num_bytes, []))[1].append(at)
 
     def holds(self, asked: Sequence[int], ends: Sequence[int]) -> tuple[Hold, ...]:
-        """What autograd has held, in order.
+        """What autograd has held, in order; then the small tensors of calls, without a name.
 
         Args:
             asked: For each the event at which backward first asked for it, or -1.
             ends: For each the event at which autograd let go of it.
         """
-        place = {number: at for at, number in enumerate(self._tried)}
         found = []
         for at, (name, module_call, noted) in enumerate(self._holds):
-            while noted >= 0 and noted not in place:
-                noted = self._noted[noted].parent
-            found.append(Hold(name, module_call, place.get(noted, -1), asked[at], ends[at]))
+            found.append(Hold(name, module_call, self._tried_around(noted), asked[at], ends[at]))
+        for span in self._small:
+            call = self._tried_around(span.call)
+            if call >= 0:
+                end = self._trace.now if span.end < 0 else span.end
+                found.append(Hold("", "", call, span.asked, end))
         return tuple(found)
+
+    def _tried_around(self, noted: int) -> int:
+        """The place of the innermost call that can be replayed, from one on outwards; -1 without one."""
+        while noted >= 0 and noted not in self._places:
+            noted = self._noted[noted].parent
+        return self._places.get(noted, -1)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {number: at for at, number in enumerate(self._tried)}
 
     def calls(self, ends: Sequence[int], storages: dict[int, int], end: int) -> tuple[SavedCall, ...]:
         """Those that can be replayed, in the order in which they begin.
@@ -272,7 +352,7 @@ class NotedCalls:
             storages: The numbers of the profile's storages, by the id of their memory.
             end: Of the step.
         """
-        place = {number: at for at, number in enumerate(self._tried)}
+        place = self._places
         found = []
         for number in self._tried:
             noted = self._noted[number]

@@ -21,7 +21,8 @@ def count_places(profile: Profile, dropped: Collection[int]) -> int:
         dropped: Indices of values.
     """
     names = {profile.values[index].name for index in dropped}
-    in_order = [hold.name for hold in profile.holds] or [value.name for value in profile.values if value.name]
+    held = profile.holds or profile.values
+    in_order = [one.name for one in held if one.name]
     found = 0
     kept = _APART
     for name in in_order:

@@ -40,7 +40,7 @@ from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, Profile, Request, SavedCall, SavedStorage, SavedValue
 from lightning_dpx.memory.profile.known_steps import measured_once
-from lightning_dpx.memory.profile.noted_calls import NotedCalls
+from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
@@ -146,7 +146,9 @@ class _Profiler(Rematerialisation):
                 value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
                 self.calls.packed(tensor, packed.entry, packed.index, value.name)
             else:
+                held = self.calls.part(tensor, packed)
                 self.calls.packed(tensor, packed, -1, "")
+                return held
         return packed
 
     def _packed(self, tensor: torch.Tensor) -> Any:
@@ -203,6 +205,9 @@ class _Profiler(Rematerialisation):
         return value
 
     def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, SmallPart):
+            saved.asked()
+            return super().unpack(saved.entry)
         if not isinstance(saved, _Traced):
             if not self._keep and not self._copies:
                 self.asks_itself = True
@@ -239,7 +244,7 @@ class _Profiler(Rematerialisation):
 
     def packed(self, node: Any, saved: Any) -> Any:
         found = super().packed(node, saved)
-        return found.entry if isinstance(found, _Traced) else found
+        return found.entry if isinstance(found, _Traced | SmallPart) else found
 
     def released(self, index: int, entry: Value | View) -> None:
         self.ends[index] = self._trace.mark()

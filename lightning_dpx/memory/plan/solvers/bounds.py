@@ -229,7 +229,7 @@ def _leave_out_calls(relaxation: Relaxation, least: np.ndarray) -> None:
     for call in profile.calls:
         if call.parent < 0:
             least[call.end :] -= call.small
-    within = {hold.name for hold in profile.holds if hold.call >= 0}
+    within = {hold.name for hold in profile.holds if hold.name and hold.call >= 0}
     droppable = set(relaxation.units)
     for number, unit in enumerate(problem.units):
         values = [profile.values[index] for index in unit.values]
