@@ -27,10 +27,11 @@ from lightning_dpx.memory.profile.profiler import FreshForward
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.progress import at
 
-_WARM_UP = 2  # turns: in its first step a plan learns where hooks are needed
-_FEWEST_TURNS = 7
-_MOST_TURNS = 23
-_ENOUGH = 0.5  # seconds of steps
+_WARM_UP = 2  # steps: in its first one a plan learns where hooks are needed
+_FEWEST_TURNS = 3
+_MOST_TURNS = 21
+_ENOUGH = 0.4  # seconds of steps
+_TOO_MUCH = 0.6  # seconds: steps that take more for the fewest turns are not timed
 _SURELY = 0.97  # of the time with the plan that is said to be fastest: less is no luck
 
 
@@ -120,8 +121,9 @@ def _are_timed(plans: Sequence[MemoryPlan], profile: Profile, module: nn.Module)
         return False
     if not all((plan.dropped or plan.replayed) and not plan.names("offload") for plan in plans):
         return False
-    of_a_turn = sum(2.0 + (plan.recompute_share or 0.0) for plan in plans)
-    return _FEWEST_TURNS * of_a_turn * profile.step_seconds < _ENOUGH
+    with_plans = sum(1.0 + (plan.recompute_share or 0.0) for plan in plans)
+    steps = (_WARM_UP + _FEWEST_TURNS) * with_plans + _FEWEST_TURNS * len(plans)
+    return steps * profile.step_seconds < _TOO_MUCH
 
 
 def _ratios(plans: Sequence[MemoryPlan], timer: StepTimer, module: nn.Module, forward: FreshForward) -> list[float]:
@@ -147,17 +149,25 @@ def _ratios_in_turns(at_work: Sequence[_PlanAtWork], timer: StepTimer, forward: 
     ratios: list[list[float]] = [[] for _ in at_work]
     for one in at_work:
         one.remove()
+    for one in at_work:
+        for _ in range(_WARM_UP):
+            _timed_with(one, timer, forward)
     before, _ = timer.timed(forward, Tensor.backward)
     turn = 0
     while turn < _FEWEST_TURNS or (spent < _ENOUGH and turn < _MOST_TURNS):
         for one, found in zip(at_work, ratios, strict=True):
-            one.put_on()
-            with_plan, _ = timer.timed(Within(one.active, forward), Tensor.backward)
-            one.remove()
+            with_plan = _timed_with(one, timer, forward)
             after, _ = timer.timed(forward, Tensor.backward)
             spent += with_plan + after
-            if turn >= _WARM_UP:
-                found.append(2.0 * with_plan / (before + after))
+            found.append(2.0 * with_plan / (before + after))
             before = after
         turn += 1
     return [statistics.median(found) for found in ratios]
+
+
+def _timed_with(plan: _PlanAtWork, timer: StepTimer, forward: FreshForward) -> float:
+    """Seconds of a step with a plan, whose hooks are on for that step only: others would pay for them."""
+    plan.put_on()
+    seconds, _ = timer.timed(Within(plan.active, forward), Tensor.backward)
+    plan.remove()
+    return seconds

@@ -29,7 +29,7 @@ from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import VIEWS, NotRecomputable, recipe_for
-from lightning_dpx.memory.execute.transforms import STEP_ASIDE, is_transformed
+from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import (
     Both,
@@ -49,7 +49,13 @@ from lightning_dpx.memory.execute.values import (
     release_use,
     same_geometry,
 )
-from lightning_dpx.torch_compat import DisableTorchFunction, key_of, output_metadata, version_counter
+from lightning_dpx.torch_compat import (
+    DisableTorchFunction,
+    is_functorch_wrapped_tensor,
+    key_of,
+    output_metadata,
+    version_counter,
+)
 
 Pack = Callable[[torch.Tensor], Any]
 _TAG = "lightning_dpx.values"
@@ -141,7 +147,7 @@ class Rematerialisation:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
-        if tensor.layout is not torch.strided or is_transformed(tensor):
+        if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return Unnamed(tensor.detach(), version_counter(tensor))
         node = tensor.grad_fn
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
@@ -470,8 +476,8 @@ class Node:
         self._owner = owner
         self._node = node
         self._depth = depth
+        self._identity = identity
         self.output = output
-        self.saved_strides = None if identity is None else identity.stride  # of the output, where it is saved
 
     def __getattr__(self, name: str) -> Any:
         """An argument of the operator that is not a tensor."""
@@ -530,6 +536,11 @@ class Node:
         return found
 
     @property
+    def saved_strides(self) -> tuple[int, ...] | None:
+        """Of the output, where it is saved."""
+        return None if self._identity is None else self._identity.stride
+
+    @property
     def num_edges(self) -> int:
         """Input tensors."""
         return len(self._node.next_functions)
@@ -546,6 +557,8 @@ class Node:
     @property
     def dtype(self) -> torch.dtype:
         """Of the output."""
+        if self._identity is not None:  # the metadata are made anew for every look, and for all outputs
+            return self._identity.dtype
         dtype: torch.dtype = output_metadata(self._node)[self.output].dtype
         return dtype
 

@@ -62,8 +62,9 @@ def _slice(node: Any) -> Any:
 def _split(node: Any) -> Any:
     dim = signed(node.dim)
     size = node.split_size
-    part = node.output
-    return _part(dim, size * part, node.shape[dim]), [node.edge(0)]  # the last part may be shorter than the others
+    start = size * node.output
+    length = min(size, node.self_sym_sizes[dim] - start)  # the last part may be shorter than the others
+    return _part(dim, start, length), [node.edge(0)]
 
 
 @view("SplitWithSizesBackward0", "UnsafeSplitWithSizesBackward0")
