@@ -401,6 +401,8 @@ class TrainingStep:
             self._reduce_processes(self._processes)
 
     def _reduce_here(self) -> None:
+        if len(self._replicas.primaries) == 1:  # gradients are where the optimizer finds them, and are their own sum
+            return
         done = self._overlapped.done if self._overlapped is not None else frozenset()
         for indices in self._buckets:
             left = [index for index in indices if index not in done] if done else indices

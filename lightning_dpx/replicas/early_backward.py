@@ -83,13 +83,8 @@ class EarlyBackward:
             shown: Every forward finds what is put aside in its place, as it would on one device.
         """
         self._shown = shown
-        self._aside = [_taken(replica) for replica in self._primaries]
-        if zeroed:
-            for replica, column in zip(self._primaries, self._aside, strict=True):
-                for index, parameter in enumerate(replica.parameters):
-                    if id(parameter) in zeroed:
-                        column[index] = None
-        return any(gradient is not None for column in self._aside for gradient in column)
+        self._aside = [_taken(replica, zeroed) for replica in self._primaries]
+        return any(column.count(None) < len(column) for column in self._aside)
 
     def take(self) -> None:
         """After the last micro-batch: the parameters' gradients are those that were put aside."""
@@ -98,6 +93,8 @@ class EarlyBackward:
 
     def _put_back(self) -> None:
         for replica, column in zip(self._primaries, self._aside, strict=True):
+            if column.count(None) == len(column):  # as where all were zeroed
+                continue
             for parameter, gradient in zip(replica.parameters, column, strict=True):
                 if gradient is not None:
                     parameter.grad = gradient
@@ -122,7 +119,8 @@ class EarlyBackward:
                     if own is None:
                         continue
                     scaled = own if factor == 1 else own * factor
-                    parameter.grad = _sum(parameter.grad, scaled)
+                    there = parameter.grad
+                    parameter.grad = scaled if there is None else _sum(there, scaled)
 
     def before_forward(self, place: int) -> None:
         """A forward on this device begins: it finds the gradients of earlier steps, if it is to look."""
@@ -264,16 +262,16 @@ def loss_of(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def _sum(there: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    if there is None:
-        return gradient
+def _sum(there: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return there.add_(gradient) if there.layout == torch.strided else there + gradient
 
 
-def _taken(replica: Replica) -> list[torch.Tensor | None]:
-    """The gradients of the parameters, which have none then."""
+def _taken(replica: Replica, freed: Collection[int] = ()) -> list[torch.Tensor | None]:
+    """The gradients of the parameters, which have none then; without those of parameters with ids in ``freed``."""
     gradients = list(map(_GRADIENT, replica.parameters))
-    for parameter, gradient in zip(replica.parameters, gradients, strict=True):
-        if gradient is not None:
+    for index, parameter in enumerate(replica.parameters):
+        if gradients[index] is not None:
             parameter.grad = None
+            if id(parameter) in freed:
+                gradients[index] = None
     return gradients
