@@ -35,7 +35,7 @@ RoomOf = Callable[[torch.device], int]  # bytes of activations that one replica 
 
 @dataclass(slots=True)
 class MicroBatchChooser:
-    """Chooses for the training steps of a session, once.
+    """Chooses for the training steps of a session: of the first batch, and of each that is larger than any before.
 
     Args:
         session: Whose.
@@ -51,11 +51,15 @@ class MicroBatchChooser:
     choices: dict[torch.device, MicroBatchChoice] = field(default_factory=dict)
     tried: TriedSteps = field(default_factory=dict)
 
+    def has_chosen_for_less(self, batch: Any) -> bool:
+        """Whether what was chosen, and was not taken back, was for smaller batches than this one."""
+        return bool(self.choices) and not self.session.strategy.planning.knows(batch)
+
     def numbers(self, slices: list[BatchSlice], run: Step, room_of: RoomOf, planner: Any) -> list[int]:
         """Micro-batches of every device, 1 where its slice had better stay in one piece.
 
         Args:
-            slices: Of the first batch.
+            slices: Of the batch that decides, one for each device.
             run: ``run(module, rows, num_rows)``: the training step of a shadow of a replica.
             room_of: What is allowed.
             planner: Who plans.
@@ -64,6 +68,7 @@ class MicroBatchChooser:
             BudgetError: a budget cannot be met, whatever the number.
         """
         self.is_open = False
+        self.tried = {}
         devices = self.session.replicas.devices
         why_not = self._why_in_one_piece(slices)
         if why_not:

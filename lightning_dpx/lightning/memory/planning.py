@@ -194,6 +194,10 @@ class MemoryPlanning:
                 self._other_steps.look_back(applied)
         return not self._shapes.hold(batch) or self._other_steps.expected
 
+    def knows(self, batch: Any) -> bool:
+        """Whether plans were made for batches that are at least as large in every dim."""
+        return self._shapes.hold(batch)
+
     def decide(
         self,
         replicas: ReplicaSet,

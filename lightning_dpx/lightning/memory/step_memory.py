@@ -30,6 +30,10 @@ from lightning_dpx.shifting import BetweenSteps, applied_shift
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
+_NO_BOUND = (
+    "dpx: memory no longer bounds the batch: a larger one is cut into more micro-batches. What looks for the largest "
+    "batch that fits (BatchSizeFinder) ends at its max_trials or max_val, or at the size of the data set."
+)
 Forward = Callable[[list[BatchSlice], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -114,26 +118,40 @@ class StepMemory(NoStepMemory):
         self._micro_batches = MicroBatchChooser(session)
 
     def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Chooses, of the first batch, into how many micro-batches every device's slice is cut.
+        """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
+
+        A larger batch never has fewer: what was chosen before is needed for the smaller ones.
 
         Raises:
             BudgetError: the budget cannot be met, whatever the number.
         """
         chooser = self._micro_batches
         session = self._session
-        if not (chooser.is_open and session.options.chooses_micro_batches):
+        grows = chooser.has_chosen_for_less(args[0])
+        if not session.options.chooses_micro_batches or not (chooser.is_open or grows):
             return False
-        with iterators_peeked(session.replicas.root.module) as peeked:
+        replicas = session.replicas
+        if replicas.cuts_slices:
+            slices = self._slices_of_devices(args[0])
+        with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(StepInput(slices, args, kwargs), peeked)
             static = self._static_memory(slices)
-            room_of = partial(self._planning.room_of_replica, session.replicas, slices, static)
+            room_of = partial(self._planning.room_of_replica, replicas, slices, static)
             numbers = chooser.numbers(slices, run, room_of, self._planning.planner)
-        is_cut = max(numbers) > 1 and session.cut_slices(numbers)
+        numbers = list(map(max, numbers, replicas.micro_batches))
+        is_cut = numbers != list(replicas.micro_batches) and session.cut_slices(numbers)
         self._planning.tried = chooser.tried
         if not is_cut:
             return False
         self._planning.cut_costs = {device: choice.cut_share for device, choice in chooser.choices.items()}
+        if grows:
+            session.strategy.announce(_NO_BOUND)
         return True
+
+    def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
+        """One for each device, none of them cut further."""
+        with self._session.replicas.slices_in_one_piece():
+            return self._session.slices.of("training_step", batch)
 
     def leave_micro_batches(self, reason: str) -> bool:
         """What was chosen here is taken back; what was asked for stays."""

@@ -2,14 +2,16 @@
 
 import json
 import re
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import Planner
@@ -223,3 +225,45 @@ def test_devices_of_unequal_budgets_have_unequal_numbers(sim, one_device, caplog
 def test_what_is_no_number_is_refused(number) -> None:
     with pytest.raises(dpx.ConfigurationError, match="micro_batches"):
         dpx.DPXStrategy(micro_batches=number, memory_budget="1GiB")
+
+
+class Grows(Tower):
+    """A batch size that a finder may set."""
+
+    batch_size = ROWS // 4
+    num_rows = 2 * ROWS
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(self.num_rows, 16), self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.randn(1, 16))
+
+
+class Endless(Grows):
+    def train_dataloader(self) -> Any:
+        return DataLoader(EndlessRows(), self.batch_size)
+
+
+class EndlessRows(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.ones(16)
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+@pytest.mark.parametrize(("kind", "max_trials", "found"), [(Grows, 25, 2 * ROWS), (Endless, 5, 4 * ROWS)])
+def test_a_search_for_the_largest_batch_ends_where_nothing_bounds_it(
+    kind, max_trials, found, mode, caplog, tmp_path
+) -> None:
+    module = kind()
+    finder = BatchSizeFinder(mode=mode, steps_per_trial=1, init_val=ROWS // 4, max_trials=max_trials, margin=0.0)
+    strategy = dpx.DPXStrategy(plan_cache=False, verify="off", **options_for(module, UNPLANNED))
+    caplog.set_level("INFO")
+    trainer = make_trainer(
+        strategy=strategy, callbacks=[finder], max_steps=1, accelerator="cpu", default_root_dir=tmp_path
+    )
+    trainer.fit(module)
+    assert module.batch_size == found
+    assert said(caplog).count("memory no longer bounds the batch") == 1
+    assert re.search(r"[2-9] micro-batches of \d+ rows", said(caplog))
