@@ -89,7 +89,7 @@ class _Contestant:
             return peak_of_passing(lambda: self._run(x))
 
     def _run(self, x: Tensor) -> None:
-        _loss(self._model, x).backward()  # type: ignore[no-untyped-call]
+        loss_of_output(self._model, x).backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, x: Tensor) -> list[Tensor]:
         """Of a step from the same random numbers."""
@@ -97,7 +97,8 @@ class _Contestant:
         return [parameter.grad.clone() for parameter in self._model.parameters() if parameter.grad is not None]
 
 
-def _loss(model: nn.Module, x: Tensor) -> Tensor:
+def loss_of_output(model: nn.Module, x: Tensor) -> Tensor:
+    """A mean over all that the model gives for ``x``."""
     loss: Tensor = model(x).float().pow(2).mean()
     return loss
 
@@ -149,7 +150,7 @@ def compare_plans(
     """
     if compile_budgets is not None:
         require_compiler(compile_backend)
-    _keep_freed_memory()
+    keep_freed_memory()
     results: list[Contest] = []
     for name in models:
         torch.manual_seed(0)
@@ -164,7 +165,7 @@ def compare_plans(
     return results
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Glibc hands large blocks back to the system and asks for them again, by rules that depend on the order of events.
 
     Whether a step pays for that is chance, so for the time of the bench no step does.
@@ -215,7 +216,7 @@ def _compare(
         contestants.append(_planned(mode, model, plan, x))
         peaks[mode] = contestants[-1].peak(x)
     expected = unplanned.gradients(x)
-    agreement = {contestant.mode: _agreement(contestant.gradients(x), expected) for contestant in contestants}
+    agreement = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
     for turn in range(rounds):
         progress(f"{name}: round {turn + 1} of {rounds}")
         for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
@@ -244,10 +245,10 @@ def _compare(
 def _profile(model: Staged, x: Tensor) -> Any:
     """The profile of the very step that is timed, which begins without gradients."""
     model.zero_grad(set_to_none=True)
-    return profile_step(model, lambda: _loss(model, x), torch.device("cpu"))
+    return profile_step(model, lambda: loss_of_output(model, x), torch.device("cpu"))
 
 
-def _agreement(given: list[Tensor], expected: list[Tensor]) -> tuple[bool, bool]:
+def agreement(given: list[Tensor], expected: list[Tensor]) -> tuple[bool, bool]:
     """Whether gradients are the same bits, and whether they are close."""
 
     def close(a: Tensor, b: Tensor) -> bool:  # eager gradients of 200 batch norms are 1.4% away from those in float64

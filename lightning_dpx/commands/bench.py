@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,25 @@ from lightning_dpx.bench import (
     MODELS,
     MODES,
     SCALE_PARAMETERS,
+    SHARES,
     SIZES,
     STAGED_MODELS,
     ZOO,
     Where,
+    compare_micro_batches,
     compare_plans,
     compare_reductions,
     compare_steps,
     compare_zoo,
     format_contests,
+    format_micro_batches,
     format_reductions,
     format_scale,
     format_table,
     format_zoo,
     measure_scale,
     plot_contests,
+    plot_micro_batches,
     plot_reductions,
 )
 from lightning_dpx.commands.progress import done, progress
@@ -74,6 +79,11 @@ def add_to(commands: Any) -> None:
         "--zoo", nargs="*", choices=ZOO, metavar="MODEL",
         help="instead: real models of libraries, or those that are named, each beside its library's own checkpointing "
         f"and at its peak: {', '.join(ZOO)}",
+    )  # fmt: skip
+    plan.add_argument(
+        "--micro-batches", action="store_true",
+        help="instead: a plan of all rows, micro-batches by hand and both, in one thread (default: gpt lstm unet at "
+        f"{' '.join(map(str, SHARES))} of the peak)",
     )  # fmt: skip
     plan.add_argument("--rounds", type=_positive, default=7, help="turns of every contestant")
     plan.add_argument(
@@ -135,6 +145,8 @@ def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of every start and stop
     if args.zoo is not None:
         return _bench_zoo(args)
+    if args.micro_batches:
+        return _bench_micro_batches(args)
     results = compare_plans(
         args.models or list(STAGED_MODELS),
         args.budgets or list(BUDGETS),
@@ -150,17 +162,35 @@ def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
     return 0
 
 
+def _bench_micro_batches(args: argparse.Namespace) -> int:
+    """The table of plans, micro-batches and both; the picture where matplotlib is installed.
+
+    Raises:
+        ConfigurationError: an option is given that has no meaning for them.
+    """
+    if args.compile is not None:
+        raise ConfigurationError("--compile is for other ways of checkpointing; leave it out with --micro-batches.")
+    models = args.models or ["gpt", "lstm", "unet"]
+    results = compare_micro_batches(models, args.budgets or SHARES, args.rounds, progress, _missing)
+    _report(args.json, [result.as_dict() for result in results], format_micro_batches(results))
+    if args.plot is not None and find_spec("matplotlib") is None:
+        _missing(f"{args.plot} is not drawn: pictures need matplotlib; pip install 'lightning-dpx[plots]'.")
+    elif args.plot is not None:
+        plot_micro_batches(results, args.plot)
+    return 0
+
+
 def _bench_zoo(args: argparse.Namespace) -> int:
     """The table of real models.
 
     Raises:
         ConfigurationError: an option is given that has no meaning for them.
     """
-    for option in ("models", "budgets", "compile", "plot"):
-        if getattr(args, option) is not None:
+    for option in ("models", "budgets", "compile", "plot", "micro_batches"):
+        if getattr(args, option) not in (None, False):
             raise ConfigurationError(
-                f"--{option} is for the bench's own models; with --zoo name models behind it (--zoo bert llama), and "
-                "their budgets are the peaks of their own checkpointing."
+                f"--{option.replace('_', '-')} is for the bench's own models; with --zoo name models behind it "
+                "(--zoo bert llama), and their budgets are the peaks of their own checkpointing."
             )
     results = compare_zoo(args.zoo or list(ZOO), args.rounds, progress, _missing)
     if not results:

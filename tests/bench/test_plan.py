@@ -1,16 +1,20 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_dpx.bench.micro_batch_plans import MicroBatchContest, format_micro_batches
 from lightning_dpx.bench.plan import Contest, format_contests
 from lightning_dpx.bench.plan_peers import PEERS
-from lightning_dpx.bench.staged import STAGED_MODELS
+from lightning_dpx.bench.staged import STAGED_MODELS, Chain, _Block, _Patches
 from lightning_dpx.bench.zoo_contest import compare_zoo, format_zoo
 from lightning_dpx.cli import main
+from lightning_dpx.commands import bench
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +121,48 @@ def test_a_library_that_checkpoints_by_itself_sets_the_budget() -> None:
 def test_options_of_other_models_are_refused_with_the_zoo(capsys: Any) -> None:
     assert main(["bench", "plan", "--zoo", "flow", "--budgets", "0.5"]) == 1
     assert "--budgets is for the bench's own models" in capsys.readouterr().err
+
+
+def test_plans_stand_beside_micro_batches_and_both(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STAGED_MODELS, "vit", replace(STAGED_MODELS["vit"], build=_small_vit))
+    plot = tmp_path / "micro.png"
+    arguments = ["--micro-batches", "--models", "vit", "--budgets", "0.75", "--rounds", "1", "--plot", str(plot)]
+    assert main(["bench", "plan", "--json", *arguments]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    rows = {row["way"]: row for row in results}
+    assert list(rows) == ["plain", "plan alone", "micro-batches", "both"]
+    assert [rows[way]["number"] for way in ("plain", "plan alone", "micro-batches")] == [1, 1, 2]
+    assert rows["plan alone"]["values_recomputed"] > 0 == rows["micro-batches"]["values_recomputed"]
+    for way in ("plan alone", "micro-batches", "both"):
+        assert rows[way]["close"]
+        assert rows[way]["peak_share"] <= 0.75
+    for way in ("plan alone", "both"):
+        assert rows[way]["peak_share"] == pytest.approx(rows[way]["predicted_share"], rel=0.02)
+    assert rows["both"]["number"] * rows["both"]["rows"] == 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    lines = format_micro_batches([MicroBatchContest(**row) for row in results]).splitlines()
+    assert lines[3].split()[:6] == ["vit", "0.75", "micro-batches", "2", "x", "1"]
+
+
+def _small_vit() -> Chain:
+    """Four blocks, whose gradients are small beside the activations of one row."""
+    wide = [_Block(32, 2, 0.0, causal=False) for _ in range(4)]
+    return Chain(_Patches(32, 1), *wide, nn.Linear(32, 10))
+
+
+def test_without_matplotlib_the_table_is_all(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STAGED_MODELS, "vit", replace(STAGED_MODELS["vit"], build=_small_vit))
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as if it were not installed
+    arguments = ["--micro-batches", "--models", "vit", "--budgets", "0.9", "--rounds", "1"]
+    assert main(["bench", "plan", *arguments, "--plot", str(tmp_path / "micro.png")]) == 0
+    captured = capsys.readouterr()
+    assert "M x rows" in captured.out
+    assert "is not drawn: pictures need matplotlib" in captured.err
+    assert not (tmp_path / "micro.png").exists()
+
+
+def test_what_micro_batches_are_not_compared_with(capsys: Any) -> None:
+    assert main(["bench", "plan", "--micro-batches", "--compile"]) == 1
+    assert "--compile is for other ways of checkpointing" in capsys.readouterr().err
