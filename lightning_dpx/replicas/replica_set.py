@@ -1,8 +1,8 @@
 """The replicas of one module together with what drives them: slices, workers and state."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, get_args
@@ -291,16 +291,6 @@ class ReplicaSet:
     def cuts_slices(self) -> bool:
         """Whether a step, in the mode that the module is in, has its slices cut into micro-batches."""
         return self.partition.cuts_slices(training=self.root.module.training)
-
-    @contextmanager
-    def slices_in_one_piece(self) -> Iterator[None]:
-        """For the time of the block, slices for training are not cut into micro-batches."""
-        before = set(self._in_one_piece)
-        self._in_one_piece.add(True)
-        try:
-            yield
-        finally:
-            self._in_one_piece = before
 
     @property
     def has_met(self) -> bool:

@@ -3,7 +3,8 @@
 rows --workload--> rows of K devices --neighbours on one device merge--> the same --micro-batches--> rows of replicas
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -78,6 +79,16 @@ class RowPartition:
     def cuts_slices(self, *, training: bool) -> bool:
         """Whether a step in this mode has its slices cut into micro-batches."""
         return self.has_micro_batches and training not in self._in_one_piece
+
+    @contextmanager
+    def slices_in_one_piece(self) -> Iterator[None]:
+        """For the time of the block, slices for training are not cut into micro-batches."""
+        before = self._in_one_piece
+        self._in_one_piece = {*before, True}
+        try:
+            yield
+        finally:
+            self._in_one_piece = before
 
     def cuts_batches(self, *, training: bool) -> bool:
         """Whether a step in this mode may run on several replicas."""

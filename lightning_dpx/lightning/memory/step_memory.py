@@ -138,8 +138,9 @@ class StepMemory(NoStepMemory):
             static = self._static_memory(slices)
             room_of = partial(self._planning.room_of_replica, replicas, slices, static)
             numbers = chooser.numbers(slices, run, room_of, self._planning.planner)
-        numbers = list(map(max, numbers, replicas.micro_batches))
-        is_cut = numbers != list(replicas.micro_batches) and session.cut_slices(numbers)
+        present = replicas.partition.micro_batches
+        numbers = list(map(max, numbers, present))
+        is_cut = numbers != list(present) and session.cut_slices(numbers)
         self._planning.tried = chooser.tried
         if not is_cut:
             return False
@@ -150,7 +151,7 @@ class StepMemory(NoStepMemory):
 
     def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
         """One for each device, none of them cut further."""
-        with self._session.replicas.slices_in_one_piece():
+        with self._session.replicas.partition.slices_in_one_piece():
             return self._session.slices.of("training_step", batch)
 
     def leave_micro_batches(self, reason: str) -> bool:
