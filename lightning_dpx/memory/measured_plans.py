@@ -95,13 +95,14 @@ def fastest_plan(
         run: One forward that returns what backward is to run from.
         timer: Times its steps; one that puts back what they change unless given.
     """
-    if not _are_timed(plans, profile, module):
+    tried = _timed_plans(plans, profile) if _can_be_timed(profile, module) else []
+    if not tried:
         return plans[0]
     at("timing steps with plans")
     meter = CostModel(torch.device("cpu"))
     try:
         with torch.enable_grad():
-            ratios = _ratios(plans, timer or meter.timer(module), module, FreshForward(module, run, nullcontext))
+            ratios = _ratios(tried, timer or meter.timer(module), module, FreshForward(module, run, nullcontext))
     finally:
         meter.forget_reach()
     if not ratios:
@@ -113,17 +114,28 @@ def fastest_plan(
     return replace(plans[best], recompute_share=share, least_share=None if least is None else min(least, share))
 
 
-def _are_timed(plans: Sequence[MemoryPlan], profile: Profile, module: nn.Module) -> bool:
+def _can_be_timed(profile: Profile, module: nn.Module) -> bool:
     homes = {canonical_device(parameter.device) for parameter in module.parameters()}
     if profile.basis or profile.saves or not all(is_host(home) for home in homes) or compiled_parts(module):
         return False
-    if not getattr(module, "automatic_optimization", True):
-        return False
+    return bool(getattr(module, "automatic_optimization", True))
+
+
+def _timed_plans(plans: Sequence[MemoryPlan], profile: Profile) -> list[MemoryPlan]:
+    """As many of them as short enough steps allow, the first ones; none if they do nothing."""
     if not all((plan.dropped or plan.replayed) and not plan.names("offload") for plan in plans):
-        return False
+        return []
+    count = len(plans)
+    while count and _seconds_of_turns(plans[:count], profile) > _TOO_MUCH:
+        count -= 1
+    return list(plans[:count])
+
+
+def _seconds_of_turns(plans: Sequence[MemoryPlan], profile: Profile) -> float:
+    """What the fewest turns take, as far as is known."""
     with_plans = sum(1.0 + (plan.recompute_share or 0.0) for plan in plans)
     steps = (_WARM_UP + _FEWEST_TURNS) * with_plans + _FEWEST_TURNS * len(plans)
-    return steps * profile.step_seconds < _TOO_MUCH
+    return steps * profile.step_seconds
 
 
 def _ratios(plans: Sequence[MemoryPlan], timer: StepTimer, module: nn.Module, forward: FreshForward) -> list[float]:

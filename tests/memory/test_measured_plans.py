@@ -107,6 +107,14 @@ def test_steps_that_are_long_or_run_their_own_backward_are_not_timed(step: tuple
         assert timer.hooks == []
 
 
+def test_where_steps_are_longer_fewer_plans_are_tried(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    module, x, profile = step
+    plans = [replace(plan, recompute_share=0.5, least_share=None) for plan in candidates(module, profile)]
+    longer = replace(profile, step_seconds=0.05)
+    found = chosen((module, x, longer), plans, 5.0)
+    assert found == replace(plans[0], recompute_share=1.5), "the second one, which may be faster, takes too long to try"
+
+
 def test_steps_without_a_plan_have_no_hooks_of_values(step: tuple[nn.Module, Tensor, Profile]) -> None:
     module, x, profile = step
     timer: Any = Scripted(module, 3.0, 3.0)
