@@ -403,7 +403,10 @@ class PythonState:
         return [child for child in replica.modules if not isinstance(child, self._skip) and id(child) not in shared]
 
     def _new_watches(self) -> dict[int, AttributeWatch]:
-        return {index: AttributeWatch(modules, keeps_tensors=index > 0) for index, modules in self._modules.items()}
+        return {
+            index: AttributeWatch(modules, keeps_tensors=index > 0, private=OF_EVERY_MODULE)
+            for index, modules in self._modules.items()
+        }
 
     def _own(self, child: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in vars(child).items() if key not in self._private}

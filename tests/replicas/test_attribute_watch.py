@@ -91,3 +91,24 @@ def test_tensors_of_copies_may_be_kept(modules: list[nn.Module]) -> None:
     assert watch.suspects() == []
     modules[1].table = torch.ones(1)
     assert watch.suspects() == [1]
+
+
+def test_a_value_under_another_name_is_seen(modules: list[nn.Module], watch: AttributeWatch) -> None:
+    modules[1].first = None
+    watch.note(1)
+    assert watch.suspects() == []
+    del modules[1].first
+    modules[1].second = None
+    assert watch.suspects() == [1]
+    assert watch.suspects() == [1], "until it is noted"
+
+
+def test_values_of_private_attributes_are_not_asked_for(modules: list[nn.Module]) -> None:
+    watch = AttributeWatch(modules, private={"training"})
+    for place in watch.suspects():
+        watch.note(place)
+    modules[0].eval()
+    assert watch.suspects() == []
+    modules[0].in_features = 7
+    modules[1].eval()
+    assert watch.suspects() == [0]
