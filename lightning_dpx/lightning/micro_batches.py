@@ -30,12 +30,30 @@ class MicroBatchSteps:
         self._session = session
         self._gradient = LossGradient(session)
         self._said_met = False
+        self._is_first = True  # batch
         if session.end_hook("training_step") is not None:
             session.replicas.partition.leave_slices(training=True)
             rank_zero_warn(
                 "dpx: micro_batches does not cut training steps here: training_step_end needs the outputs of all rows, "
                 "with what they keep for backward."
             )
+
+    def look_at_first(self, slices: list[BatchSlice]) -> None:
+        """Says of the first batch, which counts as a full one, where a device has fewer rows than micro-batches."""
+        if not self._is_first:
+            return
+        self._is_first = False
+        replicas = self._session.replicas
+        rows = [0] * len(replicas.devices)
+        for batch_slice in slices:
+            rows[replicas.device_of[batch_slice.replica.index]] += batch_slice.num_rows
+        for device, number, count in zip(replicas.devices, replicas.micro_batches, rows, strict=True):
+            if 0 < count < number:
+                cut = f"{count} micro-batches of one row" if count > 1 else "one piece, M = 1"
+                rank_zero_warn(
+                    f"dpx: micro_batches={number} is more than the rows of a batch for {device}, {count}: its steps "
+                    f"run in {cut}."
+                )
 
     def run(self, slices: list[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
         """What the micro-batches return, without its graphs.

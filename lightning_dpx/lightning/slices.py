@@ -73,10 +73,13 @@ class Slices:
             check_paths(batch, replicas.slicer.batch_dim)
             replicas.slicer.loaders = paths_of_loaders(session.trainer, name)
         try:
-            return replicas.slices(batch)
+            slices = replicas.slices(batch)
         except UncuttableBatch as error:
             whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
             return None
+        if session.micro_batches is not None and name == "training_step":
+            session.micro_batches.look_at_first(slices)
+        return slices
 
     def _keep_loose_tensors_whole(self) -> None:
         """A gradient of a tensor that is no parameter of the module is that of the first replica's slice only."""

@@ -365,6 +365,52 @@ def test_a_batch_that_cannot_be_cut_runs_whole() -> None:
     assert_equal(ours, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_batches_that_a_step_fetches_have_no_number_chosen(caplog: Any) -> None:
+    class Own(Steps):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    expected = fitted(Own())
+    torch.manual_seed(0)
+    caplog.set_level("INFO")
+    options = {"memory_budget": "1MiB", "plan_cache": False}
+    assert_equal(fitted(Own(), **strategy(1, "auto", **options)), expected)
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert 'micro_batches="auto" leaves training steps in one piece: ' in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "number", "says"),
+    [
+        (5, 8, r"micro_batches=8 is more than the rows of a batch for cpu, 5: its steps run in 5 micro-batches of one"),
+        (1, 4, r"micro_batches=4 is more than the rows of a batch for cpu, 1: its steps run in one piece, M = 1"),
+    ],
+)
+def test_more_micro_batches_than_rows(rows: int, number: int, says: str) -> None:
+    results = []
+    for options in ({}, strategy(1, number)):
+        torch.manual_seed(0)
+        model = Steps()
+        trainer = make_trainer(max_epochs=1, limit_train_batches=3, **options)
+        with pytest.warns(UserWarning, match=says) if options else nullcontext():
+            trainer.fit(model, make_loader(3 * rows, rows))
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_equal(*results)
+
+
+def test_a_number_is_chosen_for_a_batch_of_one_row() -> None:
+    results = []
+    for options in ({}, strategy(1, "auto", memory_budget="1MiB", plan_cache=False)):
+        torch.manual_seed(0)
+        model = Steps()
+        make_trainer(max_epochs=1, limit_train_batches=3, **options).fit(model, make_loader(3, 1))
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "two", [2, 0], None])
 def test_a_number_that_is_none_is_refused(given: Any) -> None:
     with pytest.raises(dpx.ConfigurationError, match=r"micro_batches.* is not allowed; give a positive integer"):
