@@ -543,6 +543,11 @@ class TrainingStep:
                 leaf.grad = gradient
 
     @property
+    def num_pending(self) -> int:
+        """How many slices wait for their gradients."""
+        return len(self._pending)
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether any replica has gradients, of earlier batches."""
         return any(p.grad is not None for replica in self._replicas.primaries for p in replica.parameters)

@@ -60,9 +60,9 @@ class TrainingFlow:
         if not session.follow_structure():
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         args = session.memory.rewindable(args)
-        slices = self._rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
+        slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         if session.memory.cuts_slices(slices, args, kwargs):
-            slices = self._rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
+            slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         session.memory.before_step(slices, args, kwargs)
         if self._runs_alone(slices):
             outputs = self._run_alone(slices[0], args, kwargs)
@@ -84,7 +84,7 @@ class TrainingFlow:
         session.end_batch(NAME, args)
         return outputs
 
-    def _rehearsed(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:
+    def rehearsed(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:
         """The slices after a rehearsal, which may have found that the batch must stay whole."""
         if self._session.rehearsals.before_step(NAME, slices, args, kwargs):
             return self._session.slices.of(NAME, args[0])
@@ -158,7 +158,11 @@ class TrainingFlow:
         session = self._session
         call = ReplicaCall(session, NAME, args[1:], kwargs)
         with session.strategy.precision_plugin.train_step_context(), session.metrics.kept(slices):
-            session.step.forward(slices, call, session.end_hook(NAME))
+            if session.micro_batches is None:
+                session.step.forward(slices, call, session.end_hook(NAME))
+            else:
+                session.step.begin()
+                session.step.merge(slices, session.micro_batches.run(slices, call))
 
     def _run_by_hand(self, slices: list[BatchSlice], call: ReplicaCall) -> Any:
         """The user drives backward and optimizers, and the replicas meet in them."""

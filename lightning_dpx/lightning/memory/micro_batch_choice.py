@@ -44,12 +44,15 @@ class MicroBatchChooser:
         is_open: Whether nothing is decided yet.
         choices: By device, what was chosen.
         tried: The steps that were profiled.
+        is_left: Whether a rehearsal has found that micro-batches are not what one device gives.
     """
 
     session: "Session"
     is_open: bool = True
     choices: dict[torch.device, MicroBatchChoice] = field(default_factory=dict)
     tried: TriedSteps = field(default_factory=dict)
+    is_left: bool = False
+    _raised: int = 0  # the number that a step out of memory was given
 
     def has_chosen_for_less(self, batch: Any) -> bool:
         """Whether what was chosen, and was not taken back, was for smaller batches than this one."""
@@ -70,7 +73,7 @@ class MicroBatchChooser:
         self.is_open = False
         self.tried = {}
         devices = self.session.replicas.devices
-        why_not = self._why_in_one_piece(slices)
+        why_not = self.why_in_one_piece(slices)
         if why_not:
             rank_zero_info(f'dpx: micro_batches="auto" leaves training steps in one piece: {why_not}')
             return [1] * len(devices)
@@ -85,7 +88,7 @@ class MicroBatchChooser:
             self.is_open = True  # the next step may return a loss
         return [self.choices[device].candidate.number if device in self.choices else 1 for device in devices]
 
-    def _why_in_one_piece(self, slices: list[BatchSlice]) -> str:
+    def why_in_one_piece(self, slices: list[BatchSlice]) -> str:
         """What stands in the way of micro-batches, known before anything is profiled."""
         session = self.session
         if not session.module.automatic_optimization:
@@ -121,6 +124,11 @@ class MicroBatchChooser:
 
         return plan_in_micro_batches(rows, profile_of, plan_of, room)[1]
 
+    def raised_to(self, number: int) -> None:
+        """A step that ran out of memory is cut into so many micro-batches, which a rehearsal may take back."""
+        self.is_open = False
+        self._raised = number
+
     def leave(self, reason: str) -> bool:
         """After a rehearsal: micro-batches are not what one device gives, so steps stay in one piece.
 
@@ -131,8 +139,16 @@ class MicroBatchChooser:
             Whether they had been chosen here; what the user chose stays.
         """
         session = self.session
-        if not self.choices or not session.replicas.partition.has_micro_batches:
+        if not (self.choices or self._raised) or not session.replicas.partition.has_micro_batches:
             return False
+        self.is_left = True
+        if self._raised:
+            rank_zero_warn(
+                f"dpx: {self._raised} micro-batches would need less memory, but they are not what one device gives: "
+                f"{reason} So the step stays in one piece; micro_batches={self._raised} cuts it all the same."
+            )
+            session.cut_slices([1] * len(session.replicas.devices))
+            return True
         expected = max(choice.share for choice in self.choices.values())
         number = max(choice.candidate.number for choice in self.choices.values())
         self.choices.clear()

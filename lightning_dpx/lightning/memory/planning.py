@@ -424,6 +424,10 @@ class MemoryPlanning:
             self._decided = tighter
             self._list_plans()
             self._put_on(replicas)
+        return self.describe()
+
+    def describe(self) -> str:
+        """What the plans of all devices are."""
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
 
     def _tighter(self, module: nn.Module, decided: _Decided) -> _Decided:

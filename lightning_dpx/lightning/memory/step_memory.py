@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
@@ -18,6 +19,7 @@ from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiling import keeps_gradients
+from lightning_dpx.lightning.memory.seen_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.transfers import Transfer
@@ -185,9 +187,14 @@ class StepMemory(NoStepMemory):
 
         def run(slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._out_of_memory.begin_step(self._session.replicas)
-            again = partial(forward, slices, args, kwargs)
+
+            def again() -> Any:
+                known = self._step
+                assert known is not None, "before_step() takes it"
+                return forward(known.slices, args, kwargs)  # which may be cut further by then
+
             repeat = again if self._session.module.automatic_optimization else None
-            return self._out_of_memory.guarded(again, self._tighten, repeat)
+            return self._out_of_memory.guarded(partial(forward, slices, args, kwargs), self._tighten, repeat)
 
         return run
 
@@ -199,9 +206,12 @@ class StepMemory(NoStepMemory):
         gradients = step.pending_gradients() if self.repeats_steps else []
 
         def again() -> None:
-            assert known is not None, "only asked for where it can be repeated"
-            session.training.repeat_forward(known.slices, known.args, known.kwargs)
-            step.take_gradients(gradients)
+            now = self._step
+            assert now is not None, "only asked for where it can be repeated"
+            session.training.repeat_forward(now.slices, now.args, now.kwargs)
+            # All slices of a merged loss begin with its gradient, however many there are now.
+            cut_further = now is not known
+            step.take_gradients(gradients[:1] * step.num_pending if cut_further else gradients)
             backward()
 
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
@@ -221,7 +231,47 @@ class StepMemory(NoStepMemory):
         session = self._session
         with iterators_peeked(session.replicas.root.module) as peeked:
             run = self._tried_step(known, peeked)
-            return self._planning.tighten(session.replicas, known.args[0], known.slices, run, self._static_memory)
+            try:
+                return self._planning.tighten(session.replicas, known.args[0], known.slices, run, self._static_memory)
+            except BudgetError:
+                if not self._cut_further(known):
+                    raise
+        return self._planning.describe()
+
+    def _cut_further(self, step: StepInput) -> bool:
+        """Where no plan of the slices as they are fits: more micro-batches, if they are what one device gives.
+
+        Twice as many each time, down to single rows, until there is a plan for them. A number that was asked for stays.
+        """
+        session = self._session
+        replicas = session.replicas
+        chooser = self._micro_batches
+        asked = session.options.first_micro_batches
+        if chooser.is_left or asked != 1 or chooser.why_in_one_piece(self._slices_of_devices(step.args[0])):
+            return False
+        while True:
+            rows = [max(one.num_rows for one in here) for here in by_device(step.slices).values()]
+            if max(rows) < 2:
+                return False
+            if not self._recut(step, [2 * number for number in replicas.partition.micro_batches]):
+                return False
+            assert self._step is not None, "it was taken again"
+            step = self._step
+            try:
+                self._plan(step)
+            except BudgetError:
+                continue
+            return True
+
+    def _recut(self, step: StepInput, numbers: list[int]) -> bool:
+        """Cuts the slices of the step that runs, and rehearses it; says whether they stay cut."""
+        session = self._session
+        self._micro_batches.raised_to(max(numbers))
+        if not session.cut_slices(numbers):
+            return False
+        slices = session.training.rehearsed(session.slices.of("training_step", step.args[0]), step.args, step.kwargs)
+        self._step = StepInput(slices, step.args, step.kwargs)
+        return not self._micro_batches.is_left
 
     # ---- what the first batch decides ----
 

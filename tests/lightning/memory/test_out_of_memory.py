@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
+from lightning_dpx.memory import Planner
+from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.units import parse_bytes
 from tests.conftest import SIMULATED, make_trainer, simulate_room
 
@@ -85,7 +87,7 @@ def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **op
     else:
         simulate_room(*[parse_bytes("memory", memory)] * num_devices)
     torch.manual_seed(0)
-    model = Deep(peak_in)
+    model = options.pop("kind", Deep)(peak_in)
     strategy = dpx.DPXStrategy(execution=execution, gradient_buckets=0, **options)
     trainer = make_trainer(
         strategy=strategy, accelerator="sim", devices=num_devices, max_epochs=1, callbacks=callbacks, **trainer_options
@@ -153,6 +155,7 @@ def test_half_a_backward_cannot_be_taken_back_once_gradients_accumulate() -> Non
         fit("4000KiB", 1, "backward", "inline", on_oom="replan", **options)
 
 
+@pytest.mark.filterwarnings("ignore:dpx. 2 micro-batches would need less memory, but")  # batch norm
 def test_no_plan_helps_where_the_rest_is_too_large() -> None:
     too_large = (
         r"parameters, gradients and optimizer state alone take|cannot be met|Not even 64 of 256 rows fit on sim:0"
@@ -164,3 +167,48 @@ def test_no_plan_helps_where_the_rest_is_too_large() -> None:
 def test_an_unknown_choice() -> None:
     with pytest.raises(dpx.ConfigurationError, match="on_oom='ignore' is not allowed; choose one of 'raise', 'replan'"):
         dpx.DPXStrategy(on_oom="ignore")
+
+
+class KeepsAll(Planner):
+    """Computes nothing again, so that only micro-batches need less."""
+
+    name = "keeps all"
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        return Choice()
+
+
+class Cut(Deep):
+    """Without what depends on how rows are cut: dropout and, unless given, batch norm."""
+
+    def __init__(self, peak_in: str, norm: bool = False) -> None:
+        super().__init__(peak_in)
+        for part in self.net.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        if not norm:
+            self.net[-1] = nn.Identity()
+
+
+@pytest.mark.parametrize("peak_in", ["forward", "backward"])
+def test_where_no_plan_fits_the_step_is_cut_into_more_micro_batches(peak_in: str) -> None:
+    def trained(memory: str | None, **options: Any) -> dict[str, torch.Tensor]:
+        return fit(memory, 1, peak_in, "inline", kind=Cut, **options)
+
+    expected = trained(None)
+    room = {"forward": "2MiB", "backward": "2900KiB"}[peak_in]
+    own = {"on_oom": "replan", "planner": KeepsAll()}
+    with pytest.warns(UserWarning, match=r"is repeated, 1 of 3 .* on sim:0, [248] micro-batches of \d+ rows"):
+        ours = trained(room, **own)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, msg=name)
+    with pytest.raises(dpx.PlanError):  # a number that was asked for stays
+        trained("1MiB", micro_batches=2, **own)
+
+
+def test_micro_batches_that_are_not_one_device_do_not_mend_a_step(recwarn: Any) -> None:
+    with pytest.raises(dpx.PlanError):
+        fit("2MiB", 1, "forward", "inline", kind=lambda peak: Cut(peak, True), on_oom="replan", planner=KeepsAll())
+    said = [str(one.message) for one in recwarn]
+    assert any("2 micro-batches would need less memory, but they are not what one device gives" in one for one in said)
