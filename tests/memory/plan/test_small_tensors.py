@@ -85,8 +85,9 @@ def test_a_budget_near_that_of_checkpointed_blocks_is_reached() -> None:
     dpx.apply_plan(module, plan)
     assert all(map(torch.equal, expected, torch.autograd.grad(loss_of(module, x)(), list(module.parameters()))))
     assert peak(module, x) <= 1.1 * by_hand
-    assert plan.recompute_share is not None
-    assert plan.recompute_share > 0.1, "the calls count"
+    times = [decision.seconds for decision in plan.decisions if decision.action == "replay"]
+    assert times
+    assert min(times) > 0.0, "the calls count"
 
 
 def test_calls_that_save_nothing_but_small_tensors_are_replayed() -> None:
