@@ -31,7 +31,7 @@ _MOST_ROUNDS = 9
 _ENOUGH = 0.4  # seconds
 # Seconds of a step: with longer ones, which others on the processor disturb less, one turn warms up for them all, and
 # what a place takes is not told apart from what a value takes. Otherwise a model of 2,000 layers takes 4 s for it.
-_LONG = 0.05
+_LONG = 0.02
 # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
 # all do; and the few that are far apart tell what a place takes, see places.py.
 _EVERY = 2
