@@ -28,11 +28,11 @@ from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.progress import at
 
 _WARM_UP = 2  # steps: in its first one a plan learns where hooks are needed
-_FEWEST_TURNS = 3
+_FEWEST_TURNS = 5
 _MOST_TURNS = 21
-_ENOUGH = 0.4  # seconds of steps
-_TOO_MUCH = 0.6  # seconds: steps that take more for the fewest turns are not timed
-_SURELY = 0.97  # of the time with the plan that is said to be fastest: less is no luck
+_ENOUGH = 0.5  # seconds of steps
+_TOO_MUCH = 0.7  # seconds: steps that take more for the fewest turns are not timed
+_SURELY = 0.95  # of the time with the plan that is said to be fastest: less is no luck
 
 
 class _PlanAtWork:
