@@ -5,6 +5,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_dpx.errors import CollectiveError
+
 
 class RendezvousPlace(Protocol):
     """Where the replicas of a run exchange values."""
@@ -22,6 +24,35 @@ class RendezvousPlace(Protocol):
 
     def abandon(self) -> None:
         """The participants are given up."""
+
+
+class NoMeeting:
+    """Between runs nobody comes."""
+
+    def exchange(
+        self,
+        rank: int,
+        kind: str,
+        value: Any,
+        act: Callable[[list[Any]], Any] = list,
+        *,
+        optional: bool = False,
+    ) -> Any:
+        """Never returns.
+
+        Raises:
+            CollectiveError: the caller is what is left of a run that has ended.
+        """
+        raise CollectiveError(
+            f"{kind} was called in replica {rank} of a step that has ended; its replicas do not meet any more. Call it "
+            "while the step runs."
+        )
+
+    def abandon(self) -> None:
+        """There is nobody to give up."""
+
+
+NO_MEETING = NoMeeting()
 
 
 class InterProcess(Protocol):
@@ -50,7 +81,7 @@ class RendezvousSlot:
         abandoned: The run was given up; what is left of it must not meet that of another run.
     """
 
-    meeting: RendezvousPlace | None = None
+    meeting: RendezvousPlace = NO_MEETING
     oversubscribed: str = ""
     was_used: bool = False
     beyond: InterProcess | None = None
@@ -72,13 +103,11 @@ class ReplicaRank:
 
     def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list, *, optional: bool = False) -> Any:
         """Exchanges ``value`` with the other replicas of the step; see ``Rendezvous.exchange``."""
-        assert self.rendezvous_slot.meeting is not None, "a rank exists during a run only"
         self.rendezvous_slot.was_used = True
         return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act, optional=optional)
 
     def meet_present(self, kind: str, value: Any, act: Callable[[list[Any]], Any]) -> Any:
         """Like :meth:`meet`, but those that do not come, because they have ended or wait elsewhere, are not missed."""
-        assert self.rendezvous_slot.meeting is not None, "a rank exists during a run only"
         self.rendezvous_slot.was_used = True
 
         def act_on_present(values: list[Any]) -> Any:

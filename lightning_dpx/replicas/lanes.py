@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
-from lightning_dpx.replicas.context import InterProcess, RendezvousSlot
+from lightning_dpx.replicas.context import NO_MEETING, InterProcess, RendezvousSlot
 from lightning_dpx.replicas.workers import Executor, InlineExecutor, ThreadedExecutor
 
 Execution = Literal["auto", "inline", "threads"]
@@ -68,7 +68,7 @@ class Lanes:
     def open_slot(self) -> RendezvousSlot:
         """Where the tasks of the next run meet: not where what is left of an abandoned run still might."""
         if self.slot.abandoned:
-            self.slot = replace(self.slot, meeting=None, abandoned=False)
+            self.slot = replace(self.slot, meeting=NO_MEETING, abandoned=False)
         return self.slot
 
     def expect_micro_batches(self, devices: Sequence[torch.device]) -> None:

@@ -26,7 +26,7 @@ from lightning_dpx.devices import autocast_types, device_context
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned, stop_tasks
 from lightning_dpx.replicas.collectives import WAIT_SECONDS, Rendezvous
-from lightning_dpx.replicas.context import RendezvousSlot
+from lightning_dpx.replicas.context import NO_MEETING, RendezvousSlot
 from lightning_dpx.replicas.error_notes import note_replica
 from lightning_dpx.torch_compat import top_saved_tensors_hooks
 
@@ -206,7 +206,7 @@ class InlineExecutor(Executor):
         finally:
             slot.abandoned = turns.abandoned
             if not turns.abandoned:
-                slot.meeting = None  # it holds what the tasks returned
+                slot.meeting = NO_MEETING  # it holds what the tasks returned
         outcomes = turns.outcomes
         if not turns.abandoned:
             turns.forget()
@@ -273,7 +273,7 @@ class ThreadedExecutor(Executor):
             outcomes = self._outcomes(tasks, slot)
         finally:
             if not slot.abandoned:
-                slot.meeting = None  # it holds what the tasks returned
+                slot.meeting = NO_MEETING  # it holds what the tasks returned
         return _values(tasks, outcomes)
 
     def _outcomes(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot) -> list[Outcome]:
@@ -335,7 +335,6 @@ class ThreadedExecutor(Executor):
     ) -> None:
         """This run is given up: its lanes end, those in the middle of a task as soon as they can."""
         rendezvous_slot.abandoned = True
-        assert rendezvous_slot.meeting is not None, "of this run"
         rendezvous_slot.meeting.abandon()
         _end(self._inboxes)
         threads = self._threads

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from lightning_dpx.errors import CollectiveError
 from lightning_dpx.replicas.context import (
     RendezvousSlot,
     ReplicaRank,
@@ -66,3 +69,13 @@ def test_alone_is_who_has_neither_replicas_nor_processes_beside_it() -> None:
     assert ReplicaRank(0, 1, RendezvousSlot()).is_alone
     assert not ReplicaRank(0, 1, RendezvousSlot(beyond=lambda *_, **__: ([], 0))).is_alone
     assert not rank().is_alone
+
+
+def test_what_is_left_of_a_run_that_has_ended_meets_nobody_and_is_told_so() -> None:
+    slot = RendezvousSlot()
+    rank = ReplicaRank(0, 2, slot)
+    slot.meeting.abandon()
+    with pytest.raises(CollectiveError, match="all_reduce was called in replica 0 of a step that has ended"):
+        rank.meet("all_reduce", 1)
+    with pytest.raises(CollectiveError, match="has ended"):
+        rank.meet_present("all_reduce", 1, sum)
