@@ -64,11 +64,14 @@ class OffloadedTensor:
 
     def start_fetch(self) -> None:
         """Begins to fetch; on CUDA the device goes on computing meanwhile."""
+        self._arriving = self._arriving_now()
+
+    def _arriving_now(self) -> "torch.Tensor | _Arriving":
+        """What is fetched, begun unless it was before."""
         if self._arriving is not None:
-            return
+            return self._arriving
         if self._copied is None:
-            self._arriving = moved(self._values, self._device)
-            return
+            return moved(self._values, self._device)
         owner = torch.cuda.current_stream(self._device)
         side = _fetch_stream(self._device)
         tensor = torch.empty_like(self._values, device=self._device)
@@ -76,15 +79,14 @@ class OffloadedTensor:
         side.wait_event(self._copied)
         with torch.cuda.stream(side):
             tensor.copy_(self._values, non_blocking=True)
-            self._arriving = _Arriving(tensor, side.record_event(), owner)
+            return _Arriving(tensor, side.record_event(), owner)
 
     def fetch(self) -> torch.Tensor:
         """The tensor where it was, for the stream that is current there; fetched once until :meth:`release`."""
-        self.start_fetch()
-        if not isinstance(self._arriving, _Arriving):
-            assert self._arriving is not None, "started"
-            return self._arriving
-        tensor, there, owner = self._arriving
+        arriving = self._arriving = self._arriving_now()
+        if not isinstance(arriving, _Arriving):
+            return arriving
+        tensor, there, owner = arriving
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(there)
         if stream != owner:

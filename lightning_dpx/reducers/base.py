@@ -243,15 +243,14 @@ def _add(column: Sequence[torch.Tensor | None], owner: torch.device, divisor: in
     present = [gradient for gradient in column if gradient is not None]
     if not present:
         return None
-    dtype = present[0].dtype
-    total: torch.Tensor | None = None
-    for gradient in present:
-        arrived = gradient.to(owner)
-        if dtype in HALVES:
-            arrived = arrived.float()
+    first, *others = present
+    dtype = first.dtype
+    # A sum in half precision may overflow where its terms do not.
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = first.to(owner).to(wide)
+    for gradient in others:
         # Not in place: of two sparse gradients the sum has other indices than either.
-        total = arrived if total is None else total + arrived
-    assert total is not None, "one is present"
+        total = total + gradient.to(owner).to(wide)
     if divisor > 1:
         total = total / divisor
     return total.to(dtype)

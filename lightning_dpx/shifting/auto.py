@@ -95,7 +95,7 @@ def choose_parts(
     """
     room = tuple(int(size * (1 - MARGIN)) for size in free)
     transient = 2 * max((part.kept for part in parts), default=0)
-    nearest: tuple[int, int, tuple[int, int]] | None = None
+    tried: list[_Cut] = []
     for count in range(len(parts) + 1):
         stay = parts[: len(parts) - count]
         go = parts[len(parts) - count :]
@@ -105,14 +105,30 @@ def choose_parts(
         lacking = max(0, source - room[0]) + max(0, target - room[1])
         if lacking == 0:
             return [part.name for part in go], (source, target)
-        if nearest is None or lacking < nearest[0]:
-            nearest = lacking, count, (source, target)
-    assert nearest is not None, "the loop runs at least once"
+        tried.append(_Cut(num_shifted=count, source=source, target=target, lacking=lacking))
+    nearest = min(tried, key=lambda cut: cut.lacking)
     raise ConfigurationError(
-        f"shifts='auto' found no cut that fits: with the last {nearest[1]} of {len(parts)} parts shifted the devices "
-        f"need {nearest[2][0] / MIB:.0f} and {format_mib(nearest[2][1], 0)} and have {room[0] / MIB:.0f} and "
+        f"shifts='auto' found no cut that fits: with the last {nearest.num_shifted} of {len(parts)} parts shifted the "
+        f"devices need {nearest.source / MIB:.0f} and {format_mib(nearest.target, 0)} and have {room[0] / MIB:.0f} and "
         f"{room[1] / MIB:.0f}. Use a smaller batch, or more devices."
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Where the parts of a module might be cut, and what both devices would need, in bytes.
+
+    Attributes:
+        num_shifted: How many parts would go, counted from the last.
+        source: What the device would need that they leave ...
+        target: ... and the one that they go to.
+        lacking: How much of both is not there.
+    """
+
+    num_shifted: int
+    source: int
+    target: int
+    lacking: int
 
 
 def _by_module(activations: Sequence[Activation]) -> dict[str, int]:

@@ -106,7 +106,7 @@ class Budgets:
         Raises:
             ConfigurationError: more than the device has, a fraction of one without a limit, or no budget.
         """
-        budget = self.given if self._each is None else self._budget_of(device)
+        budget = self.given if self._each is None else self._budget_of(self._each, device)
         named = self._each is not None
         target = device not in homes
         if isinstance(budget, int | float) and (named or not (target and is_host(device))):
@@ -127,16 +127,15 @@ class Budgets:
 
     def is_measured(self, device: torch.device, homes: Sequence[torch.device]) -> bool:
         """Whether :meth:`limit` is what happens to be free, and so another number in every run."""
-        budget = self.given if self._each is None else self._budget_of(device)
+        budget = self.given if self._each is None else self._budget_of(self._each, device)
         named = self._each is not None
         target = device not in homes
         return not isinstance(budget, int | float) or (not named and target and is_host(device))
 
-    def _budget_of(self, device: torch.device) -> Budget:
-        assert self._each is not None, "asked of budgets by device"
-        if device not in self._each and not is_host(device):
+    def _budget_of(self, each: Mapping[torch.device, Budget], device: torch.device) -> Budget:
+        if device not in each and not is_host(device):
             raise ConfigurationError(
                 f"memory_budget={self.given!r} says nothing of {device}, where parts of the module are shifted to; "
                 "give it a budget, or 'auto'."
             )
-        return self._each.get(device, "auto")
+        return each.get(device, "auto")

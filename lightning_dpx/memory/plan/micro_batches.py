@@ -12,6 +12,7 @@ on the device, so both are priced in seconds of the same profiles. Where recompu
 micro-batches later, the best is in between.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -211,7 +212,7 @@ def choose_micro_batches(
     order = sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.least, candidate.number))
     considered = dict[int, float]()
     best: tuple[float, Candidate, MemoryPlan] | None = None
-    failed: BudgetError | None = None
+    refusals: list[BudgetError] = []
     searches = 0
     for candidate in order:
         if best is not None and (candidate.least >= best[0] or searches >= most_plans):
@@ -221,22 +222,21 @@ def choose_micro_batches(
             found = plan(candidate)
         except BudgetError as error:
             considered[candidate.number] = float("inf")
-            failed = _easier(failed, error)
+            refusals.append(error)
             continue
         seconds = candidate.seconds_with(found)
         considered[candidate.number] = seconds
         if best is None or (seconds, candidate.number) < (best[0], best[1].number):
             best = (seconds, candidate, found)
     if best is None:
-        assert failed is not None, "there is always one candidate"
-        raise failed
+        raise functools.reduce(_easier, refusals)
     seconds, candidate, found = best
     return MicroBatchChoice(candidate, found, seconds, considered, least, candidates[0].seconds)
 
 
-def _easier(one: BudgetError | None, other: BudgetError) -> BudgetError:
+def _easier(one: BudgetError, other: BudgetError) -> BudgetError:
     """The refusal of the candidate that would need less."""
-    if one is None or one.smallest is None:
+    if one.smallest is None:
         return other
     if other.smallest is None or other.smallest >= one.smallest:
         return one

@@ -26,13 +26,13 @@ class SearchPlanner(Planner):
         """Without a budget, the lowest peak that was found."""
         choices = [Choice()]
         threshold = 0
-        shortest = None  # a module that is called again may take more than it frees
+        longest: list[int] = []  # bytes; a module that is called again may take more than it frees
         for _ in range(_GUESSES):
             plan = make_mirror_plan(problem, threshold)
             choices.append(plan.choice)
-            shortest = plan.max_size if shortest is None else min(shortest, plan.max_size)
+            longest.append(plan.max_size)
             threshold = round((plan.save_size * plan.max_size / 2) ** 0.5)
-        assert shortest is not None, "there was a guess"
+        shortest = min(longest)
         step = round((threshold * 2**0.5 - shortest) / self._num_trials)
         if step > 0:
             for trial in range(1, self._num_trials + 1):
