@@ -216,7 +216,7 @@ def _compare(
         contestants.append(_planned(mode, model, plan, x))
         peaks[mode] = contestants[-1].peak(x)
     expected = unplanned.gradients(x)
-    agreement = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
+    agreements = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
     for turn in range(rounds):
         progress(f"{name}: round {turn + 1} of {rounds}")
         for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
@@ -235,7 +235,7 @@ def _compare(
                 peak / peaks["none"],
                 statistics.median(contestant.seconds) * 1e3,
                 statistics.median(ratios),
-                *agreement[contestant.mode],
+                *agreements[contestant.mode],
                 predicted,
             )
         )

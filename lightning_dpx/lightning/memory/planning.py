@@ -308,6 +308,7 @@ class MemoryPlanning:
         said = dict[torch.device, str]()
         limits = dict(self._limits)
         helds = dict[torch.device, int]()
+        gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
         for home in slices_of:
             known = self._decided[home].seen if home in self._decided else ()
             steps = [*known, seen[home]] if home in seen else list(known)
