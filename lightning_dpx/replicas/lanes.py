@@ -109,7 +109,8 @@ class Lanes:
 
 def _oversubscribed(devices: Sequence[torch.device]) -> str:
     """An accelerator among ``devices`` that is there more than once; empty if there is none."""
-    return next((str(one) for one in distinct_devices(devices) if devices.count(one) > 1 and not is_host(one)), "")
+    accelerators = [device for device in devices if not is_host(device)]
+    return next((str(one) for one in distinct_devices(accelerators) if accelerators.count(one) > 1), "")
 
 
 def make_executor(
