@@ -51,7 +51,6 @@ class StepReplay:
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
         self.curve = HeldCurve(len(profile.curve))
         self.seconds = 0.0
-        self._made = bytearray(len(values))  # whether each value was made before in this step
         self.fetches = list[float]()
         offloaded = [index for index in choice.dropped if values[index].offloaded and values[index].storage >= 0]
         in_order = sorted(offloaded, key=lambda index: (values[index].saved, index))
@@ -150,16 +149,12 @@ class StepReplay:
         self.computations += 1
         if self.computations > self._most_computed:
             raise TooOftenError
-        profile = self._outline.profile
-        value = profile.values[index]
+        value = self._outline.profile.values[index]
         if self.offloaded.order and index in self.offloaded:
             self.fetches.append(value.copying)
             self.offloaded.fetch(index)
         else:
             self.seconds += value.seconds
-            if self._made[index] and value.seconds and not value.call:
-                self.seconds -= min(value.seconds, profile.noted_seconds)
-            self._made[index] = True
         size = self._choice.sizes[index]
         if size:
             memory.num_bytes += size

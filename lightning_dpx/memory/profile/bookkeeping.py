@@ -44,7 +44,6 @@ class Bookkeeping:
         place: Of what values take, for each place at which some are dropped; see places.py.
         usual_places: For each value that is made again, so many places count in ``value`` already.
         step_seconds: Of the step without a plan that this was measured beside; 0 where it was measured elsewhere.
-        noted_share: Of ``value`` what is spent in forward, once, however often the value is made again.
     """
 
     value: float = 0.0
@@ -53,7 +52,6 @@ class Bookkeeping:
     place: float = 0.0
     usual_places: float = 0.0
     step_seconds: float = 0.0
-    noted_share: float = 0.0
 
     def of_call(self, tensors: int) -> float:
         """For a call that saves so many tensors: each is given out twice, to autograd and back."""
@@ -87,7 +85,6 @@ def measured_bookkeeping() -> Bookkeeping:
         values = _everything_dropped(module, x)
         try:
             planned = _seconds(partial(_planned_step, values, module, x))
-            noting = _seconds(partial(_planned_forward, values, module, x)) - forward
         finally:
             values.remove()
         blocks = [str(number) for number in range(_BLOCKS)]
@@ -95,10 +92,8 @@ def measured_bookkeeping() -> Bookkeeping:
         whole = nn.Sequential(module)
         once = _replayed_forward(whole, x, ["0"]) - forward
     tensor = max(0.0, once) / (_BLOCKS * _TENSORS)
-    spent = max(0.0, planned - plain - again)
     return Bookkeeping(
-        value=spent / (_BLOCKS * _RECIPES),
-        noted_share=min(max(noting / spent, 0.0), 1.0) if spent else 0.0,
+        value=max(0.0, planned - plain - again) / (_BLOCKS * _RECIPES),
         call=max(0.0, each / _BLOCKS - _TENSORS * tensor),
         tensor=tensor,
     )
@@ -138,12 +133,6 @@ def _replayed_forward(module: nn.Module, x: Tensor, names: list[str]) -> float:
         return _seconds(forward)
     finally:
         replays.remove()
-
-
-def _planned_forward(values: Practised, module: nn.Module, x: Tensor) -> Tensor:
-    with values.active():
-        result: Tensor = module(x)
-    return result
 
 
 def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:

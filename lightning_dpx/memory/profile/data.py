@@ -159,7 +159,6 @@ class Profile:
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
         place_seconds: Of bookkeeping at each place at which something is dropped; see places.py.
         usual_places: Places for each value that is made again, as the values' seconds count them already.
-        noted_seconds: Of the seconds of each value what is spent in forward, once, however often it is made again.
     """
 
     values: tuple[SavedValue, ...]
@@ -180,7 +179,6 @@ class Profile:
     replaying: float = 0.0
     place_seconds: float = 0.0
     usual_places: float = 0.0
-    noted_seconds: float = 0.0
 
     @property
     def peak(self) -> int:

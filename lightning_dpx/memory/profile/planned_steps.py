@@ -160,7 +160,6 @@ def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
         calls=tuple(_of_call(call, bookkeeping) for call in profile.calls),
         place_seconds=bookkeeping.place,
         usual_places=bookkeeping.usual_places,
-        noted_seconds=bookkeeping.value * bookkeeping.noted_share,
     )
 
 

@@ -112,7 +112,6 @@ def scaled(profile: Profile, factor: float) -> Profile:
         forward_seconds=profile.forward_seconds * factor,
         calls=tuple(_scaled(call, factor) for call in profile.calls),
         place_seconds=profile.place_seconds * factor,
-        noted_seconds=profile.noted_seconds * factor,
     )
 
 

@@ -1,11 +1,8 @@
 """A profile as planners see it, made of numbers alone."""
 
-from dataclasses import replace
-
 import pytest
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.plan.forecast import forecast
 from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, register_planner
 from tests.memory.made_up import SIZE, chain
 
@@ -53,13 +50,3 @@ def test_a_planner_is_known_by_its_name_and_a_name_has_one_planner() -> None:
         assert PLANNERS[name].name == name
     with pytest.raises(dpx.ConfigurationError, match="'search' is taken by SearchPlanner"):
         register_planner("search")(type("Other", (Planner,), {}))
-
-
-def test_what_noting_a_value_takes_counts_once_however_often_it_is_made() -> None:
-    profile = chain(6)
-    everything = frozenset(range(6))
-    makes = forecast(profile, everything, everything).seconds
-    assert makes > 6.0, "values are made more than once"
-    noted = replace(profile, noted_seconds=0.25)
-    assert forecast(noted, everything, everything).seconds == pytest.approx(makes - 0.25 * (makes - 6.0))
-    assert forecast(noted, {2}).seconds == forecast(profile, {2}).seconds == 1.0
