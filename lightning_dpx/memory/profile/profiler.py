@@ -192,17 +192,8 @@ class _Profiler(Rematerialisation):
         return False
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
-        """Of what the step has made, with a copy of its numbers that is not counted: it goes when it would go anyway.
-
-        A forecast keeps it for longer where what is made from it is dropped.
-        """
         value = super().keep_constant(tensor)
-        span = self._trace.allocation_of(tensor.untyped_storage())
-        self._found[value] = span
-        if span is not None and type(tensor) is torch.Tensor and not tensor.storage_offset():
-            assert value.tensor is not None, "it has just been kept"
-            with disable_current_modes(), torch.no_grad():
-                value.tensor.data = copy_as_it_lies(tensor.detach())  # and counts what is written to it still
+        self._found[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
         return value
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:

@@ -2,13 +2,10 @@
 
 import itertools
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dpx.bench.allocations import peak_of_passing
-from lightning_dpx.memory import apply_plan, plan_profile, profile_module
-from lightning_dpx.memory.apply import loss_of
+from lightning_dpx.memory import profile_module
 
 
 class _Doubled(nn.Module):
@@ -84,38 +81,3 @@ def test_steps_that_are_timed_leave_nothing_behind() -> None:
     profile_module(module, torch.randn(32, 64))
     assert module.turn == 0
     assert not any(note.any() for note in module.notes)
-
-
-class Biased(nn.Module):
-    """Adds a bias that each layer makes anew, without a gradient; nothing keeps it, and it may be written to later."""
-
-    def __init__(self, *, writes: bool = False) -> None:
-        super().__init__()
-        self.layers, self.writes = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            bias = torch.linspace(-1.0, 1.0, 64).expand(128, 64).contiguous()
-            x = torch.tanh(layer(x) + bias)
-            if self.writes:
-                bias.zero_()
-        return x
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_what_a_step_adds_and_lets_go_counts_no_longer_than_it_is_there(*, writes: bool) -> None:
-    torch.manual_seed(0)
-    module, x = Biased(writes=writes), torch.randn(2, 128, 64)
-    run = loss_of(module, x)
-    profile = profile_module(module, x)
-    assert profile.peak == peak_of_passing(lambda: run().backward())
-    module.zero_grad(set_to_none=True)
-    expected = torch.autograd.grad(run(), list(module.parameters()))
-    droppable = [one for one in profile.values if one.operator == "TanhBackward0" and not one.refused]
-    assert bool(droppable) is not writes, "what was written to is not added again"
-    plan = plan_profile(module, profile, None)
-    apply_plan(module, plan)
-    assert all(map(torch.equal, expected, torch.autograd.grad(run(), list(module.parameters()))))
-    run().backward()
-    module.zero_grad(set_to_none=True)
-    assert peak_of_passing(lambda: run().backward()) == plan.peak
