@@ -12,6 +12,7 @@ from lightning_dpx.replicas.error_notes import FirstNaN
 from lightning_dpx.torch_compat import buffers_of, parameters_of, submodules_of
 
 _Reader = Callable[[nn.Module], Any]  # gives one of a module's own dicts
+_VALUES = operator.methodcaller("values")  # scripted modules have other classes for dicts
 
 
 class Replica:
@@ -110,7 +111,7 @@ def _walk(module: nn.Module) -> list[nn.Module]:
 
 def _entries(modules: Sequence[nn.Module], reader: _Reader) -> list[Any]:
     """What all modules have in one of their dicts, one after the other; most of these are empty."""
-    return list(chain.from_iterable(map(dict.values, filter(None, map(reader, modules)))))
+    return list(chain.from_iterable(map(_VALUES, filter(None, map(reader, modules)))))
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
