@@ -88,7 +88,6 @@ class Session(Run):
     def for_shadow(self, replicas: ReplicaSet, metrics: ReplicaMetrics, step: TrainingStep) -> "Session":
         """A session of a rehearsal: of its own replicas, with what the real one has found out and put on."""
         shadow = Session(self.strategy, replicas, metrics, step)
-        shadow.whole_batches = self.whole_batches
         shadow.memory = self.memory
         return shadow
 

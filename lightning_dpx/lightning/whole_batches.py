@@ -19,7 +19,7 @@ class WholeBatches:
     """Which stages get their batches whole, and what has been said about it."""
 
     def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, tuple[str, str]] = {}
         self._announced: set[tuple[str, Hashable]] = set()
 
     def give_whole(self, stage: str, reason: str, advice: str = "") -> None:
@@ -30,12 +30,16 @@ class WholeBatches:
             reason: Why, as a sentence.
             advice: What the user can do about it, in sentences.
         """
-        self._reasons.setdefault(stage, reason)
+        self._reasons.setdefault(stage, (reason, advice))
         self._announce(stage, "gets all of its batches", reason, advice, reason)
 
     def reason_for(self, stage: str) -> str | None:
         """Why ``stage`` gets all of its batches whole; ``None`` if it does not."""
-        return self._reasons.get(stage)
+        return self._reasons[stage][0] if stage in self._reasons else None
+
+    def advice_for(self, stage: str) -> str:
+        """What the user can do about that reason; may be empty."""
+        return self._reasons[stage][1] if stage in self._reasons else ""
 
     def announce_batch(self, stage: str, reason: str, advice: str, kind: Hashable) -> None:
         """Says that a batch goes whole to the first replica, once for every stage and kind of reason.

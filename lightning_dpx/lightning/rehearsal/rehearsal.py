@@ -55,6 +55,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
     with_copied_optimizers,
 )
 from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.lightning.whole_batches import WholeBatches
 from lightning_dpx.replicas import BatchSlice, MergeRules, ReplicaSet, first_loss
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
@@ -668,6 +669,7 @@ class _Rehearsal:
                     session.batch_writes = writes
                     with _recording(merged_log, shadow):
                         final = self._step_of_replicas(session, slices)
+                    self._check_left_whole(session.whole_batches)
                     seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
                     self._note_writes(writes, replicas, rules, seen)
                     self._finish(seen, final, shadow, step.owner_parameters, step)
@@ -675,6 +677,16 @@ class _Rehearsal:
         for replica in replicas.replicas:
             self._forget_gradients(replica.module)
         return judge, seen
+
+    def _check_left_whole(self, found: WholeBatches) -> None:
+        """What a step on slices has found out may be a reason against slices.
+
+        Raises:
+            SlicesFail: it is.
+        """
+        reason = found.reason_for(self._call.name)
+        if reason is not None:
+            raise SlicesFail(reason, found.advice_for(self._call.name))
 
     def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
         parts = self._own(self._first_rows(*sizes))
@@ -702,6 +714,8 @@ class _Rehearsal:
                 self._sliced(self._real_sizes, Observation(), self._loss_reduction)
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):
                 return
+            except SlicesFail:
+                raise
             except Exception as raised:  # noqa: BLE001  what it is, the announcement says
                 traceback.clear_frames(raised.__traceback__)
                 failure = raised

@@ -262,14 +262,30 @@ class Ragged(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.host
-def test_arguments_that_cannot_be_joined_give_the_stage_its_batches_whole() -> None:
-    rows = torch.zeros(16, 8)
-    rows[:8, 4], rows[8:, 2] = 1.0, 2.0  # the first slice is 5 wide, the second 3
-    loader = DataLoader(TensorDataset(rows.repeat(3, 1), torch.zeros(48, dtype=torch.long)), 16)
+def fitted_ragged(rows: torch.Tensor) -> Ragged:
+    """Trained on three batches of these rows."""
+    loader = DataLoader(TensorDataset(rows.repeat(3, 1), torch.zeros(3 * len(rows), dtype=torch.long)), len(rows))
     model = Ragged()
     trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
     with pytest.warns(UserWarning, match=r"training_step gets all of its batches whole.* total\.update\(\) cannot be"):
         trainer.fit(model, loader, loader)
-    assert model.total.compute() == 3 * 24
+    return model
+
+
+@pytest.mark.host
+def test_arguments_that_cannot_be_joined_give_the_stage_its_batches_whole() -> None:
+    rows = torch.zeros(160, 8)
+    rows[:80, 4], rows[80:, 2] = 1.0, 2.0  # the first slice is 5 wide, the second 3, which no few rows show
+    model = fitted_ragged(rows)
+    assert model.total.compute() == 3 * 240
     assert model.total.update_count == 4  # twice in the first step, then once in each
+
+
+@pytest.mark.host
+def test_arguments_that_cannot_be_joined_in_the_rehearsal_give_the_stage_its_batches_whole() -> None:
+    """The announcement must not be lost among the warnings of a rehearsal, which nobody sees."""
+    rows = torch.zeros(16, 8)
+    rows[:3, 4], rows[3:, 2] = 1.0, 2.0  # three rows and two are tried
+    model = fitted_ragged(rows)
+    assert model.total.compute() == 3 * (3 + 26)
+    assert model.total.update_count == 3
