@@ -190,7 +190,7 @@ def train(case: str, folder: Path) -> None:
         options["precision"] = "bf16-mixed"
     elif case == "batches" and rank == 1:
         loader = torch.utils.data.DataLoader(loader.dataset, 8, sampler=range(16))
-    elif case in ("raises", "stopped", "stuck", "killed-between", "killed-elsewhere"):
+    elif case in ("endless", "raises", "stopped", "stuck", "killed-between", "killed-elsewhere"):
         options["max_epochs"] = 10_000
         options["callbacks"] = [Watched(folder, case)]
         arguments["timeout"] = 20.0 if case == "stopped" else 120.0

@@ -143,7 +143,7 @@ def test_case_74_a_process_that_raises_or_is_killed_is_named_and_the_others_end(
 
 def test_case_74_the_loss_of_rank_0_is_told_by_rank_1(tmp_path: Path) -> None:
     """Rank 0 keeps the store that the roll is called with."""
-    with started("stuck", tmp_path) as processes:
+    with started("endless", tmp_path) as processes:
         while not (tmp_path / "running_0").exists():
             with contextlib.suppress(subprocess.TimeoutExpired):  # without taking its processor from it
                 raise AssertionError(processes[0].wait(0.1), processes[0].communicate()[0])
