@@ -139,9 +139,14 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def connected_module(self) -> "pl.LightningModule":
-        """The user's module, once :meth:`connect` was called."""
+        """The user's module, once :meth:`connect` was called.
+
+        Raises:
+            ConfigurationError: no Trainer has called it.
+        """
         module = module_of(self)
-        assert module is not None, "connect() sets the module first"
+        if module is None:
+            raise ConfigurationError("DPXStrategy has no module yet; a Trainer gives it one, as in trainer.fit(model).")
         return module
 
     @property
