@@ -38,6 +38,15 @@ class Registry(Generic[T]):
 
         return add
 
+    def unregister(self, name: str) -> None:
+        """``name`` stands for nothing again.
+
+        Raises:
+            ConfigurationError: it did not stand for anything.
+        """
+        self[name]
+        del self._entries[name]
+
     def __getitem__(self, name: str) -> type[T]:
         try:
             return self._entries[name]

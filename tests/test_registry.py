@@ -30,3 +30,14 @@ def test_unknown_and_taken_names_are_refused() -> None:
         registry["greddy"]
     with pytest.raises(dpx.ConfigurationError, match="planner name 'greedy' is taken by First; register Second under"):
         registry.register("greedy")(Second)
+
+
+def test_a_name_that_was_taken_back_can_be_given_to_another() -> None:
+    registry: Registry[object] = Registry("planner")
+    registry.register("greedy")(First)
+    registry.unregister("greedy")
+    assert list(registry) == []
+    with pytest.raises(dpx.ConfigurationError, match="Unknown planner 'greedy'"):
+        registry.unregister("greedy")
+    registry.register("greedy")(Second)
+    assert registry["greedy"] is Second

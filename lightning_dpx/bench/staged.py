@@ -65,7 +65,7 @@ class _Residual(nn.Module):
         return out
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """Pre-norm transformer block with dropout: (B, T, C) to the same."""
 
     def __init__(self, width: int, heads: int, dropout: float, *, causal: bool) -> None:
@@ -99,7 +99,7 @@ class Chain(Staged):
         return list(self.chain)
 
 
-class _Patches(nn.Module):
+class Patches(nn.Module):
     """Images (B, 3, H, W) to tokens (B, T, C)."""
 
     def __init__(self, width: int, size: int) -> None:
@@ -178,13 +178,13 @@ def _cnn(depth: int) -> Callable[[], Staged]:
 
 
 def _gpt() -> Staged:
-    blocks = [_Block(256, 4, 0.1, causal=True) for _ in range(12)]
+    blocks = [Block(256, 4, 0.1, causal=True) for _ in range(12)]
     return Chain(nn.Embedding(256, 256), *blocks, nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256)))
 
 
 def _vit() -> Staged:
-    blocks = [_Block(192, 3, 0.0, causal=False) for _ in range(12)]
-    return Chain(_Patches(192, 4), *blocks, nn.Sequential(nn.LayerNorm(192), nn.Linear(192, 10)))
+    blocks = [Block(192, 3, 0.0, causal=False) for _ in range(12)]
+    return Chain(Patches(192, 4), *blocks, nn.Sequential(nn.LayerNorm(192), nn.Linear(192, 10)))
 
 
 STAGED_MODELS = {

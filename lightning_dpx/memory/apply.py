@@ -292,19 +292,20 @@ class AppliedPlan:
 
     Attributes:
         plan: Likewise.
+        values: What drops values and computes them again; ``None`` where the plan drops none and nobody watches.
     """
 
     def __init__(self, module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> None:
         self.plan = plan
         self._local = threading.local()
         self._handles: list[Any] = []
-        self._values: Rematerialisation | None = None
+        self.values: Rematerialisation | None = None
         self._replays: Replays | None = None
         if plan.replayed:
             self._replays = Replays(module, plan.replayed)
         if plan.dropped or watches:
-            self._values = hooks_for_values(module, plan, watches=watches)
-        if self._values is not None or self._replays is not None:
+            self.values = hooks_for_values(module, plan, watches=watches)
+        if self.values is not None or self._replays is not None:
             root = _RootHooks(self)
             self._handles = [
                 module.register_forward_pre_hook(root, prepend=True),
@@ -314,14 +315,14 @@ class AppliedPlan:
     @contextmanager
     def active(self) -> Iterator[None]:
         """What runs in here follows the plan; within itself it does nothing more."""
-        nothing = self._values is None and self._replays is None
+        nothing = self.values is None and self._replays is None
         if nothing or getattr(self._local, "active", False) or not torch.is_grad_enabled():
             yield
             return
         self._local.active = True
         try:
             with (
-                nullcontext() if self._values is None else self._values.active(),
+                nullcontext() if self.values is None else self.values.active(),
                 nullcontext() if self._replays is None else self._replays.active(),
             ):
                 yield
@@ -343,7 +344,7 @@ class AppliedPlan:
     @property
     def not_found(self) -> dict[str, str]:
         """Values that the plan drops but that had to be kept, and why."""
-        refused = {} if self._values is None else self._values.refused
+        refused = {} if self.values is None else self.values.refused
         found = {name: why for name, why in refused.items() if name in self.plan.dropped}
         return found | ({} if self._replays is None else self._replays.refused)
 
@@ -353,12 +354,12 @@ class AppliedPlan:
 
         Only of a plan that watches, and of steps that are followed tensor by tensor.
         """
-        return {} if self._values is None else self._values.unknown
+        return {} if self.values is None else self.values.unknown
 
     def remove(self) -> None:
         """Takes its hooks off."""
-        if self._values is not None:
-            self._values.remove()
+        if self.values is not None:
+            self.values.remove()
         if self._replays is not None:
             self._replays.remove()
         for handle in self._handles:

@@ -125,6 +125,11 @@ class ObjectState:
         self._last = [entry.read(entry.value) for entry in self._entries]
         self._others = [(at, entry) for at, entry in enumerate(self._entries) if entry.read is not _attributes]
 
+    @property
+    def paths(self) -> list[str]:
+        """Where what is looked at was found, as ``module.attribute[key]``."""
+        return [entry.path for entry in self._entries]
+
     def tensors(self) -> list[torch.Tensor]:
         """Those among what the attributes hold."""
         return [entry.value for entry in self._entries if isinstance(entry.value, torch.Tensor)]

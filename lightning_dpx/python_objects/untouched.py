@@ -52,6 +52,11 @@ class CopyOnWrite:
         """Whether one of them has been written to."""
         return bool(self._kept)
 
+    @property
+    def num_bytes(self) -> int:
+        """What is kept takes so many bytes."""
+        return sum(before.nbytes() for _, before in self._kept.values())
+
     def put_back(self) -> None:
         """All hold again what they held; from now on nothing is watched, and nothing held."""
         for storage, before in self._kept.values():

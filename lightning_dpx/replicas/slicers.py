@@ -99,6 +99,12 @@ def register_slicer(kind: type, slicer: Slicer | SliceFunction) -> None:
     _found.clear()
 
 
+def unregister_slicer(kind: type) -> None:
+    """Objects of ``kind`` are cut as if :func:`register_slicer` had not been called for it."""
+    _registered.pop(kind, None)
+    _found.clear()
+
+
 def make_slicer(name: str, slicer: Any) -> Slicer:
     """A slicer, of a function too.
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_dpx.bench.micro_batch_plans import MicroBatchContest, format_micro_batches
 from lightning_dpx.bench.plan import Contest, format_contests
 from lightning_dpx.bench.plan_peers import PEERS
-from lightning_dpx.bench.staged import STAGED_MODELS, Chain, _Block, _Patches
+from lightning_dpx.bench.staged import STAGED_MODELS, Block, Chain, Patches
 from lightning_dpx.bench.zoo_contest import compare_zoo, format_zoo
 from lightning_dpx.cli import main
 from lightning_dpx.commands import bench
@@ -148,8 +148,8 @@ def test_plans_stand_beside_micro_batches_and_both(
 
 def _small_vit() -> Chain:
     """Four blocks, whose gradients are small beside the activations of one row."""
-    wide = [_Block(32, 2, 0.0, causal=False) for _ in range(4)]
-    return Chain(_Patches(32, 1), *wide, nn.Linear(32, 10))
+    wide = [Block(32, 2, 0.0, causal=False) for _ in range(4)]
+    return Chain(Patches(32, 1), *wide, nn.Linear(32, 10))
 
 
 def test_without_matplotlib_the_table_is_all(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

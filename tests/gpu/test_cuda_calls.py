@@ -160,7 +160,7 @@ def test_nccl_is_given_one_pack_per_device_and_the_owner_as_root(monkeypatch: An
     monkeypatch.setattr(nccl, "reduce", reduce)
     reducer = make_reducer("nccl", [torch.device("cuda", index) for index in range(2)])
     lists = [[torch.ones(2), torch.ones(3)], [2 * torch.ones(2), 3 * torch.ones(3)]]
-    summed = reducer._sum(lists, [0, 1])
+    summed = reducer.reduce(lists, owners=[0, 1])
     assert sorted(roots) == [0, 1]
     assert torch.equal(summed[0], 3 * torch.ones(2))
     assert torch.equal(summed[1], 4 * torch.ones(3))

@@ -1,6 +1,7 @@
 """What a step writes into its batch is what hooks find there afterwards."""
 
 import copy
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -262,12 +263,13 @@ class Reads(InPlace):
 
 
 @pytest.fixture
-def cuts_molecules(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuts_molecules() -> Iterator[None]:
     def cut(batch: Molecules, sizes: Any) -> list[Molecules]:
         return [Molecules(part) for part in batch.x.split(list(sizes))]
 
-    monkeypatch.setattr(slicers, "_registered", dict(slicers._registered))
     dpx.register_slicer(Molecules, cut)
+    yield
+    slicers.unregister_slicer(Molecules)
 
 
 def trained_on(make: Any, kind: type[Writes], **options: Any) -> dict[str, torch.Tensor]:

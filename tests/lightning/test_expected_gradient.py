@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
-from lightning_dpx.lightning.expected_gradient import names_gradients
+from lightning_dpx.lightning.expected_gradient import LossGradient, names_gradients
 from tests.conftest import dpx, make_loader, make_trainer, seeded
 
 
@@ -18,7 +18,7 @@ class NotesGradient(Callback):
         self.seen: list[tuple[bool, bool]] = []
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        gradient = trainer.strategy.session.micro_batches._gradient
+        gradient = LossGradient(trainer.strategy.session)
         self.seen.append((bool(gradient.zeroed()), gradient.expected().is_certain))
 
 

@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 import lightning_dpx as dpx
-from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.python_objects.object_state import ObjectState
+from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
 from tests.conftest import make_loader, make_trainer
 
 RANDOM = np.random.default_rng(3)
@@ -94,13 +94,9 @@ def test_a_lazy_module_stays_what_the_first_run_made_of_it() -> None:
 def test_only_what_is_written_to_is_copied() -> None:
     """A large model has no room for a second one."""
     module = nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 4))
-    with preserve_module_state(module):
-        watched = [
-            mode for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if hasattr(mode, "_writes")
-        ]
+    with untouched(module) as writes, BeforeWrites(writes):
         module(torch.arange(8)).sum().backward()
-        kept = watched[0]._writes._kept
-        assert list(kept) == [module[0].weight.untyped_storage()._cdata]
+        assert writes.num_bytes == module[0].weight.nbytes
 
 
 def test_iterators_stay_where_they_are() -> None:
@@ -129,7 +125,7 @@ class KeepsTrainer(LightningModule):
 
     def on_train_batch_start(self, *_: Any) -> None:
         state = ObjectState(list(self.modules()), follow_code=False)
-        self.found += [entry.path for entry in state._entries]
+        self.found += state.paths
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0]).square().mean()

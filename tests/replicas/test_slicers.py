@@ -110,11 +110,10 @@ class MoleculeSlicer(dpx.Slicer):
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    before = dict(slicers._registered)
+    """What a test registers is gone afterwards."""
     yield
-    slicers._registered.clear()
-    slicers._registered.update(before)
-    slicers._found.clear()
+    for kind in (Molecules, Salts, PackedSequence):
+        slicers.unregister_slicer(kind)
 
 
 @pytest.mark.usefixtures("registry")

@@ -444,6 +444,10 @@ class Practised(Rematerialisation):
         options: As of :class:`Rematerialisation`.
         watched: The least number of forwards that are followed call by call: the first ones, and as many again after
             one that did not follow the routine.
+
+    Attributes:
+        is_routine: Whether forwards follow a routine now, and hooks are only where it needs them.
+        num_losses: Forwards so far that did not follow the routine that they began with.
     """
 
     def __init__(self, names: CallNames, trusted: Collection[str], *options: Any, watched: int = 1) -> None:
@@ -456,11 +460,11 @@ class Practised(Rematerialisation):
         self._routine: Routine | None = None
         self._watched = watched
         self._patience = watched
-        self._losses = 0
+        self.num_losses = 0
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         self._guard = threading.Lock()
         self._running = 0
-        self._is_routine = False
+        self.is_routine = False
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
 
@@ -471,7 +475,7 @@ class Practised(Rematerialisation):
         self._current.forward = forward
         try:
             if isinstance(forward, _Followed):
-                self._names.watch(forward.enter)
+                self.names.watch(forward.enter)
                 self.reached = []
             with STEP_ASIDE.standing_in(), forward.operands if isinstance(forward, _Followed) else nullcontext():
                 try:
@@ -490,36 +494,36 @@ class Practised(Rematerialisation):
             with self._guard:
                 self._running -= 1
                 if forward.changed:
-                    self._losses += 1
-                    self._patience = max(self._watched, min(2**self._losses, _MOST_PATIENCE))
+                    self.num_losses += 1
+                    self._patience = max(self._watched, min(2**self.num_losses, _MOST_PATIENCE))
 
     def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> _Followed | _Routinely:
         with self._guard:
             routinely = self._routine is not None and self._patience <= 0 and not self._runs_backwards
-            if routinely != self._is_routine and not self._running:  # others may need the hooks as they are
-                self._is_routine = routinely
+            if routinely != self.is_routine and not self._running:  # others may need the hooks as they are
+                self.is_routine = routinely
                 self._set_hooks()
             self._running += 1
-            if self._is_routine:
+            if self.is_routine:
                 assert self._routine is not None, "without one it is followed"
-                return _Routinely(pack, self.unpack, self._names, self._routine)
+                return _Routinely(pack, self.unpack, self.names, self._routine)
         return _Followed(pack, wrap, self.unpack)
 
     def _set_hooks(self) -> None:
-        self._names.remove()
+        self.names.remove()
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if not self._is_routine:
-            self._names.install()
+        if not self.is_routine:
+            self.names.install()
             return
         assert self._routine is not None, "without one it is followed"
         routine = self._routine
-        self._names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
+        self.names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
         paths = {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
-        for path in sorted(paths & self._names.parts.keys()):
+        for path in sorted(paths & self.names.parts.keys()):
             enter = _Enter(self, path)
-            self._handles.append(self._names.parts[path].register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(self.names.parts[path].register_forward_pre_hook(enter, prepend=True))
 
     def _learn(self, forward: _Followed) -> None:
         reached = [value for reference in self.reached or () if (value := reference()) is not None]
@@ -581,7 +585,7 @@ class Practised(Rematerialisation):
 
     def remove(self) -> None:
         """Takes all hooks off."""
-        self._names.remove()
+        self.names.remove()
         for handle in self._handles:
             handle.remove()
 

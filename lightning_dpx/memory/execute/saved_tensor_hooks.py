@@ -77,6 +77,7 @@ class Rematerialisation:
         known: Names of all values that something was decided about; nothing, if nothing was.
 
     Attributes:
+        names: Likewise.
         unknown: Bytes of kept values that a backward has asked for and that are not ``known``, by name.
         kinds: Types of tensors that it handles; others are kept.
     """
@@ -95,7 +96,7 @@ class Rematerialisation:
     ) -> None:
         self._known = known
         self.unknown = dict[str, int]()
-        self._names = names
+        self.names = names
         self._dropped = dropped
         self._uncached = {name: place for place, name in enumerate(uncached)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be uncached, once it is known who saves what
@@ -113,25 +114,29 @@ class Rematerialisation:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Forward passes in here drop what is wanted; their backward may come later."""
-        self._names.begin()
+        self.names.begin()
         self._values.clear()
-        noting = self._want_operands and not self._names.compiled  # code is compiled for the modes that are on
+        noting = self._want_operands and not self.names.compiled  # code is compiled for the modes that are on
         self._want_operands = False
-        pack: Pack = self._counted if self._names.again else self.pack
+        pack: Pack = self._counted if self.names.again else self.pack
         wrap: Callable[[Pack], Pack] = _unseen if noting else _as_it_is
-        if self._names.compiled:
+        if self.names.compiled:
             wrap = torch.compiler.disable  # or it would be compiled as well
         try:
             with COLLECTOR.resting(), self.hooks(pack, wrap, noting=noting):
                 yield
         finally:
-            self._names.end()
+            self.names.end()
             self._offloading.settle()
             self._decide_uncached()
 
+    def present(self) -> list[Value]:
+        """The values of the last forward that something still holds."""
+        return [value for reference in self._values.values() if (value := reference()) is not None]
+
     def remove(self) -> None:
         """Takes the hooks off the modules."""
-        self._names.remove()
+        self.names.remove()
 
     @contextmanager
     def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
@@ -142,7 +147,7 @@ class Rematerialisation:
 
     def _counted(self, tensor: torch.Tensor) -> Any:
         """:meth:`pack`, with a number for every tensor, by which a call that is made again knows it."""
-        self._names.count()
+        self.names.count()
         return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -183,7 +188,7 @@ class Rematerialisation:
             value = self._again.get(identity, _NOT_AGAIN)[0]()
         if value is None:
             value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
-            value.name = self._names.next_name()
+            value.name = self.names.next_name()
             value.identity = identity
             value.dropped = False
             self._values[identity] = weakref.ref(value)
@@ -208,7 +213,7 @@ class Rematerialisation:
         if node is not None and not value.operator:
             value.operator = node.name()
             _register(node, tensor.output_nr, value)
-        if (node is not None or self._names.again) and self.consider(value, node, tensor.output_nr):
+        if (node is not None or self.names.again) and self.consider(value, node, tensor.output_nr):
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
@@ -259,10 +264,10 @@ class Rematerialisation:
         except NotRecomputable:
             identity = value.identity
             assert identity is not None, "it is being saved"
-            call = self._names.call_that_makes(identity.storage) if self._names.again else None
+            call = self.names.call_that_makes(identity.storage) if self.names.again else None
             if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
                 raise
-            key = OutputKey("saved", self._names.saved - call.saved - 1)
+            key = OutputKey("saved", self.names.saved - call.saved - 1)
             return select_output, self._picked(call, key, identity.size, identity.dtype)
 
     def _recipe(

@@ -13,27 +13,41 @@ from torch import nn
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.data import Profile
 
-_MOST = 64  # steps that are remembered, the last ones
 
-_known: OrderedDict[Hashable, Bookkeeping] = OrderedDict()
-
-
-def measured_once(profile: Profile, module: nn.Module, measure: Callable[[], Bookkeeping]) -> Bookkeeping:
-    """What ``measure`` gives for the step of ``module``, or gave for an equal one.
+class KnownSteps:
+    """What planned steps spend beside their operators, by what they save.
 
     Args:
-        profile: Of the step.
-        module: The model; of another class it runs other Python.
-        measure: Runs planned steps.
+        most: Steps that are remembered, the last ones: a process may profile any number of them.
     """
-    key = _identity(profile, module)
-    found = _known.get(key)
-    if found is None:
-        found = measure()
-        _known[key] = found
-        if len(_known) > _MOST:
-            _known.popitem(last=False)
-    return found
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._known: OrderedDict[Hashable, Bookkeeping] = OrderedDict()
+
+    def measured_once(self, profile: Profile, module: nn.Module, measure: Callable[[], Bookkeeping]) -> Bookkeeping:
+        """What ``measure`` gives for the step of ``module``, or gave for an equal one.
+
+        Args:
+            profile: Of the step.
+            module: The model; of another class it runs other Python.
+            measure: Runs planned steps.
+        """
+        key = _identity(profile, module)
+        found = self._known.get(key)
+        if found is None:
+            found = measure()
+            self._known[key] = found
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return found
+
+    def forget(self) -> None:
+        """Nothing is known, as in a new process."""
+        self._known.clear()
+
+
+KNOWN_STEPS = KnownSteps()  # of this process
 
 
 def _identity(profile: Profile, module: nn.Module) -> Hashable:

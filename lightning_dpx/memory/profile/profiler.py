@@ -39,7 +39,7 @@ from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_rec
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, Profile, Request, SavedCall, SavedStorage, SavedValue
-from lightning_dpx.memory.profile.known_steps import measured_once
+from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
 from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -407,7 +407,7 @@ def _profiled(
             measure = partial(
                 measured_in_step, profile, module, timer, forward=forward, backward=backward, known=bookkeeping
             )
-            bookkeeping = measured_once(profile, module, measure)
+            bookkeeping = KNOWN_STEPS.measured_once(profile, module, measure)
         if bookkeeping.step_seconds:
             step_seconds = min(times[0], bookkeeping.step_seconds)
             profile = replace(profile, step_seconds=step_seconds, forward_seconds=min(times[1], step_seconds))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.reducers import REDUCERS
-from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.step import TrainingStep
 from tests.conftest import SIMULATED, make_trainer
 from tests.lightning.memory.test_planning import MIB, tower
@@ -87,6 +87,11 @@ def test_four_replicas_in_threads(sim: Any) -> None:
     assert max(peaks) <= 2, peaks
 
 
+def sum_of_parameters(batch_slice: BatchSlice) -> torch.Tensor:
+    """A loss that gives every parameter a gradient, and that keeps nothing for backward."""
+    return torch.stack([parameter.sum() for parameter in batch_slice.replica.parameters]).sum()
+
+
 @pytest.mark.parametrize("packs", [0, 3])
 @pytest.mark.parametrize("reducer", ANYWHERE)
 def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: int, sim: Any) -> None:
@@ -94,14 +99,13 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
     replicas = ReplicaSet(tower().to(devices[0]), devices)
     step = TrainingStep(replicas, reducer, gradient_buckets=packs)
     predicted = step.reduction_bytes(range(3))
-    for replica in replicas.replicas:
-        for parameter in replica.parameters:
-            parameter.grad = torch.ones_like(parameter)
+    loss = step.forward(replicas.slices(torch.ones(3, 1)), sum_of_parameters)
+    loss.backward()
+    step.backward(last=False)
     gc.collect()
     before = {device: sim.memory_allocated(device) for device in devices}
     for device in devices:
         sim.reset_peak_memory_stats(device)
-    step._unreduced = True  # as after a backward
     step.reduce()
     taken = {device: sim.max_memory_allocated(device) - before[device] for device in devices}
     assert max(taken.values()) > 0

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import lightning_dpx as dpx
 from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.apply import forecast_plan
-from lightning_dpx.memory.execute.calls import repeating
+from lightning_dpx.memory.execute.calls import Call, repeating
 from tests.conftest import SIMULATED, simulated_bytes
 from tests.memory.models import AWKWARD, CustomFunction, Swing, Swinging
 from tests.memory.plan.test_planning import make, measured_peak
@@ -472,16 +472,30 @@ def test_a_plan_with_calls_can_be_saved_and_edited(tmp_path: Any) -> None:
         dpx.MemoryPlan.load(path)
 
 
+class HeardCalls:
+    """The calls that are noted, so that they can be made again."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def begins(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def ends(self, call: Call) -> None:
+        """Of no interest."""
+
+
 def test_nobody_pays_for_calls_that_are_not_made_again() -> None:
     module, _, x = make(lambda: (CustomFunction(), torch.randn(ROWS, 64)))
     plan = dpx.search_plan(module, x, budget=0.9)
     applied = dpx.apply_plan(module, plan.with_actions({d.name: "keep" for d in plan.decisions if d.calls}))
     assert not applied.plan.calls
+    names = applied.values.names
+    names.listener = heard = HeardCalls()
     with applied.active():
         module(x)
-        (running,) = applied._values._names._running
-        assert running.saved == 0
-        assert not running.noted
+        assert names.saved == 0
+    assert heard.calls == []
 
 
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)

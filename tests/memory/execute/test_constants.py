@@ -252,7 +252,7 @@ def test_constants_are_those_of_the_step(name: str) -> None:
     for step, constant in enumerate((*constants, constants[0])):
         module.constant = plain.constant = constant
         for _ in range(2):  # the first may find that operands have to be noted again, and keep what needs them
-            applied._values.refused.clear()
+            applied.values.refused.clear()
             assert all(map(torch.equal, _step(module, step), _step(plain, step))), constant
         assert not applied.not_found, constant
 

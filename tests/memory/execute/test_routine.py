@@ -66,8 +66,8 @@ def hooks_of(module: nn.Module) -> int:
 
 
 def values_of(applied: AppliedPlan) -> Practised:
-    assert isinstance(applied._values, Practised)
-    return applied._values
+    assert isinstance(applied.values, Practised)
+    return applied.values
 
 
 def test_a_plan_that_drops_nothing_has_no_hooks() -> None:
@@ -88,7 +88,7 @@ def test_later_steps_give_the_same_bits_in_the_same_memory(name: str, share: flo
     applied = dpx.apply_plan(module, plan)
     peaks = [peak_of(module, x) for _ in range(3)]
     assert peaks[0] == peaks[1] == peaks[2]
-    assert values_of(applied)._losses == 0
+    assert values_of(applied).num_losses == 0
     for _ in range(2):
         results = []
         for each in (module, plain):
@@ -106,7 +106,7 @@ def test_what_recipes_look_at_is_no_backward_of_the_steps_own(name: str) -> None
     applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=0.6, planner="optimal"))
     for _ in range(2):
         module(x).pow(2).mean().backward()
-    assert values_of(applied)._is_routine
+    assert values_of(applied).is_routine
 
 
 def test_looking_at_a_node_in_the_forward_is_no_backward() -> None:
@@ -117,7 +117,7 @@ def test_looking_at_a_node_in_the_forward_is_no_backward() -> None:
     for _ in range(2):
         gradients_of(module, x)
     assert looked
-    assert values_of(applied)._is_routine
+    assert values_of(applied).is_routine
 
 
 def test_hooks_are_off_where_everything_is_kept() -> None:
@@ -146,7 +146,7 @@ def test_layers_that_are_left_out_now_and_then_change_nothing_for_the_others(lef
         each.left_out = left_out
     assert peak_of(module, x) <= whole
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied)._losses == 0
+    assert values_of(applied).num_losses == 0
     module.left_out = set()
     assert peak_of(module, x) == whole
 
@@ -164,11 +164,11 @@ def test_layers_that_come_later_are_planned_for() -> None:
     for each in (module, plain):
         each.left_out = set()
     assert peak_of(module, x) <= whole
-    assert values_of(applied)._losses == 1  # it saw calls that it had not seen
+    assert values_of(applied).num_losses == 1  # it saw calls that it had not seen
     for _ in range(4):
         assert peak_of(module, x) == whole
         assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied)._losses == 1
+    assert values_of(applied).num_losses == 1
 
 
 def test_other_operators_in_a_known_place_end_the_routine_and_not_the_savings() -> None:
@@ -180,11 +180,11 @@ def test_other_operators_in_a_known_place_end_the_routine_and_not_the_savings() 
         for block in each.blocks:
             block[1].forward = torch.relu
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied)._losses == 1
+    assert values_of(applied).num_losses == 1
     for _ in range(5):
         assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied)._losses == 1
-    assert values_of(applied)._is_routine
+    assert values_of(applied).num_losses == 1
+    assert values_of(applied).is_routine
 
 
 def test_one_call_more_than_ever_is_dropped_as_well() -> None:
@@ -195,7 +195,7 @@ def test_one_call_more_than_ever_is_dropped_as_well() -> None:
     for each in (module, plain):
         each.again = True
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied)._losses == 1
+    assert values_of(applied).num_losses == 1
 
 
 def test_regions_with_hooks_of_others_keep_theirs() -> None:
@@ -320,7 +320,7 @@ def test_only_the_calls_that_are_made_again_have_hooks_for_it() -> None:
     for _ in range(8):  # until it is trusted again
         gradients_of(module, x)
     values = values_of(applied)
-    assert values._is_routine
+    assert values.is_routine
     hooked = [path for path, part in module.named_modules() if part._forward_pre_hooks]
     assert len(hooked) <= 5, "of 22; the root's own, the call's, and where what is given to it is saved"
 
@@ -355,7 +355,7 @@ def test_operands_are_noted_where_a_recipe_asks_for_them_and_nowhere_else() -> N
         assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
         assert not applied.not_found
         assert module.modes == [1 if step == 0 else 0]
-    assert values_of(applied)._losses == 0
+    assert values_of(applied).num_losses == 0
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -372,7 +372,7 @@ def test_a_step_that_runs_a_backward_of_its_own_is_followed_for_good() -> None:
         plain(x * 2.0).sum().backward()
         for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
-        assert not values_of(applied)._is_routine
+        assert not values_of(applied).is_routine
 
 
 def unknown_of(applied: AppliedPlan, module: nn.Module, x: Tensor) -> set[str]:
@@ -390,7 +390,7 @@ def test_a_plan_that_watches_tells_of_what_it_does_not_know_in_its_first_steps()
     assert any(name.startswith("blocks.0.") for name in unknown_of(applied, module, x))
     module.again = False
     assert not unknown_of(applied, module, x)
-    assert values_of(applied)._is_routine
+    assert values_of(applied).is_routine
 
 
 def test_a_plan_that_watches_does_so_again_after_a_step_of_another_structure() -> None:
@@ -398,14 +398,14 @@ def test_a_plan_that_watches_does_so_again_after_a_step_of_another_structure() -
     applied = dpx.apply_plan(module, plan, watches=True)
     for _ in range(9):
         unknown_of(applied, module, x)
-    assert values_of(applied)._is_routine
+    assert values_of(applied).is_routine
     module.again = True
     unknown_of(applied, module, x)
-    assert values_of(applied)._losses == 1
+    assert values_of(applied).num_losses == 1
     for _ in range(8):
         assert any(name.startswith("blocks.0.") for name in unknown_of(applied, module, x))
     assert not unknown_of(applied, module, x)
-    assert values_of(applied)._losses == 1
+    assert values_of(applied).num_losses == 1
 
 
 def test_a_plan_that_drops_nothing_watches_as_well() -> None:
@@ -418,6 +418,6 @@ def test_a_plan_that_drops_nothing_watches_as_well() -> None:
     module.again = False
     for _ in range(8):
         unknown_of(applied, module, x)
-    assert values_of(applied)._is_routine
+    assert values_of(applied).is_routine
     assert hooks_of(module) == hooks_of(plain) + 2  # those of the root
     assert module(x).grad_fn._raw_saved_self.unpack_hook is None

@@ -1,25 +1,11 @@
 """What planned steps spend is measured once for equal steps."""
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from torch import nn
 
 from lightning_dpx.memory import Profile, profile_module
-from lightning_dpx.memory.profile import known_steps
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
-from lightning_dpx.memory.profile.known_steps import measured_once
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_known() -> Iterator[None]:
-    """As in a new process, and afterwards as before."""
-    before = dict(known_steps._known)
-    known_steps._known.clear()
-    yield
-    known_steps._known.clear()
-    known_steps._known.update(before)
+from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS, KnownSteps
 
 
 def profiled(width: int) -> tuple[Profile, nn.Module]:
@@ -41,12 +27,12 @@ class Measures:
 def test_an_equal_step_is_not_measured_again_and_another_one_is() -> None:
     measures = Measures()
     steps = [profiled(width) for width in (64, 64, 128)]
-    known_steps._known.clear()  # what the profiles have measured
-    found = [measured_once(*step, measures).value for step in steps]
+    known = KnownSteps()
+    found = [known.measured_once(*step, measures).value for step in steps]
     assert found == [1.0, 1.0, 2.0]
     other = nn.Sequential(*steps[0][1])
     other.__class__ = type("Other", (nn.Sequential,), {})
-    assert measured_once(steps[0][0], other, measures).value == 3.0, "another class runs other Python"
+    assert known.measured_once(steps[0][0], other, measures).value == 3.0, "another class runs other Python"
 
 
 def test_profiling_a_model_again_measures_no_planned_step() -> None:
@@ -55,6 +41,7 @@ def test_profiling_a_model_again_measures_no_planned_step() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     module.register_forward_hook(lambda *_: calls.append(1))
     counts = []
+    KNOWN_STEPS.forget()
     for _ in range(2):
         calls.clear()
         profile_module(module, torch.ones(64, 64))
@@ -64,16 +51,15 @@ def test_profiling_a_model_again_measures_no_planned_step() -> None:
 
 def test_the_last_steps_are_remembered() -> None:
     profile, module = profiled(64)
-    known_steps._known.clear()
-    measures = Measures()
-    kinds = [type(f"Kind{number}", (nn.Sequential,), {}) for number in range(known_steps._MOST + 1)]
+    known, measures = KnownSteps(most=3), Measures()
+    kinds = [type(f"Kind{number}", (nn.Sequential,), {}) for number in range(4)]
     for kind in kinds:
         module.__class__ = kind
-        measured_once(profile, module, measures)
-    assert len(known_steps._known) == known_steps._MOST
-    module.__class__ = kinds[-1]
-    measured_once(profile, module, measures)
-    assert measures.count == len(kinds)
+        known.measured_once(profile, module, measures)
+    for kind in kinds[1:]:
+        module.__class__ = kind
+        known.measured_once(profile, module, measures)
+    assert measures.count == len(kinds), "the last three are known"
     module.__class__ = kinds[0]
-    measured_once(profile, module, measures)
+    known.measured_once(profile, module, measures)
     assert measures.count == len(kinds) + 1

@@ -49,7 +49,7 @@ class Descent:
         curve = self._curve(choice)
         while curve.max() > budget:
             attempts = list[tuple[Choice, np.ndarray]]()
-            for step in self._steps(choice, curve, budget):
+            for step in self.steps(choice, curve, budget):
                 if self._has_more():
                     attempts.append((step, self._curve(step)))
             after = min(attempts, key=lambda attempt: self._rank(attempt, budget), default=(choice, curve))
@@ -80,7 +80,14 @@ class Descent:
         above = _above(attempt[1], budget)
         return above, 0.0 if above else self._problem.forecast(attempt[0]).seconds
 
-    def _steps(self, choice: Choice, curve: np.ndarray, budget: int) -> list[Choice]:
+    def steps(self, choice: Choice, curve: np.ndarray, budget: int) -> list[Choice]:
+        """Other choices that are lower at the highest event of ``choice``.
+
+        Args:
+            choice: Where the steps begin.
+            curve: Bytes at every event with it (E).
+            budget: Bytes that the first step is to free at once, if it can.
+        """
         units = self._relaxation.units
         event = int(np.argmax(curve))
         freed = self._relaxation.freed(event)

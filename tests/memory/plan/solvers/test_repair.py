@@ -82,7 +82,7 @@ def test_what_is_offloaded_is_not_forgotten_after_every_use(monkeypatch: pytest.
     assert masks - fixed <= problem.forgettable == set(problem.droppable) - fixed
     every = Choice(frozenset(problem.droppable))
     curve = timeline(problem.profile, problem.values_of(every.dropped))
-    choices = Descent(Relaxation(problem), REACHING)._steps(every, np.array(curve), 0)
+    choices = Descent(Relaxation(problem), REACHING).steps(every, np.array(curve), 0)
     if solver_installed():
         budgets = [round(share * problem.profile.peak) for share in (0.5, 0.3, 0.2)]
         choices += [choice for budget in budgets for choice in programmed(problem, budget)]
