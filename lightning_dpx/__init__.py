@@ -1,13 +1,9 @@
 """Data parallel training of one LightningModule on all devices of a machine, from one process.
 
 Importing the package registers the strategy ``"dpx"``, one alias per reducer (``"dpx_naive"``, ...) and the
-accelerator ``"sim"``.
+accelerator ``"sim"``, in ``lightning`` or in ``pytorch_lightning``, whichever is loaded; see
+:mod:`lightning_dpx.lightning.lightning_api`.
 """
-
-import sys
-
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dpx.activations import Activation, trace_activations
 from lightning_dpx.errors import (
@@ -32,6 +28,9 @@ from lightning_dpx.lightning import (
     DPXStrategy,
     SimAccelerator,
 )
+from lightning_dpx.lightning.fabric import refuse_fabric
+from lightning_dpx.lightning.lightning_api import AcceleratorRegistry, StrategyRegistry
+from lightning_dpx.lightning.other_package import refuse_other_package
 from lightning_dpx.memory import (
     MemoryPlan,
     apply_plan,
@@ -90,17 +89,5 @@ __all__ = [
 
 DPXStrategy.register_strategies(StrategyRegistry)
 SimAccelerator.register_accelerators(AcceleratorRegistry)
-
-
-def _refuse_other_namespace(*_: object, **__: object) -> object:
-    raise ConfigurationError(
-        'strategy="dpx" belongs to the package `lightning`, but this Trainer comes from `pytorch_lightning`; '
-        "write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`."
-    )
-
-
-if "pytorch_lightning" in sys.modules:
-    from pytorch_lightning.strategies import StrategyRegistry as _OtherRegistry
-
-    if "dpx" not in _OtherRegistry:
-        _OtherRegistry.register("dpx", _refuse_other_namespace, description="import lightning, not pytorch_lightning")
+refuse_other_package()
+refuse_fabric()

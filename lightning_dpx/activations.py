@@ -82,8 +82,11 @@ def arguments_of_step(step: Callable[..., Any], batch: Any, index: int = 0) -> t
 def example_run(module: nn.Module, device: torch.device) -> Run | None:
     """``forward`` with the module's ``example_input_array`` in evaluation mode, as Lightning's summary runs it."""
     example = getattr(module, "example_input_array", None)
-    if example is None:
-        return None
+    return None if example is None else run_on_example(module, example, device)
+
+
+def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run:
+    """``forward`` with ``example`` on ``device``, as :func:`example_run` has it."""
 
     def run() -> Any:
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)

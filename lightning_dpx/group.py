@@ -122,12 +122,12 @@ class ReplicaGroup:
     @property
     def slices(self) -> list[slice]:
         """Rows of the last batch that each active replica got, in sample order."""
-        starts = [
-            sum(batch_slice.num_rows for batch_slice in self._slices[:index]) for index in range(len(self._slices))
-        ]
-        return [
-            slice(start, start + batch_slice.num_rows) for start, batch_slice in zip(starts, self._slices, strict=True)
-        ]
+        found = []
+        start = 0
+        for batch_slice in self._slices:
+            found.append(slice(start, start + batch_slice.num_rows))
+            start += batch_slice.num_rows
+        return found
 
     def reshape(self, num_rows: int) -> None:
         """Prepares for batches of another size: :attr:`slices` are those of ``num_rows`` rows from now on.
@@ -315,7 +315,10 @@ class ReplicaGroup:
         primaries = self._set.primaries
         columns = [replica.parameters for replica in primaries]
         owners = [0] * len(columns[0])  # the user's optimizer steps on the module itself
-        summed = self._reducer.reduce([[parameter.grad for parameter in column] for column in columns], owners=owners)
+        gradients = []
+        for column in columns:
+            gradients.append([parameter.grad for parameter in column])
+        summed = self._reducer.reduce(gradients, owners=owners)
         for replica in primaries[1:]:
             replica.module.zero_grad(set_to_none=True)
         for parameter, grad in zip(columns[0], summed, strict=True):
@@ -346,8 +349,10 @@ class ReplicaGroup:
         """
         if not self._inputs_need_grad:
             raise ConfigurationError("Input gradients need ReplicaGroup(..., inputs_need_grad=True).")
-        columns = [[batch_slice.batch[name] for batch_slice in self._slices] for name in self._slices[0].batch]
-        return [[tree_map(_grad_of, value) for value in column] for column in columns]
+        found = []
+        for name in self._slices[0].batch:
+            found.append([tree_map(_grad_of, batch_slice.batch[name]) for batch_slice in self._slices])
+        return found
 
     def input_grads_merged(self) -> list[Any]:
         """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""

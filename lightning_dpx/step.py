@@ -9,19 +9,18 @@ in the backward of the loss would wait for the very thread that it occupies. Two
 over the whole batch works in the same way: it is computed from leaves that hold the replicas' outputs.
 """
 
-import operator
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, overload
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import GatherError
-from lightning_dpx.memory import MemoryTrace
-from lightning_dpx.reducers import GradientReducer, OverlappedReduction, ProcessReducer, make_reducer
+from lightning_dpx.gradient_sums import GradientSums
+from lightning_dpx.reducers import GradientReducer, ProcessReducer
 from lightning_dpx.replicas import (
     BatchSlice,
     EarlyBackward,
@@ -38,10 +37,6 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.torch_compat import tree_map_only
 
-# On one device. Objects for more gradients of eight replicas would also start the garbage collector (700 new objects),
-# which took a third of the reduction's time in a module of 2,000 parameters.
-_AT_A_TIME = 64
-_DEVICE = operator.attrgetter("device")  # mapped over every parameter of every step, not looped
 LossReduction = Literal["auto", "mean", "sum"]
 
 
@@ -54,41 +49,34 @@ class Pending:
     leaves: list[torch.Tensor]
     weight: float = 1.0
 
+    def catch(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+        """A leaf on ``device`` with the numbers of ``tensor``, which waits for the gradient that the leaf gets."""
+        if not tensor.requires_grad:
+            return tensor
+        leaf = tensor.detach().to(device, copy=True).requires_grad_()
+        self.tensors.append(tensor)
+        self.leaves.append(leaf)
+        return leaf
+
     def roots(self, weighted: dict[tuple[int, float], torch.Tensor]) -> Roots:
         """Where this replica's own backward starts, and with which gradients; those in ``weighted`` are known."""
         tensors = []
         gradients = []
         for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
             of_leaf = leaf.grad
-            if of_leaf is not None:
-                key = id(leaf), self.weight
-                if key not in weighted:
-                    weighted[key] = of_leaf if self.weight == 1 else of_leaf * self.weight
-                gradient = weighted[key].to(tensor.device)
-                tensors.append(tensor)
-                gradients.append(gradient if gradient.shape == tensor.shape else gradient.view_as(tensor))
+            if of_leaf is None:
+                continue
+            # Slices of equal weight share one product: K of them begin with the same leaf of a merged loss.
+            key = id(leaf), self.weight
+            if key not in weighted:
+                weighted[key] = of_leaf if self.weight == 1 else of_leaf * self.weight
+            gradient = weighted[key].to(tensor.device)
+            tensors.append(tensor)
+            gradients.append(gradient if gradient.shape == tensor.shape else gradient.view_as(tensor))
         return tensors, gradients
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bucket:
-    """Parameters that are reduced together, looked up once: K x n of them are asked for in every step.
-
-    Attributes:
-        indices: Their n places among all N.
-        everything: K x N, all parameters of each replica, as they were when these were looked up.
-        columns: K x n.
-        owners: The replica that owns each of them.
-        owned: The copy of each that its owner has.
-        names: For errors.
-    """
-
-    indices: list[int]
-    everything: list[list[torch.nn.Parameter]]
-    columns: list[list[torch.nn.Parameter]]
-    owners: list[int]
-    owned: list[torch.nn.Parameter]
-    names: list[str]
+SecondPass = Callable[[list[Pending]], None]
 
 
 class TrainingStep:
@@ -106,7 +94,7 @@ class TrainingStep:
 
     Attributes:
         rules: How losses and outputs are merged; a rehearsal finds them out.
-        has_other_owners: Whether replicas beside the first own parameters.
+        sums: How the replicas' gradients become one.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -124,40 +112,15 @@ class TrainingStep:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas = replicas
         self.rules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
-        self._communication_dtype = communication_dtype
-        self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
-        self._gradient_buckets = gradient_buckets
-        self._take_replicas()
-        self._processes = processes
-        self._rows = 0.0
+        self.sums = GradientSums(replicas, reducer, communication_dtype, gradient_buckets, processes)
+        self._rows = 0.0  # of this process, since gradients were last averaged over processes
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._rows_of_active: list[int] = []
         self._early: EarlyBackward | None = None  # of a step whose micro-batches have run theirs
-        self._unreduced = self._said_none = False
-
-    def _take_replicas(self) -> None:
-        parameters = [replica.parameters for replica in self._replicas.primaries]
-        self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
-        self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
-        self._replicas.state.set_owners(self._owners)
-        self.has_other_owners = any(self._owners)
-        several = len(self._reducer.distinct_devices) > 1 and self._gradient_buckets > 0 and bool(parameters[0])
-        self._overlapped = (
-            OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
-            if several
-            else None
-        )
-        self._buckets = self._make_buckets()
-        self._known_buckets: dict[int, _Bucket] = {}  # by their first parameter
-        is_ours = type(self._reducer).reduce is GradientReducer.reduce
-        self._sums_in_place = is_ours and len(self._reducer.distinct_devices) == 1
-
-    def exchange_reducer(self, reducer: str | GradientReducer) -> None:
-        """Before the first step: gradients are summed by another reducer, on the owners that it chooses."""
-        self.close()
-        self._reducer = make_reducer(reducer, self._replicas.devices, self._communication_dtype)
-        self._take_replicas()
+        self._second: SecondPass | None = None  # of a step whose micro-batches run again for theirs
+        self._unreduced = False  # gradients have come since the last reduction
+        self._said_none = False
 
     def remake_replicas(self) -> None:
         """Makes the replicas anew from the user's module; gradients that have accumulated stay.
@@ -166,12 +129,12 @@ class TrainingStep:
             ReplicationError: the module cannot be copied faithfully.
         """
         if self._unreduced:
-            self._reduce_here()
+            self.sums.reduce()
         for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
             _hand_gradient(owned, parameter)
         self.close()
         self._replicas.remake()
-        self._take_replicas()
+        self.sums.follow_replicas()
         for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
             _hand_gradient(parameter, owned)  # where the optimizer zeroes it
 
@@ -227,14 +190,19 @@ class TrainingStep:
         early = EarlyBackward(replicas.primaries, expected, weights)
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travelling: AbstractContextManager[Any] = nullcontext()
-        if not early.put_aside(zeroed, shown=shown) and last and self._overlapped is not None:
-            travelling = self._overlapped.during_backward(sorted(set(device_of.values())), waits_for_last=True)
-            early.begin_last = self._overlapped.begin_last
+        overlapped = self.sums.overlapped
+        if not early.put_aside(zeroed, shown=shown) and last and overlapped is not None:
+            travelling = overlapped.during_backward(sorted(set(device_of.values())), waits_for_last=True)
+            early.begin_last = overlapped.begin_last
         self._early = early
         with travelling:
             outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
         early.take()
         return outputs
+
+    def wait_for_second_pass(self, second: SecondPass) -> None:
+        """The forward that has run kept no graphs: its backward is ``second``, called with what has gradients then."""
+        self._second = second
 
     def merge(
         self, slices: Sequence[BatchSlice], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None
@@ -250,28 +218,32 @@ class TrainingStep:
             self._replicas.state.refuse_shared_writes()
         self._active = [batch_slice.replica for batch_slice in slices]
         self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
-        kept = [
-            (batch_slice, output) for batch_slice, output in zip(slices, outputs, strict=True) if output is not None
-        ]
-        self._rows += sum(weights_of([batch_slice for batch_slice, _ in kept]).of_loss)
-        if 0 < len(kept) < len(slices):
-            self._say_that_some_have_no_loss(
-                [batch_slice for batch_slice, one in zip(slices, outputs, strict=True) if one is None]
-            )
+        kept: list[BatchSlice] = []
+        results: list[Any] = []
+        without_loss: list[BatchSlice] = []
+        for batch_slice, output in zip(slices, outputs, strict=True):
+            if output is None:
+                without_loss.append(batch_slice)
+            else:
+                kept.append(batch_slice)
+                results.append(output)
+        self._rows += sum(weights_of(kept).of_loss)
         if not kept:
             self._pending = []
             self._collect_buffers()
             return None
+        if without_loss:
+            self._say_that_some_have_no_loss(without_loss)
         if finish is not None:
-            return finish(self._merge_outputs([batch_slice for batch_slice, _ in kept], [output for _, output in kept]))
-        for _, output in kept:
+            return finish(self._merge_outputs(kept, results))
+        for output in results:
             loss = loss_of(output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return output  # Lightning has its own words for a step that returns something else
-        if len({isinstance(output, torch.Tensor) for _, output in kept}) > 1:
-            names = ", ".join(type(output).__name__ for _, output in kept)
+        if len({isinstance(output, torch.Tensor) for output in results}) > 1:
+            names = ", ".join(type(output).__name__ for output in results)
             raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
-        return self._merge([batch_slice for batch_slice, _ in kept], [output for _, output in kept])
+        return self._merge(kept, results)
 
     def _say_that_some_have_no_loss(self, slices: Sequence[BatchSlice]) -> None:
         if not self._said_none:
@@ -283,6 +255,7 @@ class TrainingStep:
         self._said_none = True
 
     def _merge(self, slices: list[BatchSlice], outputs: list[Any]) -> Any:
+        """One leaf from losses that each have a graph of their own, which waits for the leaf's gradient."""
         losses = [loss_of(output) for output in outputs]
         device = self._replicas.root.device
         counts = weights_of(slices)
@@ -294,31 +267,23 @@ class TrainingStep:
         merged = weighted_mean([values[index] for index in counted], [weights[index] for index in counted], device)
         if reduction == "sum":
             merged = merged * len(weights)
-        leaf = merged.clone() if any(merged is value for value in values) else merged  # never the user's own
+        # Of a single slice the mean is its loss as it was given: a leaf must not share the user's own memory.
+        leaf = merged.clone() if any(merged is value for value in values) else merged
         leaf.requires_grad_(any(loss.requires_grad for loss in losses))
         self._pending = [Pending(slices[index], [losses[index]], [leaf], weights[index]) for index in counted]
         if isinstance(outputs[0], torch.Tensor):
             return leaf
-        extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+        extras = [_without_loss(output) for output in outputs]
         return {"loss": leaf, **self.rules.merge_outputs(extras, counts, device, self._replicas.output_dim)}
 
     def _merge_outputs(self, slices: list[BatchSlice], outputs: list[Any]) -> Any:
         """Outputs of the whole batch, on the first device, with leaves that catch the gradients for each replica."""
         device = self._replicas.root.device
-        copies = []
         self._pending = []
+        copies = []
         for batch_slice, output in zip(slices, outputs, strict=True):
             waiting = Pending(batch_slice, [], [])
-
-            def detach(tensor: torch.Tensor, waiting: Pending = waiting) -> torch.Tensor:
-                if not tensor.requires_grad:
-                    return tensor
-                leaf = tensor.detach().to(device, copy=True).requires_grad_()
-                waiting.tensors.append(tensor)
-                waiting.leaves.append(leaf)
-                return leaf
-
-            copies.append(tree_map_only(torch.Tensor, detach, output))
+            copies.append(tree_map_only(torch.Tensor, partial(waiting.catch, device), output))
             self._pending.append(waiting)
         return self.rules.merge_outputs(copies, weights_of(slices), device, self._replicas.output_dim)
 
@@ -340,8 +305,12 @@ class TrainingStep:
     @property
     def owner_parameters(self) -> list[torch.nn.Parameter]:
         """Every parameter's copy on its owner, which is what an optimizer changes."""
-        replicas = self._replicas.primaries
-        return [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
+        return self.sums.owner_parameters
+
+    @property
+    def has_other_owners(self) -> bool:
+        """Whether replicas beside the first own parameters."""
+        return self.sums.has_other_owners
 
     @property
     def adds_losses(self) -> bool:
@@ -351,7 +320,7 @@ class TrainingStep:
     @property
     def has_processes(self) -> bool:
         """Whether gradients are those of several processes."""
-        return self._processes is not None
+        return self.sums.processes is not None
 
     def backward(self, *, last: bool = True) -> None:
         """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward.
@@ -363,26 +332,35 @@ class TrainingStep:
         self._pending = []
         early = self._early
         self._early = None
-        if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
+        second = self._second
+        self._second = None
+        gradients: list[torch.Tensor] = []
+        for waiting in pending:
+            gradients += [leaf.grad for leaf in waiting.leaves if leaf.grad is not None]
+        if not gradients:
             return
         self._unreduced = True
-        slices = [waiting.batch_slice for waiting in pending]
         if early is not None:
-            self._hand_in(early, pending)
+            self._hand_in(early, pending, gradients[0])
             return
-        active = sorted({self._replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices})
-        overlapped = (
-            self._overlapped.during_backward(active) if last and self._overlapped is not None else nullcontext()
-        )
-        with overlapped:
+        if second is not None:
+            self._collect_buffers()  # of the first pass; the second one leaves them so
+            second(pending)
+            return
+        slices = [waiting.batch_slice for waiting in pending]
+        travelling: AbstractContextManager[Any] = nullcontext()
+        if last and self.sums.overlapped is not None:
+            device_of = self._replicas.partition.device_of
+            active = sorted({device_of[batch_slice.replica.index] for batch_slice in slices})
+            travelling = self.sums.overlapped.during_backward(active)
+        with travelling:
             weighted: dict[tuple[int, float], torch.Tensor] = {}
-            self._replicas.backward(slices, [waiting.roots(weighted) for waiting in pending])
+            roots = [waiting.roots(weighted) for waiting in pending]
+            self._replicas.backward(slices, roots)
         self._collect_buffers()
 
-    def _hand_in(self, early: EarlyBackward, pending: Sequence[Pending]) -> None:
-        """The micro-batches have run their backwards; their gradients are those of the loss now."""
-        gradient = pending[0].leaves[0].grad
-        assert gradient is not None, "asked before"
+    def _hand_in(self, early: EarlyBackward, pending: Sequence[Pending], gradient: torch.Tensor) -> None:
+        """The micro-batches have run their backwards; their gradients are those of a loss with ``gradient`` now."""
         early.hand_in(gradient, {waiting.batch_slice.replica.index: waiting.weight for waiting in pending})
         self._collect_buffers()
 
@@ -396,21 +374,10 @@ class TrainingStep:
         if not self._unreduced:
             return
         self._unreduced = False
-        self._reduce_here()
-        if self._processes is not None:
-            self._reduce_processes(self._processes)
-
-    def _reduce_here(self) -> None:
-        if len(self._replicas.primaries) == 1:  # gradients are where the optimizer finds them, and are their own sum
-            return
-        done = self._overlapped.done if self._overlapped is not None else frozenset()
-        for indices in self._buckets:
-            left = [index for index in indices if index not in done] if done else indices
-            if left:
-                bucket = self._bucket(left)
-                self._place_totals(bucket, self._totals(bucket))
-        if self._overlapped is not None:
-            self._overlapped.forget()
+        self.sums.reduce()
+        if self.has_processes:
+            self.sums.average_over_processes(self._weight_of_process(self._rows))
+            self._rows = 0.0
 
     def total_gradients(
         self, columns: Sequence[Sequence[torch.Tensor | None]], rows: float
@@ -421,116 +388,11 @@ class TrainingStep:
             columns: By replica, a gradient of its part of the loss for every parameter, or ``None``.
             rows: How many rows of this process's batch they come from.
         """
-        totals: list[torch.Tensor | None] = [None] * len(self._owners)
-        for bucket in self._buckets:
-            indices = [index for index in bucket if any(column[index] is not None for column in columns)]
-            if not indices:
-                continue
-            sums = self._sums(self._bucket(indices), [[column[index] for index in indices] for column in columns])
-            for index, total in zip(indices, sums, strict=True):
-                totals[index] = total
-        if self._processes is not None:
-            weight = -1 if self.rules.loss_reduction == "sum" else rows
-            totals = list(self._processes.mean(totals, self.owner_parameters, weight))
-        return totals
+        return self.sums.totals(columns, self._weight_of_process(rows))
 
-    def _reduce_processes(self, processes: ProcessReducer) -> None:
-        parameters = self.owner_parameters
-        rows = -1 if self.rules.loss_reduction == "sum" else self._rows
-        means = processes.mean([parameter.grad for parameter in parameters], parameters, rows)
-        for parameter, gradient in zip(parameters, means, strict=True):
-            parameter.grad = gradient
-        self._rows = 0.0
-
-    def _make_buckets(self) -> list[list[int]]:
-        """What is reduced at a time: a bucket that travels; on one device a few, whose gradients fit into a cache."""
-        if self._overlapped is not None:
-            return self._overlapped.buckets
-        indices = list(range(len(self._owners)))
-        if len(self._reducer.distinct_devices) > 1:
-            return [indices]
-        return [indices[start : start + _AT_A_TIME] for start in range(0, len(indices), _AT_A_TIME)] or [[]]
-
-    def _bucket(self, indices: list[int]) -> "_Bucket":
-        """The parameters at ``indices``; looked up again only where they are not those of the last step."""
-        known = self._known_buckets.get(indices[0])
-        everything = [replica.parameters for replica in self._replicas.primaries]
-        if known is None or known.indices != indices or not all(map(operator.is_, known.everything, everything)):
-            owners = [self._owners[index] for index in indices]
-            known = self._known_buckets[indices[0]] = _Bucket(
-                indices=indices,
-                everything=everything,
-                columns=[[parameters[index] for index in indices] for parameters in everything],
-                owners=owners,
-                owned=[everything[owner][index] for index, owner in zip(indices, owners, strict=True)],
-                names=[self._names[index] for index in indices],
-            )
-        return known
-
-    def _reduce_early(self, indices: list[int]) -> None:
-        """While backward runs. One that was abandoned meanwhile leaves the gradients alone, they may be of another."""
-        bucket = self._bucket(indices)
-        totals = self._totals(bucket)
-        if self._overlapped is not None and self._overlapped.is_during_backward:
-            self._place_totals(bucket, totals)
-
-    def _totals(self, bucket: "_Bucket") -> list[torch.Tensor | None]:
-        return self._sums(bucket, [[parameter.grad for parameter in column] for column in bucket.columns])
-
-    def _place_totals(self, bucket: "_Bucket", totals: Sequence[torch.Tensor | None]) -> None:
-        for column in bucket.columns:
-            for parameter in column:
-                parameter.grad = None
-        for parameter, total in zip(bucket.owned, totals, strict=True):
-            parameter.grad = total
-
-    def _sums(self, bucket: "_Bucket", grads: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """K x n gradients of the bucket's parameters, summed, each where its owner's copy lives."""
-        devices = self._replicas.devices
-        if len(grads) == 1:  # what is shifted elsewhere stays there
-            return [None if grad is None else grad.data for grad in grads[0]]
-        pairs = zip(bucket.columns, devices, strict=True)
-        is_shifted = any(not set(map(_DEVICE, column)) <= {device} for column, device in pairs)
-        if is_shifted:
-            grads = [[_on(one, device) for one in row] for row, device in zip(grads, devices, strict=True)]
-        totals = self._reducer.reduce([list(row) for row in grads], owners=bucket.owners, names=bucket.names)
-        if self._sums_in_place and not is_shifted:
-            return totals  # no views: to make plain data of them, too, would take 4 ms of 400 for 2,000 parameters
-        homes = [parameter.device for parameter in bucket.owned]
-        # As plain data: a view would hold its whole bucket on the device, wherever the module is moved later.
-        return [None if total is None else _on(total, home).data for total, home in zip(totals, homes, strict=True)]
-
-    def reduction_bytes(self, active: Collection[int]) -> dict[torch.device, int]:
-        """What a reduction takes on every device beside the gradients, at its peak: tried on zeros, bucket by bucket.
-
-        Args:
-            active: The replicas that have gradients.
-        """
-        columns = [replica.parameters for replica in self._replicas.primaries]
-        places = {canonical_device(parameter.device) for column in columns for parameter in column}
-        most = dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
-        if len(columns) == 1:  # nothing travels
-            return most
-        for bucket in self._buckets:
-            trained = [index for index in bucket if columns[0][index].requires_grad]
-            if not trained:
-                continue
-            zeros = [
-                [torch.zeros_like(column[index]) if replica in active else None for index in trained]
-                for replica, column in enumerate(columns)
-            ]
-            traces = {place: MemoryTrace(place) for place in most}
-            with ExitStack() as stack, torch.no_grad():
-                for trace in traces.values():
-                    stack.enter_context(trace)
-                self._sums(self._bucket(trained), zeros)
-            most = {place: max(size, *traces[place].curve, 0) for place, size in most.items()}
-        return most
-
-    @property
-    def reduces_in_backward(self) -> bool:
-        """Whether gradients travel while backward still runs."""
-        return self._overlapped is not None
+    def _weight_of_process(self, rows: float) -> float:
+        """What this process's gradients count among those of others; -1 where they are added."""
+        return -1 if self.adds_losses else rows
 
     def pending_gradients(self) -> list[list[torch.Tensor | None]]:
         """What the first backward left for every replica's own."""
@@ -550,17 +412,20 @@ class TrainingStep:
     @property
     def holds_gradients(self) -> bool:
         """Whether any replica has gradients, of earlier batches."""
-        return any(p.grad is not None for replica in self._replicas.primaries for p in replica.parameters)
+        for replica in self._replicas.primaries:
+            if any(parameter.grad is not None for parameter in replica.parameters):
+                return True
+        return False
 
     def discard_forward(self) -> None:
         """After an error in forward: forgets it. Gradients of earlier batches stay."""
         self._pending = []
+        self._second = None
         early = self._early
         self._early = None
         if early is not None:
             early.abandon()
-            if self._overlapped is not None:
-                self._overlapped.forget()
+            self.sums.forget()
         self._replicas.state.restore_buffers()
 
     def keep_earlier_batches(self) -> None:
@@ -573,8 +438,7 @@ class TrainingStep:
         self._early = None
         self._unreduced = False
         self._rows = 0.0
-        if self._overlapped is not None:
-            self._overlapped.forget()
+        self.sums.forget()
         for replica in self._replicas.primaries:
             for parameter in replica.parameters:
                 parameter.grad = None
@@ -582,8 +446,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """Takes its hooks off the parameters; the next backward puts them on again."""
-        if self._overlapped is not None:
-            self._overlapped.close()
+        self.sums.close()
 
 
 def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
@@ -592,18 +455,13 @@ def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> No
         source.grad = None
 
 
+def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in output.items() if key != "loss"}
+
+
 def _parts_of_loss(reduction: str, weights: Weights) -> list[float]:
     """What each slice's loss counts in the loss of the whole batch."""
     if reduction == "sum":
         return [1.0] * len(weights.rows)
     counts = weights.of_loss if any(weights.of_loss) else weights.rows
     return [count / sum(counts) for count in counts]
-
-
-@overload
-def _on(gradient: torch.Tensor, device: torch.device) -> torch.Tensor: ...
-@overload
-def _on(gradient: None, device: torch.device) -> None: ...
-def _on(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Parameters of shifted parts live elsewhere than their replica."""
-    return gradient if gradient is None or gradient.device == device else gradient.to(device)

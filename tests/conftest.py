@@ -15,6 +15,11 @@ from typing import Any
 if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; before torch looks
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if os.environ.get("LIGHTNING_DPX_PACKAGE") == "pytorch_lightning":
+    from tests import lightning_alias
+
+    lightning_alias.install()
+
 import pytest
 import torch
 from lightning.fabric.utilities import registry

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from lightning_dpx.bench.models import MODELS, BenchModule, ready_loader
 from lightning_dpx.lightning import DeviceMemoryMonitor, DeviceThroughputMonitor, DPXStrategy
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, seed_everything
 from lightning_dpx.replicas import Execution
 
 

@@ -11,10 +11,10 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_dpx.bench.models import MODELS, Batch, BenchModel, BenchModule, ready_loader
 from lightning_dpx.lightning import DPXStrategy
+from lightning_dpx.lightning.lightning_api import Callback, Trainer, seed_everything
 
 WARM_UP = 10  # steps that are not counted: rehearsal, caches, allocator
 

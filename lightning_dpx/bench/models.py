@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_dpx.lightning.lightning_api import LightningModule
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

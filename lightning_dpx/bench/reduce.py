@@ -5,7 +5,6 @@ CPUs, NCCL on GPUs). The limit is what the machine's plain copies allow: a sum t
 one, an all-reduce must read and write K.
 """
 
-import json
 import math
 import socket
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.bench.child import Child
 from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, is_host, synchronize
 from lightning_dpx.errors import BenchError
 from lightning_dpx.pictures import new_figure, save_figure
@@ -114,37 +114,21 @@ class _Peers:
             port = probe.getsockname()[1]
         # As a file, which needs torch alone: importing the package for it takes three times as long.
         command = [sys.executable, "-P", str(Path(__file__).with_name("peer.py"))]
-        self._processes = []
+        self._children = []
         for rank in range(world):
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL  # only one tells its times
-            process = subprocess.Popen(
-                [*command, str(rank), str(world), str(port), backend],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            self._processes.append(process)
-        self._read("ready")
+            arguments = [*command, str(rank), str(world), str(port), backend]
+            self._children.append(Child(arguments, subprocess.DEVNULL, tells=rank == 0))  # only one tells its times
+        self._children[0].read("ready")
 
     def run(self, elements: int) -> float:
-        for process in self._processes:
-            assert process.stdin is not None, "opened as a pipe"
-            process.stdin.write(f"{elements}\n")
-            process.stdin.flush()
-        return float(self._read("seconds"))
-
-    def _read(self, key: str) -> Any:
-        assert self._processes[0].stdout is not None, "opened as a pipe"
-        line = self._processes[0].stdout.readline()
-        if not line:
-            raise BenchError(f"A process of the peer ended before it reported {key}.")
-        return json.loads(line)[key]
+        for child in self._children:
+            child.tell(str(elements))
+        return float(self._children[0].read("seconds"))
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        for child in self._children:
+            child.process.kill()
+            child.process.communicate()
 
 
 def compare_reductions(

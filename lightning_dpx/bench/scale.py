@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.lightning import DPXStrategy
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_dpx.simulate import simulate
 
 Where = Literal["inline", "simulated"]

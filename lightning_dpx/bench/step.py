@@ -4,11 +4,9 @@ Every job runs in processes of its own and all jobs of a model take turns, one c
 machine is equally noisy for all of them. DDP gets one process per replica and chooses its threads itself.
 """
 
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_dpx.bench.child import Child
 from lightning_dpx.bench.job import MODES
 from lightning_dpx.bench.models import MODELS
 from lightning_dpx.errors import BenchError
@@ -58,14 +57,7 @@ class _Job:
         self.step_seconds: list[float] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
         self._started = time.time()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,  # so that DDP's other processes can be ended with it
-        )
+        self._child = Child(command, self._errors, own_session=True)  # DDP's other processes are ended with it
         self._startup = 0.0
 
     def wait_for_first_step(self) -> None:
@@ -73,20 +65,18 @@ class _Job:
         self._startup = self._read("first_step") - self._started
 
     def _read(self, key: str) -> Any:
-        assert self._process.stdout is not None, "opened as a pipe"
-        for line in self._process.stdout:
-            if line.startswith("{") and key in (values := json.loads(line)):
-                return values[key]
-        self._end()
-        self._errors.seek(0)
-        text = self._errors.read()[-2000:]
-        raise BenchError(f"The job {self.mode!r} on {self.model!r} ended before it reported {key}:\n{text}")
+        try:
+            return self._child.read(key)
+        except BenchError:
+            self._end()
+            self._errors.seek(0)
+            text = self._errors.read()[-2000:]
+            what = f"The job {self.mode!r} on {self.model!r}"
+            raise BenchError(f"{what} ended before it reported {key}:\n{text}") from None
 
     def run_chunk(self) -> None:
         """Trains one chunk while the other jobs wait."""
-        assert self._process.stdin is not None, "opened as a pipe"
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        self._child.tell("")
         self.step_seconds += self._read("step_seconds")[WARM_UP:]
 
     def result(self) -> Result:
@@ -96,9 +86,10 @@ class _Job:
         return Result(self.model, self.mode, self.devices, step, self._startup, peak)
 
     def _end(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        process = self._child.process
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
     def close(self) -> None:
         """Ends the job, at once if it still runs."""

@@ -307,11 +307,11 @@ class _UNet(nn.Module):
             x = block(x) + step(noise)[:, :, None, None]
             skips.append(x)
             x = F.avg_pool2d(x, 2)
-        above: Tensor | None = None
-        for block, skip in zip(reversed(self.up), reversed(skips), strict=True):
-            lifted = [skip] if above is None else [skip, F.interpolate(above, scale_factor=2)]
-            above = block(torch.cat(lifted, 1))
-        assert above is not None
+        lowest, *blocks = reversed(self.up)
+        above = lowest(skips.pop())
+        for block in blocks:
+            lifted = F.interpolate(above, scale_factor=2)
+            above = block(torch.cat([skips.pop(), lifted], 1))
         loss: Tensor = (self.out(above) - images).square().mean()
         return loss
 

@@ -1,14 +1,18 @@
 """Lightning's own command line, as ``dpx`` uses it: everything of this package by name, and simulated devices."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import PACKAGE, LightningModule, Trainer
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.simulate import simulate
+
+# Here, not where Lightning's other names are: it needs jsonargparse, which only the command line does.
+if TYPE_CHECKING or PACKAGE == "lightning":
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+else:
+    from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from lightning_dpx.devices import accelerators, capacity_of, has_nccl, linked_groups, num_direct_links, num_usable_cpus
 from lightning_dpx.errors import UnsupportedError
+from lightning_dpx.lightning.lightning_api import PACKAGE
 from lightning_dpx.reducers import choose_reducer
 from lightning_dpx.simulate import require_build_tools
 from lightning_dpx.units import GIB
@@ -23,7 +24,7 @@ EXTRAS = {
     "rich": ("cli", "tables on a terminal"),
     "pynvml": ("nvidia", "what other processes hold on a GPU"),
 }
-PACKAGES = ("lightning_dpx", "torch", "lightning", "torchmetrics", "numpy", "PyYAML")
+PACKAGES = ("lightning_dpx", "torch", PACKAGE, "torchmetrics", "numpy", "PyYAML")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.train import make_cli
@@ -27,6 +25,7 @@ from lightning_dpx.lightning import (
     Settings,
     dry_run,
 )
+from lightning_dpx.lightning.lightning_api import Checkpoint, PossibleUserWarning
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.monitors.base import format_rows
 from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profile

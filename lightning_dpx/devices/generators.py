@@ -1,10 +1,7 @@
-"""Random generators: of the host, of devices, of Python and NumPy."""
+"""Random generators of the host and of devices; with all others in :mod:`lightning_dpx.python_objects.preserve`."""
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 
 from lightning_dpx.devices.identity import device_context, distinct_devices, is_host
@@ -59,29 +56,6 @@ class RandomStates:
         torch.set_rng_state(self._host)
         for device, state in self._states:
             torch.get_device_module(device).set_rng_state(state, device)
-
-
-@contextmanager
-def preserve_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
-    """The generators of the host and of ``devices`` continue afterwards as if nothing had been drawn."""
-    states = RandomStates(devices)
-    try:
-        yield
-    finally:
-        states.restore()
-
-
-@contextmanager
-def preserve_all_device_rng(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Like :func:`preserve_device_rng`, and so do Python's and NumPy's generators of the process."""
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
-    try:
-        with preserve_device_rng(devices):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
 
 
 def seed_apart(devices: Sequence[torch.device]) -> None:

@@ -34,6 +34,15 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def device_beside(tensor: torch.Tensor, home: torch.device, there: torch.device) -> torch.device:
+    """Where a tensor belongs that goes from a replica on ``home`` to one on ``there``.
+
+    What a user has put on the host while the module lives on an accelerator (outputs that are collected with
+    ``.cpu()``, a large table) stays on the host, as it does on one device.
+    """
+    return tensor.device if is_host(tensor.device) and not is_host(home) else there
+
+
 def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     """The physical devices among ``devices``, each once, in order of first appearance."""
     return list(dict.fromkeys(canonical_device(device) for device in devices))

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
 
+from lightning_dpx.lightning.lightning_api import Accelerator, MisconfigurationException
 from lightning_dpx.simulate import MAX_DEVICES, is_loaded, simulate
 
 DEFAULT_DEVICES = 8

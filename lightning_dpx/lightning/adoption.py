@@ -9,10 +9,8 @@ import sys
 import weakref
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerStatus
-
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import TrainerStatus, pl
 from lightning_dpx.lightning.lightning_compat import (
     CODE_THAT_ASKS,
     accelerator_connector,

@@ -14,11 +14,11 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch.optim import LBFGS
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
+from lightning_dpx.lightning.lightning_api import LightningModule
 from lightning_dpx.replicas import BatchSlice, MergeRules, children_of, rebuild, weights_of
 from lightning_dpx.replicas.containers import PLAIN
 from lightning_dpx.replicas.slicers import slicer_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
+from lightning_dpx.lightning.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_dpx.lightning.lightning_compat import WrappingCheckpointIO
 from lightning_dpx.units import format_mib
 

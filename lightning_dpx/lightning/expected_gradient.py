@@ -9,13 +9,13 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dpx.lightning.gradient_hooks import has_hooks
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule
 from lightning_dpx.lightning.lightning_compat import skips_backward
-from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.origin import is_library, runs_steps
 from lightning_dpx.replicas import ExpectedGradient
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LossGradient:
         session = self._session
         if session.strategy.root_device.type == "cpu":
             return False
-        plain = type(session.strategy.dpx_precision.wrapped).__module__.startswith("lightning.")
+        plain = runs_steps(type(session.strategy.dpx_precision.wrapped))
         return plain and not has_hooks(session.module, self._callbacks, _OF_BACKWARD)
 
     @property

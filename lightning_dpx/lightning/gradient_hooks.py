@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, is_overridden
 from lightning_dpx.lightning.root_gradients import RootGradients
+from lightning_dpx.python_objects.origin import runs_steps
 from lightning_dpx.replicas import ReplicaSet
 from lightning_dpx.step import TrainingStep
 
@@ -25,14 +24,13 @@ ROUND_STEP = WITHIN_WINDOW | {
     "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "on_before_zero_grad",
     "optimizer_zero_grad",
 }  # fmt: skip
-_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_dpx.")
 
 
 def has_hooks(module: LightningModule, callbacks: Sequence[Callback], names: Collection[str]) -> bool:
     """Whether the module, or a callback of the user's, overrides one of these hooks."""
     if any(is_overridden(name, module, parent=LightningModule) for name in names if hasattr(LightningModule, name)):
         return True
-    own = [callback for callback in callbacks if not type(callback).__module__.startswith(_LIGHTNING)]
+    own = [callback for callback in callbacks if not runs_steps(type(callback))]
     of_callbacks = [name for name in names if hasattr(Callback, name)]
     return any(is_overridden(name, callback, parent=Callback) for callback in own for name in of_callbacks)
 

@@ -7,13 +7,7 @@ one device) and ``ranks.py`` (who is who).
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 
@@ -22,6 +16,15 @@ from lightning_dpx.lightning.adoption import Adoption
 from lightning_dpx.lightning.checkpoint_io import with_whole_files
 from lightning_dpx.lightning.launcher import InThisProcess
 from lightning_dpx.lightning.lifecycle import Lifecycle
+from lightning_dpx.lightning.lightning_api import (
+    Accelerator,
+    CheckpointIO,
+    ParallelStrategy,
+    Precision,
+    Strategy,
+    pl,
+    rank_zero_info,
+)
 from lightning_dpx.lightning.lightning_compat import layer_sync_of, module_of
 from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.options import StrategyOptions, Workload

@@ -9,10 +9,10 @@ import weakref
 from typing import Protocol
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_dpx.lightning.instance_methods import remove_instance_methods
+from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import applied_plan, remove_plan
 from lightning_dpx.replicas import restore_batch_norm
 from lightning_dpx.shifting import applied_shift, unshift_activations

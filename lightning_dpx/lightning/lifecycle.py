@@ -16,12 +16,11 @@ import signal
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dpx.errors import BudgetError, CollectiveError
 from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
+from lightning_dpx.lightning.lightning_api import SIGTERMException, pl
 from lightning_dpx.lightning.lightning_compat import take_signals
 from lightning_dpx.lightning.make_session import make_session
 from lightning_dpx.lightning.precision import DPXPrecision
@@ -86,6 +85,7 @@ class Lifecycle:
     def begin_session(self) -> None:
         """The replicas are made, after the module reached its device and before the optimizers exist."""
         module = self._strategy.connected_module
+        self._strategy.rehearsals.forget()  # what an earlier run found out, of this module or another
         self._strategy.module_in_use = module  # until the run ends, whatever fails on the way
         self._strategy.session = make_session(self._strategy, module)
 

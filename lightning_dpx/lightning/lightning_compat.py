@@ -2,28 +2,41 @@
 
 As :mod:`lightning_dpx.torch_compat` for torch: other modules import from here what has no public counterpart, and a
 test resolves every entry of :data:`PRIVATE_NAMES` and fails with the name that an upgrade took away. Attributes that
-we set on a Trainer or a module for a while (``_trainer``, ``_results``) are set here, too.
+we set on a Trainer or a module for a while (``_trainer``, ``_results``) are set here, too. Public names, and which of
+Lightning's two distributions is meant, are in :mod:`lightning_dpx.lightning.lightning_api`.
 """
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_processes
-from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_processes
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
-from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes_in
-from lightning.pytorch.utilities.imports import _RICH_AVAILABLE as RICH_IS_AVAILABLE
-
+from lightning_dpx.lightning.lightning_api import PACKAGE, LightningOptimizer, pl
 from lightning_dpx.torch_compat import PrivateName
+
+if TYPE_CHECKING or PACKAGE == "lightning":
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_processes
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_processes
+    from lightning.pytorch.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+    from lightning.pytorch.utilities.data import _extract_batch_size as batch_sizes_in
+    from lightning.pytorch.utilities.imports import _RICH_AVAILABLE as RICH_IS_AVAILABLE
+else:
+    from lightning_fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_processes
+    from lightning_fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning_fabric.utilities.distributed import _sync_ddp_if_available as reduce_processes
+    from pytorch_lightning.loops.fetchers import _DataFetcherWrapper as DataFetcherWrapper
+    from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+    from pytorch_lightning.strategies.launchers.launcher import _Launcher as Launcher
+    from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+    from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+    from pytorch_lightning.utilities.data import _extract_batch_size as batch_sizes_in
+    from pytorch_lightning.utilities.imports import _RICH_AVAILABLE as RICH_IS_AVAILABLE
 
 _CHECKED_ON = "lightning 2.6.6"
 _CONNECTORS = "lightning.pytorch.trainer.connectors"

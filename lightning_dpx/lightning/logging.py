@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from lightning_dpx.lightning.instance_methods import InstanceMethods
+from lightning_dpx.lightning.lightning_api import LightningModule
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.replicas import BatchSlice, MergeRules, Weights, weights_of
 

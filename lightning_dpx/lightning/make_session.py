@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
 from lightning_dpx.errors import ConfigurationError, ReplicationError
+from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics

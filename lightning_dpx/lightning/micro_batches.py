@@ -10,9 +10,9 @@ What the backward of the leaf will begin with is expected (LossGradient), and ma
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_dpx.lightning.expected_gradient import LossGradient
+from lightning_dpx.lightning.lightning_api import rank_zero_warn
+from lightning_dpx.lightning.two_pass_steps import TwoPassSteps
 from lightning_dpx.replicas import BatchSlice
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ class MicroBatchSteps:
 
     Args:
         session: Whose.
+
+    Attributes:
+        two_passes: Runs those whose loss needs the outputs of all.
     """
 
     def __init__(self, session: "Session") -> None:
@@ -31,12 +34,9 @@ class MicroBatchSteps:
         self._gradient = LossGradient(session)
         self._said_met = False
         self._is_first = True  # batch
-        if session.end_hook("training_step") is not None:
-            session.replicas.partition.leave_slices(training=True)
-            rank_zero_warn(
-                "dpx: micro_batches does not cut training steps here: training_step_end needs the outputs of all rows, "
-                "with what they keep for backward."
-            )
+        # By hand a step runs its own backwards, all of them before training_step_end.
+        in_two_passes = session.end_hook("training_step") is not None and session.module.automatic_optimization
+        self.two_passes = TwoPassSteps(session) if in_two_passes else None
 
     def look_at_first(self, slices: list[BatchSlice]) -> None:
         """Says of the first batch, which counts as a full one, where a device has fewer rows than micro-batches."""

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_dpx.lightning.lightning_api import pl, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, parse_micro_batches

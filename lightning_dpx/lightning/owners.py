@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_dpx.lightning.lightning_api import BaseFinetuning, rank_zero_warn
 from lightning_dpx.lightning.manual.acts_once import held_optimizers
 from lightning_dpx.reducers import choose_reducer
 from lightning_dpx.torch_compat import tree_map_only
@@ -47,7 +46,7 @@ def begin_optimizers(session: "Session") -> None:
         name = choose_reducer(replicas.devices)
         device = session.strategy.root_device
         rank_zero_warn(f"dpx: gradients are summed by reducer={name!r}, all on {device}: {reason}")
-        step.exchange_reducer("auto")
+        step.sums.exchange_reducer("auto")
     session.gradient_hooks.begin(session.module, replicas, step)
     optimize_owners(session)
 

@@ -4,20 +4,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-    TransformerEnginePrecision,
-)
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    pl,
+)
 from lightning_dpx.replicas import check_choice, children_of, end_failed_step, rebuild
 from lightning_dpx.shifting import has_shifts, unshifted
 

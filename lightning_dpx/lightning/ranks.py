@@ -162,8 +162,12 @@ class Ranks:
         found = []
         for process, (_, rows, theirs) in enumerate(everyone):
             factor = rows / self.rows_of_step if weigh else 1.0
-            own = process == self.process_rank
-            found += values if own else theirs if factor == 1 else [value * factor for value in theirs]
+            if process == self.process_rank:
+                found += values
+            elif factor == 1:
+                found += theirs
+            else:
+                found += [value * factor for value in theirs]
         return found, sum(counts[: self.process_rank])
 
 

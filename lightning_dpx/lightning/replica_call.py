@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
+from lightning_dpx.lightning.lightning_api import ClosureResult
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchSlice, MergeRules

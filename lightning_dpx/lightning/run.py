@@ -196,6 +196,6 @@ class _EvaluationAlone:
 
 
 @contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Any:
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Any:
     with first, second:
         yield

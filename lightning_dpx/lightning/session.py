@@ -10,15 +10,13 @@ strategy --hooks of Lightning's--> session.training    batch -> loss, and after 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Module
 
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.evaluation import EvaluationFlow, loader_index
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
+from lightning_dpx.lightning.lightning_api import TrainerFn, pl, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics

@@ -5,8 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-
+from lightning_dpx.lightning.lightning_api import pl
 from lightning_dpx.lightning.loose_tensors import LooseTensors, reason_and_advice
 from lightning_dpx.lightning.manual.acts_once import held_optimizers
 from lightning_dpx.lightning.whole_batches import fetches_by_itself, paths_of_loaders, rows_to_weigh_by

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from torch.nn import Module
 
 from lightning_dpx.lightning.adoption import Adoption
 from lightning_dpx.lightning.hooks import HookedStrategy
 from lightning_dpx.lightning.lifecycle import Lifecycle
+from lightning_dpx.lightning.lightning_api import MODULE, Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
@@ -99,7 +97,9 @@ class DPXStrategy(HookedStrategy):
         micro_batches: M, or a list of one M for each device: a device's slice of a batch is cut into M micro-batches of
             nearly equal rows, of which each runs forward and backward before the next one begins, so that only its
             activations are held. Outside the step nothing changes: it is one step on one batch. Evaluation and
-            prediction are cut likewise. A training step by hand, and one with training_step_end, runs in one piece.
+            prediction are cut likewise. Where the loss needs the outputs of all rows (training_step_end), every
+            micro-batch runs forward twice: without a graph, and again for its backward. A training step by hand is cut
+            on one device only.
             "auto" has memory_budget choose M together with the plan, so that a training step is fastest; the step stays
             in one piece where the rehearsal finds that micro-batches are not what one device gives, such as with batch
             norm. Without a budget it is 1.
@@ -179,6 +179,9 @@ class DPXStrategy(HookedStrategy):
         self._announced: set[str] = set()
         self.adoption = Adoption(self, *_SET_BY_TRAINERS)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+
+    def __repr__(self) -> str:
+        return f"<DPXStrategy for a Trainer of {MODULE}; in a loop of your own, use lightning_dpx.ReplicaGroup>"
 
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:

@@ -13,6 +13,8 @@
 A batch that one replica gets whole, with no other process to wait for, takes the way of one device: see OneDevice.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,10 +146,8 @@ class TrainingFlow:
                 if by_hand:
                     return session.finished(NAME, self._run_by_hand(slices, call))
                 step.begin()
-                if session.micro_batches is None or finish is not None:
-                    outputs = session.replicas.run(NAME, slices, call)
-                else:
-                    outputs = session.micro_batches.run(slices, call)
+                again = ReplicaCall(session, NAME, args[1:], kwargs) if finish is not None else call
+                outputs = self._runner(again)(slices, call)
                 return step.merge(slices, outputs, finish)
         except BaseException:
             step.discard_forward()
@@ -158,11 +158,25 @@ class TrainingFlow:
         session = self._session
         call = ReplicaCall(session, NAME, args[1:], kwargs)
         with session.strategy.precision_plugin.train_step_context(), session.metrics.kept(slices):
-            if session.micro_batches is None:
-                session.step.forward(slices, call, session.end_hook(NAME))
-            else:
-                session.step.begin()
-                session.step.merge(slices, session.micro_batches.run(slices, call))
+            session.step.begin()
+            outputs = self._runner(call)(slices, call)
+            session.step.merge(slices, outputs, session.end_hook(NAME))
+
+    def _runner(self, again: ReplicaCall) -> Callable[[list[BatchSlice], ReplicaCall], list[Any]]:
+        """What runs the user's step on slices: on whole ones, or on micro-batches, whose outputs have no graphs.
+
+        It is called by whom it is given to: a traceback shows every frame above a step.
+
+        Args:
+            again: The user's step for a second pass.
+        """
+        session = self._session
+        micro_batches = session.micro_batches
+        if micro_batches is None or (micro_batches.two_passes is not None and not session.replicas.cuts_slices):
+            return partial(session.replicas.run, NAME)
+        if micro_batches.two_passes is not None:
+            return partial(micro_batches.two_passes.first, again=again)
+        return micro_batches.run
 
     def _run_by_hand(self, slices: list[BatchSlice], call: ReplicaCall) -> Any:
         """The user drives backward and optimizers, and the replicas meet in them."""

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_dpx.lightning.lightning_api import pl
 from lightning_dpx.lightning.lightning_compat import data_hooks
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.replicas import BatchSlice

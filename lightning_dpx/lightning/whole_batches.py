@@ -8,9 +8,7 @@ import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-
+from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_only, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import DataFetcherWrapper, batch_sizes_in, combined_loader
 from lightning_dpx.replicas import children_of
 

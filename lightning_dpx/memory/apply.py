@@ -39,6 +39,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.progress import shown
+from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import tree_leaves
 
 _LOG = logging.getLogger("lightning_dpx")
@@ -209,16 +210,14 @@ def sum_of(outputs: Any) -> torch.Tensor:
     return torch.stack([result.float().sum() for result in results]).sum()
 
 
-@contextmanager
-def _muted(module: nn.Module) -> Iterator[None]:
+def _muted(module: nn.Module) -> AbstractContextManager[None]:
     """What a training step logs outside of a Trainer goes nowhere."""
     names = [name for name in ("log", "log_dict") if hasattr(module, name) and name not in vars(module)]
-    vars(module).update(dict.fromkeys(names, lambda *_args, **_kwargs: None))
-    try:
-        yield
-    finally:
-        for name in names:
-            del vars(module)[name]
+    return overridden(module, **dict.fromkeys(names, _logs_nothing))
+
+
+def _logs_nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
 
 
 def device_of(module: nn.Module, batch: Any) -> torch.device:

@@ -547,7 +547,6 @@ def _shows_all(kind: Any) -> bool:
     """Whether Python sees all that instances hold; see the note above."""
     while kind not in _BUILTIN:
         base = kind.__base__
-        assert base is not None, "all classes come from object"
         fields = sum(isinstance(entry, types.MemberDescriptorType) for entry in vars(kind).values())
         fields += kind.__dictoffset__ > 0 and not base.__dictoffset__
         fields += kind.__weakrefoffset__ > 0 and not base.__weakrefoffset__

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_dpx.devices import RandomStates
 from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.process_generators import ProcessGenerators
 from lightning_dpx.python_objects.reachable import reachable
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
@@ -46,24 +47,21 @@ class GeneratorStates:
         generators: Iterable[Any] = (),
     ) -> None:
         self._torch = RandomStates(devices)
-        self._numpy: Any = np.random.get_state()
-        self._python = random.getstate()
+        self._process = ProcessGenerators()
         self._held = [(generator, state_of(generator)) for generator in (*held_generators(modules), *generators)]
 
     def again(self) -> "GeneratorStates":
         """Where the same generators are now."""
         now = copy.copy(self)
         now._torch = self._torch.again()
-        now._numpy = np.random.get_state()
-        now._python = random.getstate()
+        now._process = ProcessGenerators()
         now._held = [(generator, state_of(generator)) for generator, _ in self._held]
         return now
 
     def restore(self) -> None:
         """All continue as if nothing had been drawn since."""
         self._torch.restore()
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._process.restore()
         for generator, state in self._held:
             put_back(generator, state)
 
@@ -72,8 +70,7 @@ class GeneratorStates:
             return NotImplemented
         return (
             self._torch == other._torch
-            and same_state(self._numpy, other._numpy)
-            and self._python == other._python
+            and self._process == other._process
             and len(self._held) == len(other._held)
             and all(same_state(one[1], two[1]) for one, two in zip(self._held, other._held, strict=True))
         )
@@ -83,8 +80,7 @@ class GeneratorStates:
     def differs_outside_torch(self, other: "GeneratorStates") -> bool:
         """Whether something drew from NumPy, ``random`` or a generator that a module holds."""
         return not (
-            same_state(self._numpy, other._numpy)
-            and self._python == other._python
+            self._process == other._process
             and all(same_state(one[1], two[1]) for one, two in zip(self._held, other._held, strict=False))
         )
 

@@ -181,22 +181,35 @@ Place = tuple[str, Any, Any]  # a name, a namespace (a class, or the globals of 
 def places_of_code(module: nn.Module) -> list[Place]:
     """Where the code of the classes that ``module`` is made of may keep something: outside of ``module``.
 
-    Attributes of those classes, and globals that their methods name, with the namespaces that hold them.
+    Attributes of those classes, and globals that their methods name, with the namespaces that hold them; likewise of
+    the classes and functions of the same packages that this code names (``Counter.total += 1``), and so on.
 
     Args:
         module: Whose classes, and those that they inherit from, are looked at, as far as they are no library's.
     """
     packages = _packages_of(module)
     found: dict[tuple[int, str], Place] = {}
-    for base in _classes_of(module):
-        for key, function in _of_base(base, packages):
-            if isinstance(function, types.FunctionType):
-                spaces = function.__globals__
-                names = _names_in(function.__code__) & spaces.keys()
-                for name in sorted(names):
-                    found[id(spaces), name] = name, spaces, name
-            elif not key.startswith("__"):
-                found[id(base), key] = f"{base.__qualname__}.{key}", base, key
+    waiting: deque[Any] = deque(_classes_of(module))
+    seen: set[int] = set()
+    num_functions = 0
+    while waiting and num_functions < _MAX_FUNCTIONS:
+        owner = waiting.popleft()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, type):
+            for key, value in _of_base(owner, packages):
+                if isinstance(value, types.FunctionType):
+                    waiting.append(value)
+                elif not key.startswith("__"):
+                    found[id(owner), key] = f"{owner.__qualname__}.{key}", owner, key
+        elif package_of(owner.__module__) in packages:
+            num_functions += 1
+            space = owner.__globals__
+            for name in sorted(_names_in(owner.__code__) & space.keys()):
+                found[id(space), name] = name, space, name
+                if isinstance(space[name], type | types.FunctionType):
+                    waiting.append(space[name])
     return [place for place in found.values() if _is_data(place)]
 
 

@@ -80,7 +80,7 @@ class GradientReducer(ABC):
         """
         usual = len(self.distinct_devices) == 1 and not average and len(grads) == len(self.devices)
         if usual and _can_be_added_directly(grads):  # one look at each gradient
-            first, *others = [[gradient for gradient in row if gradient is not None] for row in grads]
+            first, *others = map(_present, grads)
             add_in_place(first, others)
             return [*first]
         self._check(grads, names)
@@ -229,7 +229,11 @@ def _has_kinds_of(first: Gradients, row: Gradients) -> bool:
 
 
 def _chosen(row: Gradients, indices: Sequence[int]) -> Dense:
-    return [gradient for gradient in (row[index] for index in indices) if gradient is not None]
+    return _present([row[index] for index in indices])
+
+
+def _present(row: Gradients) -> Dense:
+    return [gradient for gradient in row if gradient is not None]
 
 
 def _finished(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int) -> Dense:
@@ -240,7 +244,7 @@ def _finished(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int)
 
 def _add(column: Sequence[torch.Tensor | None], owner: torch.device, divisor: int) -> torch.Tensor | None:
     """The plain way, for gradients that are sparse or missing on some replicas."""
-    present = [gradient for gradient in column if gradient is not None]
+    present = _present([*column])
     if not present:
         return None
     first, *others = present

@@ -59,14 +59,22 @@ class SyncedBatchNorm(AnyBatchNorm):
 
     @torch.no_grad()
     def _remember(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        if not (self.training and self.track_running_stats) or self.running_mean is None:
+        if not (self.training and self.track_running_stats):
             return
-        assert self.running_var is not None, "they come together"
-        assert self.num_batches_tracked is not None, "they come together"
-        self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean), momentum)
-        self.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(self.running_var), momentum)
+        if self.num_batches_tracked is not None:  # state dicts of old versions of torch have none
+            self.num_batches_tracked.add_(1)
+        momentum = self._momentum_now()
+        if self.running_mean is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+        if self.running_var is not None:
+            unbiased = variance * count / (count - 1).clamp(min=1)
+            self.running_var.lerp_(unbiased.to(self.running_var), momentum)
+
+    def _momentum_now(self) -> float:
+        """How far the statistics go towards those of this batch, as torch's own ``forward`` has it."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if self.num_batches_tracked is None else 1.0 / float(self.num_batches_tracked)
 
 
 def synchronize_batch_norm(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ per row, unless its items could be columns of as many rows. What is not certain 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_dpx.errors import SliceError
 from lightning_dpx.replicas.array_slices import cut_array, is_array, shape_of, spans
@@ -198,10 +198,9 @@ class BatchReading:
         sizes = {found.num_rows for found in self.counted}
         if not sizes:
             sizes = {len(found.node) for found in self.uncounted if hasattr(type(found.node), "__len__")}
-        if len(sizes) != 1:
+        size = sizes.pop() if len(sizes) == 1 else None
+        if size is None:
             self._refuse(None)
-        (size,) = sizes
-        assert size is not None, "they were counted"
         return size
 
     def check(self) -> None:
@@ -256,7 +255,7 @@ class BatchReading:
 
     # ---- what stands in the way ----
 
-    def _refuse(self, total: int | None, doubtful: Sequence[Input] = ()) -> None:
+    def _refuse(self, total: int | None, doubtful: Sequence[Input] = ()) -> NoReturn:
         raise _complaint(self, total, list(doubtful))
 
     # ---- the cut ----

@@ -28,7 +28,7 @@ from lightning_dpx.backward_threads import forget_failed_backward
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import BatchSlice
-from lightning_dpx.torch_compat import tree_map_only
+from lightning_dpx.torch_compat import run_backward, tree_map_only
 
 Gradients = list[list[torch.Tensor | None]]  # K x N
 _GRADIENT = operator.attrgetter("grad")
@@ -220,9 +220,9 @@ class EarlyBackward:
         try:
             if torch.is_autocast_enabled(kind):  # Lightning's backward runs outside of it
                 with torch.autocast(kind, enabled=False):
-                    torch.autograd.backward(loss, gradient)
+                    run_backward((loss,), (gradient,))
             else:
-                torch.autograd.backward(loss, gradient)
+                run_backward((loss,), (gradient,))
         except BaseException as error:
             forget_failed_backward()
             error.add_note("In the backward of a micro-batch, which runs before the next one's forward.")

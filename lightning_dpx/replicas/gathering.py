@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas.merging import (
     NUMBERS,
@@ -153,7 +154,7 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
     """A logged value of which only the reduction over batches is known.
 
     Raises:
-        GatherError: no numbers; names the key.
+        GatherError: no numbers, or complex ones that have no order; names the key.
     """
     if isinstance(parts[0], Mapping) and all(part.keys() == parts[0].keys() for part in parts):
         merged_items = {}
@@ -177,8 +178,14 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
     # In float32 at least: a sum of many rows in half precision would overflow.
     if not plain or kind == "mean":
         tensors = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    elif kind == "sum" and tensors[0].dtype == torch.bool:
+        tensors = [tensor.long() for tensor in tensors]  # flags add up to a flag: any of them
     merged = reduce_numbers(tensors, kind, weights)  # type: ignore[arg-type]
-    assert merged is not None, "these reductions take all numbers"
+    if merged is None:
+        raise GatherError(
+            f"self.log({path!r}, ..., reduce_fx={reduce_fx!r}) got numbers of {tensors[0].dtype} from the replicas, "
+            "which have no such reduction; log their real numbers."
+        )
     if not plain:
         return merged
     # A mean of integers is no integer; sums and extremes keep the type that the user logged.
@@ -210,7 +217,9 @@ def _has_plain_rows(part: Any, num_rows: float) -> bool:
 def _merge_children(
     parts: list[Any], children: list[Any], sizes: list[float], device: torch.device, dim: int, path: str
 ) -> Any:
-    names = [[name for name, _ in part] for part in children]
+    names = []
+    for part in children:
+        names.append([name for name, _ in part])
     if isinstance(parts[0], Mapping):
         if any(set(other) != set(names[0]) for other in names[1:]):
             raise GatherError(f"The replicas returned different keys for {path}: {' and '.join(map(str, names))}.")
@@ -229,6 +238,7 @@ def _merge_children(
 
 
 def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
+    device = device_beside(parts[0], device, device)
     if len(parts) == 1:
         return parts[0].to(device)
     # Outputs often have their rows along dim 0 though inputs have them elsewhere (T x N in, N classes out).

@@ -29,18 +29,18 @@ def joint_backward(roots: Sequence[Roots], failed: Callable[[int, Any], None]) -
     # The last replica with anything to do begins, so nobody need tell it: a hook is 5 us of a step.
     first = max((index for index, (tensors, _) in enumerate(roots) if tensors), default=len(roots) - 1)
     turns = _Turns(ranks, first)
-    handles = [
-        tensor.grad_fn.register_prehook(partial(turns.enter, index))
-        for index, (tensors, _) in enumerate(roots[:first])
-        for tensor in tensors
-        if tensor.grad_fn is not None
-    ]
+    handles = []
+    all_tensors: list[torch.Tensor] = []
+    all_gradients: list[torch.Tensor] = []
+    for index, (tensors, gradients) in enumerate(roots):
+        all_tensors += tensors
+        all_gradients += gradients
+        if index < first:
+            enter = partial(turns.enter, index)
+            handles += [tensor.grad_fn.register_prehook(enter) for tensor in tensors if tensor.grad_fn is not None]
     with as_rank(ranks[turns.place]):
         try:
-            run_backward(
-                [tensor for tensors, _ in roots for tensor in tensors],
-                [gradient for _, gradients in roots for gradient in gradients],
-            )
+            run_backward(all_tensors, all_gradients)
         except BaseException as error:
             failed(turns.place, error)
             raise

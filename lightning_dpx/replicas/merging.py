@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lightning_dpx.devices import device_beside
 from lightning_dpx.replicas.slicing import children_of, rebuild
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
@@ -354,6 +355,15 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], devi
     return mean
 
 
+def mean_of_slices(values: Sequence[torch.Tensor], counts: Sequence[float], weights: Weights) -> torch.Tensor:
+    """The mean of the slices' means of as many ``counts``, on the first one's device."""
+    device = values[0].device
+    counted = [index for index, count in enumerate(counts) if count]  # a mean over no tokens is NaN
+    if not counted:
+        return weighted_mean(values, weights.rows, device)
+    return weighted_mean([values[i] for i in counted], [counts[i] for i in counted], device)
+
+
 def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights) -> torch.Tensor | None:
     """One tensor from several of equal shapes on one device; ``None`` where the kind makes no sense for them."""
     first = values[0]
@@ -365,11 +375,7 @@ def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights)
         stacked = torch.stack(list(values))
         return stacked.amax(0) if kind == "max" else stacked.amin(0)
     if kind in ("mean", "loss mean") and (first.is_floating_point() or first.is_complex()):
-        counts = weights.of(kind)
-        counted = [index for index, count in enumerate(counts) if count]  # a mean over no tokens is NaN
-        if not counted:
-            return weighted_mean(values, weights.rows, first.device)
-        return weighted_mean([values[i] for i in counted], [counts[i] for i in counted], first.device)
+        return mean_of_slices(values, weights.of(kind), weights)
     if kind == "quadratic mean" and first.is_floating_point():
         return weighted_mean([value.square() for value in values], weights.rows, first.device).sqrt()
     if kind == "geometric mean" and first.is_floating_point():
@@ -409,7 +415,7 @@ class Merger:
         if rule is None or rule.kind == "by type" or any(type(part) is not type(parts[0]) for part in parts):
             return self.fallback(parts, path)
         if len(parts) == 1 and rule.kind != "children":
-            return parts[0].to(self.device) if isinstance(parts[0], torch.Tensor) else parts[0]
+            return self._moved(parts)[0] if isinstance(parts[0], torch.Tensor) else parts[0]
         if rule.kind == "children":
             return self._children(parts, path)
         if rule.kind == "items" and isinstance(parts[0], np.ndarray):
@@ -427,6 +433,11 @@ class Merger:
             self._no_longer_equal(path)
         return self.fallback(parts, path)
 
+    def _moved(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """On one device: the first one, or the host where the step has put them there."""
+        device = device_beside(parts[0], self.device, self.device)
+        return [part.to(device) for part in parts]
+
     def _children(self, parts: list[Any], path: str) -> Any:
         columns = [dict(children_of(part) or ()) for part in parts]
         if any(column.keys() != columns[0].keys() for column in columns):
@@ -439,10 +450,7 @@ class Merger:
 
     def _numbers(self, parts: list[Any], rule: Rule, path: str) -> Any:
         first = parts[0]
-        if isinstance(first, torch.Tensor):
-            values = [part.to(self.device) for part in parts]
-        else:
-            values = [as_tensor(part) for part in parts]
+        values = self._moved(parts) if isinstance(first, torch.Tensor) else list(map(as_tensor, parts))
         merged = self._tensors(values, rule)
         if merged is None:
             if rule.kind == "equal":

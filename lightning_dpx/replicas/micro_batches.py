@@ -74,8 +74,9 @@ def cut_into_micro_batches(
         active = min(number, -(-size // largest))
         if largest > 1 and size // max(1, active) == 1 < max(size, full) // number:
             active = max(1, size // 2)
+        # As even as can be: the first ones have a row more, and those that are left over none.
         least, more = divmod(size, max(1, active))
-        rows += [least + (index < more) if index < active else 0 for index in range(number)]
+        rows += [least + 1] * more + [least] * (active - more) + [0] * (number - active)
     return tuple(rows)
 
 

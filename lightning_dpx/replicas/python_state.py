@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
@@ -275,7 +276,7 @@ class PythonState:
                     keys = range(len(container)) if isinstance(container, list) else list(container)
                     for key in keys:
                         value = container[key]
-                        if isinstance(value, torch.Tensor) and value.device != home:
+                        if isinstance(value, torch.Tensor) and value.device != device_beside(value, home, home):
                             container[key] = value.to(home)
 
     # ---- what is shared, and what is mirrored ----
@@ -326,10 +327,11 @@ class PythonState:
         memo = self._memo(replica)
         if isinstance(value, torch.Tensor) and id(value) not in memo:
             plain = value.detach()
-            return RemoteTensor(plain, replica.device) if lazily else plain.to(replica.device, copy=True)
+            device = device_beside(plain, self._root.device, replica.device)
+            return RemoteTensor(plain, device) if lazily else plain.to(device, copy=True)
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
-            return RemoteTensor(tensor.detach(), replica.device)
+            return RemoteTensor(tensor.detach(), device_beside(tensor, self._root.device, replica.device))
 
         return self._copied(value, memo, place)
 
@@ -339,7 +341,9 @@ class PythonState:
             return value
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
-            return source_of(tensor) if isinstance(tensor, RemoteTensor) else tensor.to(self._root.device)
+            if isinstance(tensor, RemoteTensor):
+                return source_of(tensor)
+            return tensor.to(device_beside(tensor, replica.device, self._root.device))
 
         return self._copied(value, self._memo(replica, back=True), place)
 

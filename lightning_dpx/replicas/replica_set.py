@@ -319,7 +319,7 @@ class ReplicaSet:
         sizes = self.partition.sizes(counted.num_rows, training=self.root.module.training)
         # Who gets all rows needs no slice, so that what could not be cut does not matter.
         one_gets_all = sum(size > 0 for size in sizes) == 1
-        parts = [batch if size else None for size in sizes] if one_gets_all else counted.cut(sizes)
+        parts = [batch] * len(sizes) if one_gets_all else counted.cut(sizes)
         self._begin_timing(sizes)
         return [
             BatchSlice(replica, size, part)

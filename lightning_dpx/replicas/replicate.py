@@ -17,6 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dpx.devices import canonical_device
+from lightning_dpx.devices import canonical_device, device_beside
 from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
@@ -155,6 +156,7 @@ class ModuleCopy:
     ) -> None:
         self._module = module
         self._device = device
+        self._home = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
         self._private = private
         self._staying = {id(parameter) for parameter in staying}
         self._kept: Memo = {id(kept): kept for kept in keep}
@@ -207,7 +209,9 @@ class ModuleCopy:
         return id(value) in self._kept or isinstance(value, SHARED_TYPES)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _copied(tensor, self._device)
+        if self._device is None or self._home is None:
+            return _copied(tensor, self._device)
+        return _copied(tensor, device_beside(tensor, self._home, self._device))
 
     def _uncopyable(self) -> tuple[str, Any]:
         """The first attribute that fails, by its path; the module itself where none fails alone."""

@@ -410,10 +410,11 @@ class StateSync:
     def _check_buffers(self, replica: Replica) -> None:
         mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))
         for name in [*mine, *(name for name in theirs if name not in mine)]:
-            shapes = [tuple(buffers[name].shape) if name in buffers else None for buffers in (mine, theirs)]
-            if shapes[0] != shapes[1]:
+            own = tuple(mine[name].shape) if name in mine else None
+            other = tuple(theirs[name].shape) if name in theirs else None
+            if own != other:
                 raise ReplicationError(
-                    f"Buffer {name} has shape {shapes[0]} on replica 0 and {shapes[1]} on replica {replica.index}, "
+                    f"Buffer {name} has shape {own} on replica 0 and {other} on replica {replica.index}, "
                     "so there is no mean; use buffers='broadcast'."
                 )
 

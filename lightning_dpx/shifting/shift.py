@@ -85,7 +85,7 @@ def apply_shift(module: nn.Module, activations: str | Sequence[str], shifts: Map
     chosen = choose_modules(module, [activations] if isinstance(activations, str) else activations)
     source = _source_of(module, placed)
     shift = Shift(module, chosen, source, placed[source])
-    shift.install()
+    shift.install(module)
     _SHIFTS[module] = shift
     return shift
 
@@ -119,7 +119,7 @@ def has_shifts() -> bool:
 def shift_like(module: nn.Module, shift: "Shift") -> None:
     """Shifts ``module``, a copy of the one that ``shift`` is of, in the same way."""
     own = Shift(module, list(shift.chosen), shift.source, shift.target)
-    own.install()
+    own.install(module)
     _SHIFTS[module] = own
 
 
@@ -254,10 +254,8 @@ class Shift:
             "save its state_dict(). copy.deepcopy(module) works; the copy is shifted, too."
         )
 
-    def install(self) -> None:
-        """Moves what only the chosen submodules use, and hooks them."""
-        module = self._module()
-        assert module is not None, "held by the caller"
+    def install(self, module: nn.Module) -> None:
+        """Moves what only the chosen submodules of ``module`` use, and hooks them."""
         own = self._own_tensors(module)
         moving = [tensor for tensor in own if canonical_device(tensor.device) != self.target]
         needed = sum(tensor.nbytes for tensor in moving)
@@ -308,16 +306,16 @@ class Shift:
         return list(own.values())
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Iterator["_OnDevice"]:
         """For code that runs parts of the module outside of its ``forward``, such as a training step."""
         if self._mode is not None:
-            yield
+            yield self._mode
             return
         self._local.mode = mode = _OnDevice(self)
         _PAUSES.steps = getattr(_PAUSES, "steps", 0) + 1
         try:
             with mode:
-                yield
+                yield mode
         finally:
             self._local.mode = None
             _PAUSES.steps -= 1
@@ -350,20 +348,25 @@ class Shift:
         mode: _OnDevice | None = getattr(self._local, "mode", None)
         return mode
 
-    def _begin(self, module: nn.Module) -> bool:
-        """Whether this is an outermost call: of the module, or of a part of it that backward recomputes."""
+    def _begin(self, module: nn.Module) -> tuple["_OnDevice", bool]:
+        """A call of ``module`` begins.
+
+        Returns:
+            The mode that it runs in, and whether it is an outermost call: of the module, or of a part of it that
+            backward recomputes.
+        """
         self._clear_interrupted_call()
-        outermost = self._mode is None
-        if outermost:
-            self._local.entered = self.active()
+        mode = self._mode
+        outermost = mode is None
+        if mode is None:
+            entered = self.active()
+            self._local.entered = entered
             self._local.depth = 0
-            self._local.entered.__enter__()
-            assert self._mode is not None, "just entered"
-            self._mode.caller = sys._getframe(2)  # of the module call that has called the hook that calls this
+            mode = entered.__enter__()
+            mode.caller = sys._getframe(2)  # of the module call that has called the hook that calls this
         self._local.depth = getattr(self._local, "depth", 0) + 1
-        assert self._mode is not None, "entered"
-        self._mode.running.append(module)
-        return outermost
+        mode.running.append(module)
+        return mode, outermost
 
     def _clear_interrupted_call(self) -> None:
         """After Ctrl-C torch calls no hooks, not even those that it always calls; so the mode of that call is here."""
@@ -379,9 +382,10 @@ class Shift:
             entered.__exit__(None, None, None)
 
     def _enter_home(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._begin(module) or self._mode is None:
+        mode, outermost = self._begin(module)
+        if not outermost:
             return None
-        return self._mode.brought(args, self.source), self._mode.brought(kwargs, self.source)
+        return mode.brought(args, self.source), mode.brought(kwargs, self.source)
 
     def _end(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self._local.depth -= 1
@@ -399,9 +403,7 @@ class Shift:
                 entered.__exit__(None, None, None)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._begin(module)
-        mode = self._mode
-        assert mode is not None, "begun"
+        mode, _ = self._begin(module)
         mode.enter(self.target)
         return mode.brought(args, self.target), mode.brought(kwargs, self.target)
 

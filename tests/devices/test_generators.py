@@ -1,8 +1,5 @@
 """Generators of the host and of devices continue where they were."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
@@ -28,15 +25,6 @@ def test_states_are_compared_and_restored_on_every_device() -> None:
     assert before != before.again()
     assert before.digest() != before.again().digest()
     before.restore()
-    assert draw() == first
-
-
-def test_what_is_drawn_for_a_while_is_drawn_again_also_by_python_and_numpy() -> None:
-    with devices.preserve_all_device_rng(places()):
-        first = [*draw(), random.random(), np.random.rand()]
-    assert [*draw(), random.random(), np.random.rand()] == first
-    with devices.preserve_device_rng(places()):
-        first = draw()
     assert draw() == first
 
 

@@ -650,13 +650,10 @@ class Grows(Net):
         return super().logits(rows)
 
 
-def test_case_40_buffers_that_grow_follow_the_first_replica_or_are_refused_by_name(execution: str) -> None:
+def test_case_40_buffers_that_grow_follow_the_first_replica_and_are_named(execution: str) -> None:
     model = Grows()
-    try:
+    with pytest.warns(UserWarning, match=r"what steps add up in self\.bank is the first slice's part only"):
         fitted(model, 3, execution=execution, workload=[2, 1, 1])
-    except dpx.ReplicationError as error:
-        assert "bank" in str(error)  # noqa: PT017  both outcomes are promised
-        return
     assert model.bank.shape == (40,), "half of the rows of both epochs"
 
 

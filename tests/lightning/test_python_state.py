@@ -277,3 +277,38 @@ def test_a_vocabulary_is_one_object_on_all_replicas() -> None:
     trainer.fit(model, make_loader(), make_loader())
     assert seen
     assert all(words is model.vocabulary for words in seen)
+
+
+class CollectsOnTheHost(Classifier):
+    """What people do so that outputs take no room on the device; and a table that is too large for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+        self.table = torch.arange(30.0).view(10, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        found = self.table[batch[1].cpu()]  # an index on a device is no index of a table on the host
+        self.outputs.append(torch.cat([logits.detach().cpu(), found], 1))
+        return F.cross_entropy(logits, batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        return {"host": logits.cpu(), "device": logits}
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.predicted_on = {name: output.device.type for name, output in outputs.items()}
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_what_a_step_puts_on_the_host_stays_there(execution: str) -> None:
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    torch.manual_seed(0)
+    model = CollectsOnTheHost()
+    trainer.fit(model, make_loader(53), make_loader(53))
+    assert {output.device.type for output in model.outputs} == {"cpu"}
+    one_device = torch.cat(fitted(CollectsOnTheHost).outputs)
+    assert_equal({"outputs": torch.cat(model.outputs)}, {"outputs": one_device})
+    trainer.predict(model, make_loader(20))  # Lightning itself moves what it returns to the host
+    assert model.predicted_on == {"host": "cpu", "device": trainer.strategy.root_device.type}

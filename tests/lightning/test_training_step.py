@@ -1,17 +1,19 @@
 """The flow of one training step: its stages in order, and what stands between Lightning and the user's step."""
 
+import inspect
 import sys
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 import lightning_dpx
 from tests.conftest import make_loader, make_trainer
 
 PACKAGE = lightning_dpx.__path__[0]
+TRAINER = inspect.getfile(Trainer).removesuffix("trainer.py")
 MOST_FRAMES = 7  # between Lightning and the user's training_step
 
 
@@ -70,7 +72,7 @@ class Diary(LightningModule):
 def own_frames() -> int:
     """Calls of this package that the caller's caller is in, up to the next one of Lightning's."""
     frame, own = sys._getframe(2), 0
-    while frame is not None and "/lightning/pytorch/trainer/" not in frame.f_code.co_filename:
+    while frame is not None and not frame.f_code.co_filename.startswith(TRAINER):
         own += frame.f_code.co_filename.startswith(PACKAGE)
         frame = frame.f_back  # type: ignore[assignment]
     return own

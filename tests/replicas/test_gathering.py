@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.gathering import gather
+from lightning_dpx.replicas.gathering import gather, merge_by_reduction
+from lightning_dpx.replicas.merging import Weights
 
 CPU = torch.device("cpu")
 
@@ -35,3 +36,24 @@ def test_none_contributes_nothing() -> None:
 def test_results_that_cannot_be_merged(parts, message) -> None:
     with pytest.raises(dpx.GatherError, match=message):
         gather(parts, [2, 2], CPU)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reduce_fx", "expected"),
+    [
+        ([True, False], "sum", True),
+        ([False, False], "sum", False),
+        ([2, 3], "sum", 5),
+        ([1.0, 4.0], "mean", 3.0),
+        ([torch.tensor(2.0), torch.tensor(5.0)], "max", torch.tensor(5.0)),
+    ],
+)
+def test_logged_numbers_are_merged_by_their_reduction(parts, reduce_fx, expected) -> None:
+    weights = Weights(rows=[1, 2], of_loss=[1, 2])
+    assert merge_by_reduction(parts, weights, torch.device("cpu"), reduce_fx, "x") == expected
+
+
+def test_complex_numbers_have_no_largest() -> None:
+    weights = Weights(rows=[1, 2], of_loss=[1, 2])
+    with pytest.raises(dpx.GatherError, match=r"'x', \.\.\., reduce_fx='max'\) got numbers of torch.complex64"):
+        merge_by_reduction([torch.tensor(1j), torch.tensor(2j)], weights, torch.device("cpu"), "max", "x")

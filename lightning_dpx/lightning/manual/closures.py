@@ -24,18 +24,30 @@ from lightning_dpx.replicas import CallerContext
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """What the optimizer wants of the replicas.
+class RunClosure:
+    """Every replica is to run its closure and to come back with what that returned.
 
     Attributes:
-        runs_closure: Every replica runs its closure and comes back with what that returned; otherwise all is done.
+        rounds: To which the answer goes.
         grad_enabled: Whether the optimizer called its closure with gradients enabled.
-        result: What ``optimizer.step`` returned, once all is done.
     """
 
-    runs_closure: bool
-    grad_enabled: bool = True
-    result: Any = None
+    rounds: "ClosureRounds"
+    grad_enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The optimizer has stepped.
+
+    Attributes:
+        result: What ``optimizer.step`` returned.
+    """
+
+    result: Any
+
+
+Command = RunClosure | StepDone  # what an optimizer tells the replicas
 
 
 class AbandonedStep(BaseException):
@@ -88,7 +100,7 @@ class ClosureRounds:
 
     def _next(self) -> Command:
         command = self._commands.get()
-        if isinstance(command, Command) and command.runs_closure:
+        if isinstance(command, RunClosure):
             return command
         self._is_over = True
         self._thread.join()
@@ -105,10 +117,10 @@ class ClosureRounds:
             except BaseException as error:  # noqa: BLE001  it is raised where the replicas meet
                 self._commands.put(error)
                 return
-            self._commands.put(Command(runs_closure=False, result=result))
+            self._commands.put(StepDone(result))
 
     def _closure(self) -> Any:
-        self._commands.put(Command(runs_closure=True, grad_enabled=torch.is_grad_enabled()))
+        self._commands.put(RunClosure(self, torch.is_grad_enabled()))
         answer = self._answers.get()
         if isinstance(answer, AbandonedStep):
             raise answer

@@ -9,20 +9,25 @@ replicas. The objects themselves know who is asking (see :mod:`lightning_dpx.lig
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_dpx.errors import WholeBatchError
+from lightning_dpx.lightning.lightning_api import (
+    Callback,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+    Strategy,
+    is_overridden,
+)
 from lightning_dpx.lightning.lightning_compat import lightning_optimizers_of
 from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, viewed
 from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
-from lightning_dpx.lightning.manual.closures import ClosureRounds, Command
+from lightning_dpx.lightning.manual.closures import ClosureRounds, Command, RunClosure, StepDone
 from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers_checked
 from lightning_dpx.lightning.manual.shared_gradients import SharedGradients
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
@@ -148,9 +153,14 @@ class ManualOptimization:
     # ---- called by the views, in the replicas' own threads ----
 
     def meet(self, what: str, value: Any, act: Callable[[list[Any]], Any], *, optional: bool = False) -> Any:
-        """``act`` of all replicas' values, run once, outside of any replica."""
+        """``act`` of all replicas' values, run once, outside of any replica.
+
+        Raises:
+            WholeBatchError: the caller is no replica, but a thread that one has started.
+        """
         rank = current_rank()
-        assert rank is not None, "only called inside a step"
+        if rank is None:
+            raise WholeBatchError(f"It calls {what} in a thread of its own.", "Call it in training_step itself.")
         return rank.meet(what, value, act, optional=optional)
 
     def call_once(self, what: str, arguments: Any, act: Callable[[Any], Any]) -> Any:
@@ -161,12 +171,12 @@ class ManualOptimization:
         """``take_step`` of a closure that is every replica's own ``closure``, which it may call any number of times."""
         command: Command = self.meet(what, closure is not None, lambda given: self._begin(take_step, given))
         try:
-            while command.runs_closure:
+            while isinstance(command, RunClosure):
                 loss = None
                 if closure is not None:
                     with torch.set_grad_enabled(command.grad_enabled):
                         loss = closure()
-                command = self.meet(f"the closure of {what}", loss, self._answer)
+                command = self.meet(f"the closure of {what}", loss, partial(self._answer, command.rounds))
         except BaseException:
             self._abandon_rounds()
             raise
@@ -238,26 +248,26 @@ class ManualOptimization:
         marks = self.gradients.marks()
         if any(has_closure):
             assert self._rounds is None, "an optimizer steps inside of another one's closure outside of a replica"
-            self._rounds = ClosureRounds(take_step, self.replicas.root.device)
+            rounds = ClosureRounds(take_step, self.replicas.root.device)
+            self._rounds = rounds
             with unshifted():
-                command = self._rounds.begin()
+                command: Command = rounds.begin()
         else:
             with unshifted():
-                command = Command(runs_closure=False, result=take_step(None))
+                command = StepDone(take_step(None))
         self._settle(marks)
         return self._continued(command)
 
-    def _answer(self, losses: Sequence[Any]) -> Command:
-        assert self._rounds is not None, "a closure runs only when it was asked for"
+    def _answer(self, rounds: ClosureRounds, losses: Sequence[Any]) -> Command:
         self._prepare()
         marks = self.gradients.marks()
         with unshifted():
-            command = self._rounds.answer(self._merged_loss(losses))
+            command = rounds.answer(self._merged_loss(losses))
         self._settle(marks)
         return self._continued(command)
 
     def _continued(self, command: Command) -> Command:
-        if not command.runs_closure:
+        if isinstance(command, StepDone):
             self._rounds = None
         return command
 

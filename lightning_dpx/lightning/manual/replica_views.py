@@ -9,13 +9,13 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dpx.errors import UnsupportedError, WholeBatchError
+from lightning_dpx.lightning.lightning_api import LightningOptimizer
 from lightning_dpx.lightning.manual.acts_once import ActsOnce, current_view, plain_attribute, viewed
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import tree_map_only

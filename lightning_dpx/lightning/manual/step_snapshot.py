@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import RandomStates, is_host
+from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
 
 _OF_FRAMEWORK = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))

@@ -5,12 +5,19 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.lightning.lightning_api import (
+    Callback,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding

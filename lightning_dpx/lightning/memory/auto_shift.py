@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.activations import Activation, trace_run
 from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, ReplicaSet, UncuttableBatch

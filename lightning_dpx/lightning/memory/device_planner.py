@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Literal
 
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import MemoryPlan, Profile, plan_in_micro_batches
 from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches

@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
@@ -192,7 +191,10 @@ def dry_run(
     """
     first = _FirstBatch(lambda trainer, module, batch: _forecast(trainer, module, batch, settings, progress))
     with _with_callback(trainer, first):
-        arguments = {"datamodule" if hasattr(data, "prepare_data") else "train_dataloaders": data} if data else {}
+        arguments = {}
+        if data:
+            kind = "datamodule" if hasattr(data, "prepare_data") else "train_dataloaders"
+            arguments = {kind: data}
         with preserve_rng_state(modules=[module]), suppress(_Seen):
             trainer.fit(module, **arguments)
     if first.found is None:

@@ -8,10 +8,10 @@ import gc
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dpx.activations import example_run
+from lightning_dpx.activations import run_on_example
 from lightning_dpx.errors import PlanError, ReplicationError, SliceError
+from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer, set_trainer, trainer_of, transfer_batch
 from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.memory import Profile, profile_step, sum_of
@@ -57,8 +57,8 @@ def _first_row(example: Any, replicas: ReplicaSet) -> Any:
 def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, device: torch.device) -> Profile:
     shadow: Any = replicas.make_shadow_module(replica)
     set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
-    shadow.example_input_array = transfer_batch(shadow, row, replica.device)
-    run = example_run(shadow, replica.device)
-    assert run is not None, "it was just given one"
+    example = transfer_batch(shadow, row, replica.device)
+    shadow.example_input_array = example
+    run = run_on_example(shadow, example, replica.device)
     with trial_noted(replica.index, replica.device, "setup", "of example_input_array, to see whether it fits"):
         return profile_step(shadow, lambda: sum_of(run()), device, context=precision.forward_context)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.profiling import (
     NoLossError,
     Step,
@@ -94,7 +94,7 @@ class MicroBatchChooser:
         if not session.module.automatic_optimization:
             return "they optimize by hand."
         if session.end_hook("training_step") is not None:
-            return "training_step_end needs the outputs of all rows, with what they keep for backward."
+            return "training_step_end needs the outputs of all rows; micro_batches=M runs every forward twice for that."
         if session.shifts:
             return "parts of the module are shifted to other devices."
         if session.whole_batches.reason_for("training_step") is not None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas import ReplicaSet
 
@@ -53,7 +53,8 @@ class OutOfMemory:
             except BudgetError:
                 raise
             except torch.OutOfMemoryError as error:
-                if not self.repeats_steps or repeat is None or self._left == 0:
+                states = self._states
+                if states is None or repeat is None or self._left == 0:  # without states no step is repeated at all
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
                 what = str(error).splitlines()[0]
@@ -64,6 +65,5 @@ class OutOfMemory:
                 f"dpx: a step ran out of memory ({what}) and is repeated, {MOST_REPEATS - self._left} of "
                 f"{MOST_REPEATS} times at the most: {plan}"
             )
-            assert self._states is not None, "begin_step() takes them"
-            self._states.restore()
+            states.restore()
             run = repeat

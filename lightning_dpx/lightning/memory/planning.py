@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
 from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
@@ -319,7 +319,9 @@ class MemoryPlanning:
             free = [self._room(device, static, limit) for device, limit in zip(devices, allowed, strict=True)]
             held = [limit - room for limit, room in zip(allowed, free, strict=True)]
             steps = most_demanding(steps, partial(demand, free=free))
-            rooms = [[room // sharing for room, sharing in zip(free, step.sharing, strict=True)] for step in steps]
+            rooms = []
+            for step in steps:
+                rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
             now = self._decided[home].plans[0] if home in self._decided else None
             try:
                 profiles = [step.profiles for step in steps]

@@ -14,10 +14,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_info
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, SharedPlan, plan_shapes
 from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_plans, key_of_step

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dpx.errors import PlanError
+from lightning_dpx.lightning.lightning_api import GradientAccumulationScheduler, Trainer, is_overridden, rank_zero_info
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step

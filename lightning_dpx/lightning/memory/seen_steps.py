@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from lightning.pytorch import Trainer
 
+from lightning_dpx.lightning.lightning_api import Trainer
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
 from lightning_dpx.lightning.memory.profiling import Step, announce_profile, devices_of, profile_slice

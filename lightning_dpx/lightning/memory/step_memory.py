@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
@@ -189,9 +188,8 @@ class StepMemory(NoStepMemory):
             self._out_of_memory.begin_step(self._session.replicas)
 
             def again() -> Any:
-                known = self._step
-                assert known is not None, "before_step() takes it"
-                return forward(known.slices, args, kwargs)  # which may be cut further by then
+                known = self._step or StepInput(slices, args, kwargs)  # whose slices may be cut further by then
+                return forward(known.slices, args, kwargs)
 
             repeat = again if self._session.module.automatic_optimization else None
             return self._out_of_memory.guarded(partial(forward, slices, args, kwargs), self._tighten, repeat)
@@ -203,21 +201,22 @@ class StepMemory(NoStepMemory):
         session = self._session
         step = self._session.step
         known = self._step
-        gradients = step.pending_gradients() if self.repeats_steps else []
+        # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
+        can_repeat = self.repeats_steps and not step.holds_gradients and session.module.automatic_optimization
+        if known is None or not can_repeat:
+            self._out_of_memory.guarded(backward, self._tighten, None)
+            return
+        gradients = step.pending_gradients()
 
         def again() -> None:
-            now = self._step
-            assert now is not None, "only asked for where it can be repeated"
+            now = self._step or known
             session.training.repeat_forward(now.slices, now.args, now.kwargs)
             # All slices of a merged loss begin with its gradient, however many there are now.
             cut_further = now is not known
             step.take_gradients(gradients[:1] * step.num_pending if cut_further else gradients)
             backward()
 
-        # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
-        can_repeat = self.repeats_steps and known is not None and not step.holds_gradients
-        can_repeat = can_repeat and session.module.automatic_optimization
-        self._out_of_memory.guarded(backward, self._tighten, again if can_repeat else None)
+        self._out_of_memory.guarded(backward, self._tighten, again)
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
@@ -253,25 +252,26 @@ class StepMemory(NoStepMemory):
             rows = [max(one.num_rows for one in here) for here in by_device(step.slices).values()]
             if max(rows) < 2:
                 return False
-            if not self._recut(step, [2 * number for number in replicas.partition.micro_batches]):
+            recut = self._recut(step, [2 * number for number in replicas.partition.micro_batches])
+            if recut is None:
                 return False
-            assert self._step is not None, "it was taken again"
-            step = self._step
+            step = recut
             try:
                 self._plan(step)
             except BudgetError:
                 continue
             return True
 
-    def _recut(self, step: StepInput, numbers: list[int]) -> bool:
-        """Cuts the slices of the step that runs, and rehearses it; says whether they stay cut."""
+    def _recut(self, step: StepInput, numbers: list[int]) -> StepInput | None:
+        """Cuts the slices of the step that runs, and rehearses it; what it runs on then, if they stay cut."""
         session = self._session
         self._micro_batches.raised_to(max(numbers))
         if not session.cut_slices(numbers):
-            return False
+            return None
         slices = session.training.rehearsed(session.slices.of("training_step", step.args[0]), step.args, step.kwargs)
-        self._step = StepInput(slices, step.args, step.kwargs)
-        return not self._micro_batches.is_left
+        recut = StepInput(slices, step.args, step.kwargs)
+        self._step = recut
+        return None if self._micro_batches.is_left else recut
 
     # ---- what the first batch decides ----
 
@@ -342,8 +342,8 @@ class StepMemory(NoStepMemory):
         return StaticMemory(
             slices,
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
-            moving=session.step.reduction_bytes(active),
-            moves_in_backward=session.step.reduces_in_backward,
+            moving=session.step.sums.reduction_bytes(active),
+            moves_in_backward=session.step.sums.overlapped is not None,
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
         )
 

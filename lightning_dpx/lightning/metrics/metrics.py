@@ -11,17 +11,19 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.metrics.arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
 from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
+from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import BatchSlice, ReplicaRank, current_rank
 from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
@@ -97,7 +99,7 @@ class ReplicaMetrics:
         self._module = module
         self._number = number
         self.dim = 0
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._routes = Overrides()
         self._known: Sequence[nn.Module] = ()
         self._rules: dict[tuple[int, str], JoinRules] = {}
         self._step: _Step | None = None
@@ -122,8 +124,9 @@ class ReplicaMetrics:
 
     def is_whole(self, value: Any) -> bool:
         """Whether a metric gave ``value`` in this step, so that it is that of the whole batch on every replica."""
-        known = isinstance(value, Tensor) and self._step is not None
-        return known and bool(value.numel()) and value.data_ptr() in self._step.values  # type: ignore[union-attr]
+        if self._step is None or not isinstance(value, Tensor) or not value.numel():
+            return False
+        return value.data_ptr() in self._step.values
 
     @contextmanager
     def step(self, slices: Sequence[BatchSlice], *, restore: bool = False) -> Iterator[None]:
@@ -138,11 +141,12 @@ class ReplicaMetrics:
             return
         before = self._snapshot() if restore else None
         self.separate = []
-        self._step = _Step(slices, [{} for _ in slices], [{} for _ in slices])
+        step = _Step(slices, [{} for _ in slices], [{} for _ in slices])
+        self._step = step
         try:
             with self._routed():
                 yield
-            self._call_pending()
+            self._call_pending(step)
         except BaseException:
             self._step = None
             if before is not None:
@@ -183,23 +187,13 @@ class ReplicaMetrics:
         try:
             yield
         finally:
-            self._uninstall()
+            self._routes.put_back()
 
     def _install(self) -> None:
-        self._held = []
         for metric in self.named.values():
             for method in (*DEFERRED, *MOVES, *AT_ONCE):
                 if getattr(type(metric), method, None) is not None:
-                    self._held.append((vars(metric), method, vars(metric).get(method)))
-                    vars(metric)[method] = _Routed(metric, method, self._route)
-
-    def _uninstall(self) -> None:
-        for attributes, method, own in self._held:
-            if own is None:
-                attributes.pop(method, None)
-            else:
-                attributes[method] = own
-        self._held = []
+                    self._routes.set(metric, method, _Routed(metric, method, self._route))
 
     def _route(self, call: _Call) -> Any:
         rank = current_rank()
@@ -219,8 +213,8 @@ class ReplicaMetrics:
     def _call_own(self, metric: Any, method: str, arguments: Arguments) -> Any:
         """The method of the user's metric, with everything as it is outside a step."""
         args, kwargs = arguments
-        routed = bool(self._held)
-        self._uninstall()
+        routed = bool(self._routes)
+        self._routes.put_back()
         try:
             return getattr(metric, method)(*args, **kwargs)
         except Exception as error:
@@ -230,10 +224,8 @@ class ReplicaMetrics:
             if routed:
                 self._install()
 
-    def _call_pending(self) -> None:
+    def _call_pending(self, step: _Step) -> None:
         """After the step, or before a value is computed in it: what the replicas called without waiting for it."""
-        step = self._step
-        assert step is not None, "only called in a step"
         keys = dict.fromkeys(chain.from_iterable(step.pending))
         for key in keys:
             calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
@@ -250,7 +242,7 @@ class ReplicaMetrics:
 
     def _call_at_once(self, call: _Call, number: int, rank: ReplicaRank, step: _Step) -> Any:
         def act(present: list[tuple[int, _Call]]) -> SharedValue:
-            self._call_pending()
+            self._call_pending(step)
             shared = shared_value(
                 {rank: self._at_home(one, step.slices[rank]) for rank, one in present},
                 lambda arguments: self._join(call, number, arguments, step),
@@ -348,7 +340,7 @@ def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
     metrics = reachable(module, KINDS)
     depth = [0]
     counts: dict[tuple[str, str], int] = {}
-    held = []
+    routes = Overrides()
 
     def route(path: str, own: Callable[..., Any], call: _Call) -> Any:
         if depth[0] == 0:
@@ -365,13 +357,11 @@ def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
     for path, metric in metrics:
         for method in ("update", "forward"):
             own = getattr(metric, method)
-            held.append((vars(metric), method, vars(metric).get(method)))
-            vars(metric)[method] = _Routed(metric, method, lambda call, path=path, own=own: route(path, own, call))
+            routes.set(metric, method, _Routed(metric, method, partial(route, path, own)))
     try:
         yield log
     finally:
-        for attributes, method, mine in held:
-            attributes.pop(method) if mine is None else attributes.update({method: mine})
+        routes.put_back()
 
 
 def _copied(tensor: Tensor) -> Tensor:

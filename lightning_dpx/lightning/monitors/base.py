@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_info, rank_zero_only
 from lightning_dpx.lightning.lightning_compat import RICH_IS_AVAILABLE, steps_for_logs
 
 WARM_UP = 2  # the first steps are always measured: the second is the first with optimizer state
@@ -114,9 +113,13 @@ def short_name(device: torch.device) -> str:
 
 def format_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A plain table, its cells aligned to the right."""
-    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]]
-    return f"{title}\n" + "\n".join(lines)
+    everything = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
+    lines = [title]
+    for row in everything:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def show_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

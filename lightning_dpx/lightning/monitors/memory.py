@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, TensorBoardLogger, Trainer
 from lightning_dpx.lightning.memory.device_memory import DeviceMemory, Phase, bytes_by_device, flat, table_of
 from lightning_dpx.lightning.monitors.base import (
     Pace,

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from lightning.pytorch.profilers import PyTorchProfiler
-
+from lightning_dpx.lightning.lightning_api import PyTorchProfiler
 from lightning_dpx.torch_compat import ProfilerConfig
 
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_dpx.devices import canonical_device
+from lightning_dpx.lightning.lightning_api import TensorBoardLogger, Trainer
 from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
 from lightning_dpx.lightning.memory.device_memory import KINDS, PHASES, DeviceMemory
 from lightning_dpx.lightning.monitors.base import short_name

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dpx.devices import Stopwatch, canonical_device, synchronize
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_dpx.lightning.monitors.base import (
     Pace,
     check_file,
@@ -44,6 +44,25 @@ class ReplicaWork:
     idle_pct: float
 
 
+@dataclass(frozen=True, slots=True)
+class _MeasuredStep:
+    """A step that is being measured.
+
+    Attributes:
+        times: Of its replicas.
+        whole: From its start to the optimizer's step.
+    """
+
+    times: StepTimes
+    whole: Stopwatch
+
+    def seconds(self) -> float:
+        """How long it took; it ends here."""
+        self.whole.stop()
+        synchronize(self.times.devices[0])
+        return self.whole.seconds()
+
+
 class DeviceThroughputMonitor(Callback):
     """Reports the work of every replica, with any strategy that runs one module per process or ours.
 
@@ -71,32 +90,32 @@ class DeviceThroughputMonitor(Callback):
         self.last: list[ReplicaWork] = []
         self.samples_per_second = 0.0
         self._rows: list[dict[str, Any]] = []
-        self._times: StepTimes | None = None
+        self._measured: _MeasuredStep | None = None
         self._watch: Stopwatch | None = None
-        self._whole: Stopwatch | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before; looks whether its files can be written."""
         check_writable("save_to", self._path)
         self.last = []
         self._rows = []
-        self._times = None
+        self._measured = None
         self._watch = None
         self._pace.restart()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins."""
-        self._times = None
+        self._measured = None
         if not self._pace.step(trainer):
             return
-        self._times = trainer.strategy.watch_replicas() if isinstance(trainer.strategy, DPXStrategy) else None
-        if self._times is None:
-            self._times = StepTimes([canonical_device(trainer.strategy.root_device)])
-            self._times.begin([rows_to_weigh_by(batch)])
-        for device in {canonical_device(device) for device in self._times.devices}:
+        times = trainer.strategy.watch_replicas() if isinstance(trainer.strategy, DPXStrategy) else None
+        if times is None:
+            times = StepTimes([canonical_device(trainer.strategy.root_device)])
+            times.begin([rows_to_weigh_by(batch)])
+        for device in {canonical_device(device) for device in times.devices}:
             synchronize(device)
-        self._whole = Stopwatch(self._times.devices[0])
-        self._whole.start()
+        whole = Stopwatch(times.devices[0])
+        whole.start()
+        self._measured = _MeasuredStep(times, whole)
         self._begin("training_step")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -110,8 +129,8 @@ class DeviceThroughputMonitor(Callback):
 
     def _begin(self, stage: str) -> None:
         """A step that does not run in several replicas is timed from outside."""
-        if self._times is not None:
-            self._watch = self._times.watch_alone(stage)
+        if self._measured is not None:
+            self._watch = self._measured.times.watch_alone(stage)
             self._watch.start()
 
     def _end(self) -> None:
@@ -123,18 +142,19 @@ class DeviceThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The optimizer has stepped."""
-        if self._times is None:
+        measured = self._measured
+        if measured is None:
             return
         self._end()
-        times = self._times
-        self._times = None
+        times = measured.times
+        self._measured = None
         if isinstance(trainer.strategy, DPXStrategy):
             trainer.strategy.stop_watching()
         forward = times.seconds("training_step")
         backward = times.seconds("backward")
         # Simulated devices keep a time of their own each: the slowest of them tells how long the step is.
         busy = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
-        step = max(self._seconds_of_step(times.devices[0]), *busy)
+        step = max(measured.seconds(), *busy)
         rows = sum(times.rows)
         self.last = [
             ReplicaWork(
@@ -149,12 +169,6 @@ class DeviceThroughputMonitor(Callback):
         ]
         self.samples_per_second = rows / step
         self._report(trainer)
-
-    def _seconds_of_step(self, device: torch.device) -> float:
-        assert self._whole is not None, "a measured step has begun"
-        self._whole.stop()
-        synchronize(device)
-        return self._whole.seconds()
 
     def _report(self, trainer: Trainer) -> None:
         step = steps_taken(trainer)

@@ -10,13 +10,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import distributed, nn
 
 from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ConfigurationError, ReplicationError
+from lightning_dpx.lightning.lightning_api import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning_dpx.lightning.lightning_compat import init_dist_connection
 from lightning_dpx.reducers import between_processes, start_roll_call
 
@@ -51,7 +49,11 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     thread = threading.Thread(target=join, name="dpx-connect", daemon=True)
     thread.start()
     thread.join(timeout + _GRACE)
-    why = failures[0] if failures else "another program answers there" if thread.is_alive() else None
+    why: BaseException | str | None = None
+    if failures:
+        why = failures[0]
+    elif thread.is_alive():
+        why = "another program answers there"
     if why is None:
         start_roll_call()
         if ours:

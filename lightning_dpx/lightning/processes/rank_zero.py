@@ -2,8 +2,7 @@
 
 import weakref
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-
+from lightning_dpx.lightning.lightning_api import rank_zero_only
 from lightning_dpx.replicas import current_rank
 
 

@@ -6,18 +6,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 
+from lightning_dpx.lightning.lightning_api import MODULE, SIGTERMException, TrainerFn
 from lightning_dpx.lightning.lightning_compat import SignalConnector
 from lightning_dpx.lightning.processes.connect import gather_objects
 from lightning_dpx.reducers import between_processes
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning_dpx.lightning.lightning_api import pl
 
-log = logging.getLogger("lightning.pytorch.dpx")  # a child of Lightning's, so it is shown where Lightning's are
+log = logging.getLogger(f"{MODULE}.dpx")  # a child of Lightning's, so it is shown where Lightning's are
 
 EVERY = 4  # batches of an evaluation, between which nothing else is sent
 

@@ -19,10 +19,10 @@ from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
 from lightning_dpx.lightning.rehearsal.shadow import (
     Guest,
     attributes_stepped_in,
-    pointing_at,
     pointing_at_shadow,
     with_copied_optimizers,
 )
+from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import disable_current_modes
 
 _HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a real step, so their end must not be seen
@@ -89,7 +89,7 @@ class ManualGuest:
         try:
             with (
                 guest.visit(calls_hooks=True),
-                pointing_at(strategy, **pointing_at_shadow(strategy, shadow), **optimizers),
+                overridden(strategy, **pointing_at_shadow(strategy, shadow), **optimizers),
             ):
                 yield
         finally:

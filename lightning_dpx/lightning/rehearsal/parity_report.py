@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from lightning_dpx.lightning.metrics.metrics import CallLog
+from lightning_dpx.python_objects.origin import package_of, runs_steps
 from lightning_dpx.replicas import MergeRules, Weights
-from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, describe, reduce_numbers
+from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, describe, mean_of_slices
 from lightning_dpx.replicas.state import BufferRule
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
@@ -161,10 +162,8 @@ class JudgingRules(MergeRules):
     def reduction(self, losses: Sequence[torch.Tensor], weights: Weights) -> str:
         """Mean or sum, whichever is the whole batch's loss."""
         values = [loss.detach().cpu().double().reshape(()) for loss in losses]
-        for name, kind in (("mean", "loss mean"), ("sum", "sum")):
-            merged = reduce_numbers(values, kind, weights)  # type: ignore[arg-type]
-            assert merged is not None, "both are defined for floating-point numbers"
-            self.losses[name] = float(merged)
+        mean = mean_of_slices(values, weights.of_loss, weights)
+        self.losses = {"mean": float(mean), "sum": float(sum(values))}
         whole = self._whole.loss
         if whole is None:
             return self.loss_reduction
@@ -244,6 +243,12 @@ class Comparison:
         named = _more(", ".join(self.kept[:_NAMED]), self.kept)
         text = f"a second step uses what the first one kept in {named}, which is of one slice: {what}"
         self.differences.append(("kept", text))
+
+    def blame_sums(self, names: Sequence[str]) -> None:
+        """Adds attributes that steps add to, and so have the first slice's part of every step."""
+        named = _more(", ".join(names[:_NAMED]), names)
+        self.differences.append(("state", f"what steps add up in {named} is the first slice's part only"))
+        self.kept = [name for name in self.kept if name not in names]
 
     @property
     def _all_notes(self) -> list[str]:
@@ -400,12 +405,9 @@ class Comparer:
         for name in dict.fromkeys([*whole, *sliced]):
             if f"{kind}:{name}" in self._unstable:
                 continue
-            mine = whole.get(name)
-            theirs = sliced.get(name)
-            mine = torch.zeros_like(theirs) if mine is None and theirs is not None else mine
-            theirs = torch.zeros_like(mine) if theirs is None and mine is not None else theirs
-            assert mine is not None, "one of both has it"
-            assert theirs is not None, "one of both has it"
+            # What one of both lacks, such as the gradient of a parameter that was not used, counts as zeros.
+            mine = whole[name] if name in whole else torch.zeros_like(sliced[name])
+            theirs = sliced[name] if name in sliced else torch.zeros_like(whole[name])
             errors[name] = difference(mine, theirs, self._tolerance, scale)
         return errors
 
@@ -508,6 +510,15 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
         if path not in two.state or _is_apart(value, two.state[path], tolerance):
             found.add(f"state:{path}")
     return frozenset(found)
+
+
+def changed_again(one: Observation, two: Observation, unstable: frozenset[str], tolerance: Tolerance) -> list[str]:
+    """Attributes that are others after two steps than after one, but for those that no two runs agree on."""
+    found = list[str]()
+    for path, value in two.state.items():
+        if f"state:{path}" not in unstable and _is_apart(one.state.get(path), value, tolerance):
+            found.append(_shown(path))
+    return found
 
 
 def _explained(name: str, gradients: Mapping[str, float], tolerance: Tolerance) -> bool:
@@ -624,7 +635,7 @@ def _frozen(value: Any, depth: int) -> Any:
         return sorted(map(repr, value)) if all(isinstance(item, str | int | float | tuple) for item in value) else None
     if isinstance(value, torch.nn.Module) or callable(value) or not hasattr(value, "__dict__"):
         return type(value).__name__
-    if type(value).__module__.partition(".")[0] in ("torch", "lightning", "lightning_dpx", "torchmetrics"):
+    if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
         return type(value).__name__
     return {key: _frozen(item, depth - 1) for key, item in vars(value).items()}
 

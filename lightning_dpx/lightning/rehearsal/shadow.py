@@ -14,13 +14,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_dpx.lightning.lightning_api import DummyLogger, LightningModule, LightningOptimizer, Trainer
 from lightning_dpx.lightning.lightning_compat import (
     ResultCollection,
     active_loop,
@@ -182,17 +180,6 @@ def _holder_of_results(trainer: Any) -> Any:
     return loop if loop is not None and "_results" in vars(loop) else None
 
 
-@contextmanager
-def pointing_at(owner: Any, **attributes: Any) -> Iterator[None]:
-    """``owner`` has other attributes for a while."""
-    before = {name: vars(owner)[name] for name in attributes}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)
-
-
 def make_shadow(
     replicas: ReplicaSet, requested: list[str], *, own_parameters: bool
 ) -> tuple[LightningModule, list[str]]:
@@ -226,10 +213,13 @@ def make_shadow(
 def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str, nn.Parameter]]:
     """For every device's replica of a shadow, parameters that share the storage of the real one's."""
     named = list(shadow.named_parameters())
-    return [
-        {name: _like(own, real.detach()) for (name, own), real in zip(named, replica.parameters, strict=True)}
-        for replica in replicas.primaries
-    ]
+    shared = []
+    for replica in replicas.primaries:
+        parameters: dict[str, nn.Parameter] = {}
+        for (name, own), real in zip(named, replica.parameters, strict=True):
+            parameters[name] = _like(own, real.detach())
+        shared.append(parameters)
+    return shared
 
 
 def pointing_at_shadow(strategy: Any, shadow: nn.Module) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer, set_trainer, trainer_of, transfer_batch
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import ReplicaSet

@@ -21,7 +21,7 @@ plan relies on it, and compares all numbers.
 import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from itertools import chain
 from operator import is_
@@ -31,25 +31,22 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from lightning_dpx.devices import RandomStates, host_random_digest
+from lightning_dpx.memory.execute.call_draws import CallDraws, unseen
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.python_objects.object_state import ObjectState
-from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
+from lightning_dpx.python_objects.process_generators import GeneratorWatch
 from lightning_dpx.torch_compat import (
     AnyBatchNorm,
     AnyInstanceNorm,
-    DisableTorchDispatch,
     FakeTensor,
     buffers_of,
-    disable_current_modes,
     forward_hooks_of,
     forward_pre_hooks_of,
     function_modes,
     has_any_global_hook,
     key_of,
-    len_torch_dispatch_stack,
     parameters_of,
     submodules_of,
     tree_flatten,
@@ -68,7 +65,6 @@ _NORMS = (AnyBatchNorm.forward, AnyInstanceNorm.forward)
 _SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
 _HOST = torch.device("cpu")
 _REPEATING = threading.local()
-_GENERATORS = threading.Lock()  # the host's belongs to all threads: no other thread repeats random numbers at that time
 
 
 class OutputKey(NamedTuple):
@@ -124,9 +120,10 @@ class Argument:
         source: Its node and the number of the output, if it has one.
     """
 
-    __slots__ = ("_counter", "_reference", "_version", "requires_grad", "source")
+    __slots__ = ("_counter", "_held", "_reference", "_version", "requires_grad", "source")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self._held: torch.Tensor | None = None
         self._reference = TensorWeakRef(tensor)
         self._version = version_counter(tensor)
         self._counter: torch.Tensor | None = None
@@ -148,8 +145,16 @@ class Argument:
     def apart(self) -> "Argument":
         """The same one, without the graph that leads to it."""
         duplicate = copy.copy(self)
-        duplicate.source = None
+        duplicate.settle()
         return duplicate
+
+    def hold(self) -> None:
+        """Keeps it until the forward is over, for a value that is made from it and is saved only later."""
+        self._held = self._reference()
+
+    def settle(self) -> None:
+        """Forward is over; the graph that leads to it must not be held any longer."""
+        self.source = self._held = None
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Keeps count of what is written to it, also through others once it is gone itself; not its memory."""
@@ -179,6 +184,7 @@ class Call:
         num_bytes: Of these.
         outcome: The value that the call has become, weakly, once something is to be picked from it.
         is_counted: Whether all that autograd has saved since it began was counted.
+        draws: The random numbers that it draws.
     """
 
     def __init__(
@@ -207,44 +213,34 @@ class Call:
         self._given = [own.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = list(own.values())
         self.num_bytes = sum(tensor.nbytes for tensor in given.values())
-        self._home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
-        self._autocast = _autocast_state(self._home)
-        self._before: RandomStates | None = self.random_states()
-        self._started = self.generators()
-        self._after = 0
-        self._draws = False
-        self._others_before: ProcessGenerators | None = self._states.generators.now()
-        self._others_draw = False
+        home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
+        self._autocast = _autocast_state(home)
+        self.draws = CallDraws(home, self._states.generators)
         self._is_over = False
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
         self._buffers: list[_Buffer] = []
         if not self._obstacle and any(buffers_of(part) for part in self._anatomy.parts):
-            with _unseen(), torch.no_grad():
+            with unseen(), torch.no_grad():
                 self._buffers = _buffers_of(self._anatomy.parts)
 
     def settle(self) -> None:
         """Forward is over: nothing more will be picked, and a call must not hold the graph that leads to it."""
         for argument in self.arguments:
-            argument.source = None
+            argument.settle()
 
     def apart(self) -> "Call":
         """The same one, for those who keep it longer than the graph that it stands in."""
         duplicate = copy.copy(self)
         own = {id(argument): argument.apart() for argument in self.arguments}
+        duplicate.draws = copy.copy(self.draws)
         duplicate.arguments = list(own.values())
         duplicate._given = [own.get(id(leaf), leaf) for leaf in self._given]
         return duplicate
 
     def left(self, output: Any) -> None:
         """It is over, with this result."""
-        self._after = self.generators()
-        self._draws = self._after != self._started
-        if not self._draws:
-            self._before = None  # 5 KiB that would stay until backward
-        self._others_draw = self._states.generators.now() != self._others_before
+        self.draws.end()
         self._is_over = True
-        if not self._others_draw:
-            self._others_before = None
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
@@ -276,35 +272,6 @@ class Call:
         """Why it cannot be made again, as far as is known; empty if it can."""
         return self._obstacle or ("" if self.arguments else "it takes no tensor")
 
-    def random_states(self) -> RandomStates:
-        """Of the generators that it may draw from, as they are now."""
-        if self._home.type == "cpu":
-            with DisableTorchDispatch():
-                return RandomStates(())
-        with _unseen():
-            return RandomStates([self._home])
-
-    def generators(self) -> int:
-        """What tells their states apart, and takes no memory."""
-        if self._home.type == "cpu":  # asked for every tensor that autograd saves while steps are watched
-            return host_random_digest()
-        with _unseen():
-            return RandomStates([self._home]).digest()
-
-    def will_end_at(self, digest: int) -> None:
-        """When it is made again, it is only followed until the generators are there."""
-        self._after = digest
-
-    @property
-    def state_bytes(self) -> int:
-        """What the generators' states take that stay until it is made again."""
-        return 0 if self._before is None else self._before.nbytes
-
-    @property
-    def draws(self) -> bool:
-        """Whether it has drawn random numbers."""
-        return self._draws or self._others_draw
-
     @contextmanager
     def surroundings(self) -> Iterator[None]:
         """As it was when the call began; what the call changes is put back afterwards."""
@@ -325,15 +292,7 @@ class Call:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             if any(buffers_of(part) for part in self._anatomy.parts):
                 stack.enter_context(self._buffers_of_then())
-            if self._others_draw:
-                stack.callback(ProcessGenerators().restore)
-                assert self._others_before is not None, "they have drawn"
-                self._others_before.restore()
-            if self._draws:
-                stack.enter_context(_GENERATORS)
-                stack.callback(self.random_states().restore)
-                assert self._before is not None, "it has drawn"
-                self._before.restore()
+            stack.enter_context(self.draws.repeated())
             now = self._put_attributes_back()
             _REPEATING.on = True
             try:
@@ -341,11 +300,7 @@ class Call:
             finally:
                 _REPEATING.on = was
                 self._anatomy.state.put_back(now)
-            if self._draws and self.generators() != self._after:
-                raise RuntimeError(
-                    f"{self.name!r} drew other random numbers when it was called again: another thread draws from the "
-                    "same generator. Use execution='inline'."
-                )
+            self.draws.check_end(self.name)
 
     def _put_attributes_back(self) -> list[Any]:
         """The caller of the module may have set others since, or written to what they hold; what they held now."""
@@ -515,11 +470,6 @@ def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     if all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return leaves, (len(args), tuple(kwargs))
     return tree_flatten((args, kwargs))
-
-
-def _unseen() -> AbstractContextManager[object]:
-    """What runs in here is no part of the step for those who watch its operators."""
-    return disable_current_modes() if len_torch_dispatch_stack() else nullcontext()
 
 
 def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:

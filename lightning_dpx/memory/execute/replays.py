@@ -51,12 +51,13 @@ class Replay:
 
     Attributes:
         call: Likewise.
-        saved: What autograd has saved within it, in order; ``None`` once that is dropped.
+        saved: What autograd has saved within it, in order; empty once that is dropped.
+        is_dropped: Whether it is, and is made again when backward needs it.
     """
 
     __slots__ = (
         "_again", "_changed", "_expected", "_given", "_lock", "_outputs", "_random", "_sizes", "_stops", "_versions",
-        "call", "saved",
+        "call", "is_dropped", "saved",
     )  # fmt: skip
 
     def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1) -> None:
@@ -65,7 +66,8 @@ class Replay:
         self._stops = False
         self._lock = threading.RLock()  # backward has a thread per device
         self._random: int | None = None  # when the last tensor was saved
-        self.saved: list[torch.Tensor] | None = []
+        self.saved: list[torch.Tensor] = []
+        self.is_dropped = False
         self._versions: list[int] = []
         self._given = [(tensor, version_counter(tensor)) for tensor in given]
         self._changed: Collection[int] = ()
@@ -81,18 +83,16 @@ class Replay:
     def pack(self, tensor: torch.Tensor) -> int:
         """Called by autograd when it saves a tensor within the call."""
         saved = self.saved
-        assert saved is not None, "the call is under way"
         saved.append(tensor)
         self._versions.append(version_counter(tensor))
         count = len(saved)
         if self._expected is None or count == self._expected:
-            self._random = self.call.generators()
+            self._random = self.call.draws.digest()
         return count - 1
 
     def left(self, output: Any) -> str:
         """The call is over: drops what was saved, or keeps it and says why."""
         saved = self.saved
-        assert saved is not None, "it was under way"
         self.call.left(None)
         why = self.call.obstacle
         if not why and any(version_counter(tensor) != version for tensor, version in self._given):
@@ -107,20 +107,21 @@ class Replay:
             self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
         self._sizes = [tensor.numel() for tensor in saved]
         self._outputs = _counters(output)
-        self.saved = None
+        self.saved = []
+        self.is_dropped = True
         return ""
 
     def _end_at(self, random: int | None) -> None:
         """When it is made again it ends with the last tensor that was saved, where the state at that time is known."""
-        self._stops = not self.call.draws or random is not None
+        self._stops = not self.call.draws.drew or random is not None
         if random is not None:
-            self.call.will_end_at(random)
+            self.call.draws.end_at(random)
 
     @classmethod
     def noted(cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None) -> "Replay":
         """A call that has been watched by others, with the elements of what it saved."""
         replay = cls(call, given)
-        replay.saved = None
+        replay.is_dropped = True
         replay._sizes = list(sizes)
         replay._end_at(random)
         return replay
@@ -134,20 +135,20 @@ class Replay:
                 again[number] = None
                 return tensor
         with self._lock:
-            if self.saved is not None:
+            if not self.is_dropped:
                 return self._kept(number)
             if again is not None and self._again is not again:  # another thread was here first
                 return self.unpack(number)
             if self._changed and number in self._changed:
                 self._refuse(number)
-            self._again = again = self.replay()
-            tensor = again[number]
-            again[number] = None
-        assert tensor is not None, "it has just been made"
+            made = self.replay()
+            tensor = made[number]
+            again = [*made]
+            again[number] = None  # the caller has it, and a backward asks once
+            self._again = again
         return tensor
 
     def _kept(self, number: int) -> torch.Tensor:
-        assert self.saved is not None, "the caller has looked"
         tensor = self.saved[number]
         if version_counter(tensor) != self._versions[number]:
             refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")
@@ -159,7 +160,7 @@ class Replay:
             f"{number} of those that {self.call.name!r} saves, of {self._sizes[number]} elements."
         )
 
-    def replay(self) -> list[torch.Tensor | None]:
+    def replay(self) -> list[torch.Tensor]:
         """What autograd saves when the call is made again.
 
         Raises:
@@ -167,7 +168,7 @@ class Replay:
         """
         call = self.call
         count = len(self._sizes)
-        found = list[torch.Tensor | None]()
+        found = list[torch.Tensor]()
         for tensor, version in self._given:
             if version_counter(tensor) != version:
                 refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
@@ -189,8 +190,8 @@ class Replay:
             self._refuse_written(found, output)
         return found
 
-    def _check(self, found: Sequence[torch.Tensor | None]) -> None:
-        sizes = [tensor.numel() for tensor in found if tensor is not None]
+    def _check(self, found: Sequence[torch.Tensor]) -> None:
+        sizes = [tensor.numel() for tensor in found]
         if sizes != self._sizes:
             raise RuntimeError(
                 f"{self.call.name!r} saved {len(sizes)} tensors of {sum(sizes)} elements when it was called again, "
@@ -201,14 +202,14 @@ class Replay:
         """Whether what the call returned was written to."""
         return any(version_counter(counter) != version for counter, version in self._outputs)
 
-    def _refuse_written(self, found: Sequence[torch.Tensor | None], output: Any) -> None:
+    def _refuse_written(self, found: Sequence[torch.Tensor], output: Any) -> None:
         """Refuses it, as autograd does, if the call itself has saved that."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         for leaf, (counter, version) in zip(outputs, self._outputs, strict=True):
             if version_counter(counter) == version:
                 continue
             storage = key_of(leaf.untyped_storage())
-            if any(tensor is not None and key_of(tensor.untyped_storage()) == storage for tensor in found):
+            if any(key_of(tensor.untyped_storage()) == storage for tensor in found):
                 refuse(counter, version, f"a tensor that {self.call.name!r} saves and returns", leaf.shape)
 
 
@@ -286,7 +287,7 @@ class Replays:
             step = self._local.step
             self._local.step = None
             if step is not None and step.replay is not None:  # a call has ended without telling
-                self._leave(step, None)
+                self._leave(step, step.replay, None)
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module with hooks is called."""
@@ -318,13 +319,14 @@ class Replays:
     def left(self, output: Any) -> None:
         """It is over."""
         step: _Step | None = getattr(self._local, "step", None)
-        if step is not None and not repeating() and step.running and step.running.pop():
-            self._leave(step, output)
+        if step is None or repeating() or not step.running:
+            return
+        is_replayed = step.running.pop()
+        if is_replayed and step.replay is not None:
+            self._leave(step, step.replay, output)
 
-    def _leave(self, step: _Step, output: Any) -> None:
-        replay = step.replay
+    def _leave(self, step: _Step, replay: Replay, output: Any) -> None:
         step.replay = None
-        assert replay is not None, "it is under way"
         _pop()
         STEP_ASIDE.are(step.outer)
         with DisableTorchFunction():
@@ -332,7 +334,7 @@ class Replays:
         if why:
             self.refused[replay.call.name] = why
         else:
-            self._drawn[replay.call.name] = replay.count if replay.call.draws else -1
+            self._drawn[replay.call.name] = replay.count if replay.call.draws.drew else -1
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""

@@ -286,7 +286,9 @@ class _Followed(_Forward):
 
     def _save(self, tensor: torch.Tensor) -> Any:
         packed = self._pack(tensor)
-        value = packed if type(packed) is Value else packed.value if isinstance(packed, View) else None
+        value: Value | None = packed.value if isinstance(packed, View) else packed
+        if type(value) is not Value:  # it is a tensor that no plan decides about
+            value = None
         self.events.append(Saved("" if value is None else value.name, _node_of(tensor), _call_for(value)))
         if value is not None and value.dropped:
             self.dropped.add(value.name)
@@ -446,7 +448,6 @@ class Practised(Rematerialisation):
             one that did not follow the routine.
 
     Attributes:
-        is_routine: Whether forwards follow a routine now, and hooks are only where it needs them.
         num_losses: Forwards so far that did not follow the routine that they began with.
     """
 
@@ -457,16 +458,21 @@ class Practised(Rematerialisation):
         self._called_again = {name.partition("#")[0] for name in again}
         self._trusted = trusted
         self._current = threading.local()
-        self._routine: Routine | None = None
+        self._learnt: Routine | None = None
+        self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
         self._watched = watched
         self._patience = watched
         self.num_losses = 0
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         self._guard = threading.Lock()
         self._running = 0
-        self.is_routine = False
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
+
+    @property
+    def is_routine(self) -> bool:
+        """Whether forwards follow a routine now, and hooks are only where it needs them."""
+        return self._routine is not None
 
     @contextmanager
     def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
@@ -499,13 +505,12 @@ class Practised(Rematerialisation):
 
     def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> _Followed | _Routinely:
         with self._guard:
-            routinely = self._routine is not None and self._patience <= 0 and not self._runs_backwards
-            if routinely != self.is_routine and not self._running:  # others may need the hooks as they are
-                self.is_routine = routinely
+            routine = None if self._patience > 0 or self._runs_backwards else self._learnt
+            if (routine is None) == self.is_routine and not self._running:  # others may need the hooks as they are
+                self._routine = routine
                 self._set_hooks()
             self._running += 1
-            if self.is_routine:
-                assert self._routine is not None, "without one it is followed"
+            if self._routine is not None:
                 return _Routinely(pack, self.unpack, self.names, self._routine)
         return _Followed(pack, wrap, self.unpack)
 
@@ -514,11 +519,10 @@ class Practised(Rematerialisation):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if not self.is_routine:
+        routine = self._routine
+        if routine is None:
             self.names.install()
             return
-        assert self._routine is not None, "without one it is followed"
-        routine = self._routine
         self.names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
         paths = {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
         for path in sorted(paths & self.names.parts.keys()):
@@ -532,7 +536,7 @@ class Practised(Rematerialisation):
         routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.unpacked)
         with self._guard:
             self._refused_before |= self.refused.keys()
-            self._routine = routine if self._routine is None else self._routine.joined(routine)
+            self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
                 self._patience -= 1
 

@@ -28,7 +28,7 @@ from lightning_dpx.memory.execute.calls import Argument, Call, OutputKey, Replay
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
-from lightning_dpx.memory.execute.recipes import VIEWS, NotRecomputable, recipe_for
+from lightning_dpx.memory.execute.recipes import RECIPES, VIEWS, NotRecomputable, recipe_for
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import (
@@ -59,6 +59,7 @@ from lightning_dpx.torch_compat import (
 
 Pack = Callable[[torch.Tensor], Any]
 _TAG = "lightning_dpx.values"
+_GIVEN = "lightning_dpx.given"  # to calls: what is made from it otherwise cannot count on those calls being made again
 _MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would recurse too deeply
 _WORTH_A_CALL = 16  # arguments of a call may be so many times larger: the statistics of a norm are not worth it
 SMALL = 4096  # bytes that are not worth the bookkeeping
@@ -97,6 +98,8 @@ class Rematerialisation:
         self._known = known
         self.unknown = dict[str, int]()
         self.names = names
+        if names.again:
+            names.listener = _HoldsArguments()
         self._dropped = dropped
         self._uncached = {name: place for place, name in enumerate(uncached)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be uncached, once it is known who saves what
@@ -168,8 +171,7 @@ class Rematerialisation:
         value.want()
         if base is tensor or same_geometry(tensor, base):
             return value
-        assert value.identity is not None, "it has just been saved"
-        return View(value, Strides(tensor, value.identity))
+        return View(value, Strides(tensor, value.identity or identity_of(base)))
 
     def value_of_tensor(self, base: torch.Tensor) -> Value:
         """The value behind ``base``; the second time the same one."""
@@ -177,6 +179,8 @@ class Rematerialisation:
         version = version_counter(base)
         storage = key_of(base.untyped_storage())
         earlier = None if node is None else known_value(node, base.output_nr)
+        if earlier is None and node is not None and self.names.again:
+            earlier = known_value(node, base.output_nr, _GIVEN)
         if earlier is not None and (before := earlier.identity) is not None:
             if before.storage == storage and before.version == version and before in self._values:
                 return earlier
@@ -263,8 +267,9 @@ class Rematerialisation:
             return self._recipe(node, output, 0, value.identity)
         except NotRecomputable:
             identity = value.identity
-            assert identity is not None, "it is being saved"
-            call = self.names.call_that_makes(identity.storage) if self.names.again else None
+            if identity is None or not self.names.again:
+                raise
+            call = self.names.call_that_makes(identity.storage)
             if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
                 raise
             key = OutputKey("saved", self.names.saved - call.saved - 1)
@@ -311,10 +316,13 @@ class Rematerialisation:
                     raise
         if tensor is None:
             raise NotRecomputable("an argument of the call is gone")
-        value = self.keep_argument(argument, tensor)
-        if argument.source is not None:
+        if argument.source is None:
+            return self.keep_argument(argument, tensor)
+        value = known_value(*argument.source, _GIVEN)
+        if value is None:
+            value = self.keep_argument(argument, tensor)
             value.operator = argument.source[0].name()
-            _register(*argument.source, value)
+            _register(*argument.source, value, _GIVEN)
         return value
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
@@ -419,6 +427,23 @@ class Rematerialisation:
         return tensor
 
 
+class _HoldsArguments:
+    """Keeps what a call takes and nothing can make again, until the values are saved that are made from the call.
+
+    A profile keeps it from the first of these values on, which a plan may keep; when the others are saved, the argument
+    may be gone. The forecast counts it.
+    """
+
+    def begins(self, call: Call) -> None:
+        """The call takes its arguments."""
+        for argument in call.arguments:
+            if argument.source is None or argument.source[0].name() not in RECIPES:
+                argument.hold()
+
+    def ends(self, call: Call) -> None:
+        """Nothing more is to be kept."""
+
+
 _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 
 
@@ -450,9 +475,9 @@ def _unseen(pack: Pack) -> Pack:
     return unseen
 
 
-def known_value(node: Any, output: int) -> Value | None:
+def known_value(node: Any, output: int, tag: str = _TAG) -> Value | None:
     """The value of that output, if there is one already."""
-    known = node.metadata.get((_TAG, output) if output else _TAG)
+    known = node.metadata.get((tag, output) if output else tag)
     return known() if known is not None else None
 
 
@@ -468,8 +493,8 @@ def _refuse_released(node: Any, name: str) -> None:
         raise NotRecomputable(f"a backward of the step has used up what {node.name()} saved") from error
 
 
-def _register(node: Any, output: int, value: Value) -> None:
-    node.metadata[(_TAG, output) if output else _TAG] = weakref.ref(value)
+def _register(node: Any, output: int, value: Value, tag: str = _TAG) -> None:
+    node.metadata[(tag, output) if output else tag] = weakref.ref(value)
 
 
 class Node:

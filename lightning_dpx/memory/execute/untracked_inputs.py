@@ -114,7 +114,8 @@ def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dic
         return []  # an older order of arguments, with factors among them
     given: list[Any] = []
     for place, name in places:
-        operand = args[place] if place < len(args) else kwargs.get(name, None if name in _OPTIONAL else _UNKNOWN)
+        missing = None if name in _OPTIONAL else _UNKNOWN
+        operand = args[place] if place < len(args) else kwargs.get(name, missing)
         if isinstance(operand, list | tuple):
             given += operand
         else:
@@ -171,9 +172,8 @@ class WeakTensor:
         return found
 
     def look(self, base: Tensor) -> Tensor:
-        """The tensor, of what it is a view of."""
-        assert self.view is not None, "asked for views only"
-        return base.as_strided(*self.view)
+        """The tensor, made of what it is a view of."""
+        return base if self.view is None else base.as_strided(*self.view)
 
     def _bytes(self, base: Tensor) -> int:
         size = base.size() if self.view is None else self.view[0]

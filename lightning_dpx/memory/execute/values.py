@@ -12,6 +12,7 @@ import torch
 from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.calls import Replay
 from lightning_dpx.memory.execute.offload import Offloader
+from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.torch_compat import (
     DisableAutocast,
     DisableTorchFunction,
@@ -129,6 +130,16 @@ class Value:
         if self._storage:
             _free(self._storage)
 
+    def held(self) -> torch.Tensor:
+        """The tensor, for those who know that it is there.
+
+        Raises:
+            LookupError: it is not.
+        """
+        if self.tensor is None:
+            raise LookupError(f"{self.name or self.operator or 'a value'} is dropped and has not been made again")
+        return self.tensor
+
     def keep(self, tensor: torch.Tensor) -> None:
         """Holds ``tensor``, and notices if it is written into."""
         self.tensor = tensor.detach()
@@ -184,9 +195,7 @@ class View:
 
     def read(self) -> torch.Tensor:
         """The tensor; its value must be there."""
-        base = self.value.tensor
-        assert base is not None, "computed first"
-        return self.look(base)
+        return self.look(self.value.held())
 
 
 class Strides:
@@ -256,9 +265,7 @@ def compute(wanted: Value) -> torch.Tensor:
             under_way.have(call)
     for value in under_way.later:
         used(value)
-    tensor = wanted.tensor
-    assert tensor is not None, "the loop ends with it"
-    return tensor
+    return wanted.held()
 
 
 def _surroundings_are_plain() -> bool:
@@ -364,11 +371,13 @@ def repeat(value: Value) -> torch.Tensor:
 
 def run_recipe(value: Value) -> torch.Tensor:
     """One operator, on inputs that are there."""
-    assert value.make is not None, "a dropped value has a recipe"
+    make = value.make
+    if make is None:
+        raise NotRecomputable(f"{value.name or value.operator} has no recipe")
     for source in value.sources:
         if not source.dropped and source.tensor is not None and version_counter(source.tensor) != source.version:
             refuse_changed(source)
-    made: torch.Tensor = value.make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
+    made: torch.Tensor = make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
     identity = value.identity
     if identity is not None and (made.dtype is not identity.dtype or made.size() != identity.size):
         raise RuntimeError(
@@ -411,8 +420,7 @@ def compress(value: Value) -> bool:
     Returns:
         Whether it is such a tensor; nothing is changed otherwise.
     """
-    mask = value.tensor
-    assert mask is not None, "asked when it is saved"
+    mask = value.held()
     if not mask.dtype.is_floating_point or not is_host(mask.device) or not mask.numel():
         return False  # devices have operators that save masks as bytes, and finding out would wait for them
     with torch.no_grad(), DisableAutocast():
@@ -428,8 +436,7 @@ def compress(value: Value) -> bool:
 
 def offload(value: Value, offloading: Offloader) -> None:
     """Keeps a tensor of a device in the host's memory until backward asks for it."""
-    tensor = value.tensor
-    assert tensor is not None, "asked when it is saved"
+    tensor = value.held()
     fetch, slot = offloading.offload(tensor, value.version, value.name)
     value.learn(fetch, (slot,))
     value.drop(tensor)
@@ -479,8 +486,7 @@ def refuse_changed(value: Value) -> NoReturn:
     Raises:
         RuntimeError: always; names the value, its operator and both versions.
     """
-    tensor = value.tensor if value.counter is None else value.counter
-    assert tensor is not None, "the caller has looked at it"
+    tensor = value.held() if value.counter is None else value.counter
     size = tensor.size() if value.identity is None else value.identity.size
     refuse(tensor, value.version, value.name or "a parameter", size, value.operator)
 

@@ -94,10 +94,11 @@ def values_of_choice(outline: Outline, dropped: Collection[int], uncached: Colle
     for index in sorted(uncached):
         _make_uncached(outline, index, lazy, is_uncached, nested)
     live = _live_values(outline, dropped, lazy)
-    lazy_inputs = [
-        tuple([source for source in sources if lazy[source]]) if is_lazy else ()
-        for sources, is_lazy in zip(outline.inputs, lazy, strict=True)
-    ]
+    # Only what is computed anew asks for inputs, and only those that are not there count.
+    lazy_inputs: list[tuple[int, ...]] = [()] * len(lazy)
+    for index, sources in enumerate(outline.inputs):
+        if lazy[index]:
+            lazy_inputs[index] = tuple([source for source in sources if lazy[source]])
     sizes = outline.sizes.copy()
     beside = outline.beside.copy()
     drawn_from = _size_calls(outline.profile, live, sizes, beside)

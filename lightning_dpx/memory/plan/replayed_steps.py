@@ -56,12 +56,10 @@ class ReplayableStep:
         self.hold_asked = np.array([never if h.asked < 0 else h.asked for h in profile.holds], dtype=np.int64)
         self.hold_end = np.array([hold.end for hold in profile.holds], dtype=np.int64)
         self.call_end = np.array([call.end for call in profile.calls], dtype=np.int64)
-        pairs = [
-            (value.storage, at)
-            for value in profile.values
-            if value.storage >= 0 and value.name
-            for at in self.of_name.get(value.name, ())
-        ]
+        pairs: list[tuple[int, int]] = []
+        for value in profile.values:
+            if value.storage >= 0 and value.name:
+                pairs += [(value.storage, at) for at in self.of_name.get(value.name, ())]
         self.pairs = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         spans = [(one.num_bytes, one.unused, one.freed) for one in profile.storages]
         self.spans = np.array(spans, dtype=np.int64).reshape(-1, 3).T
@@ -101,10 +99,12 @@ class _Replayed:
         """The step."""
         values = self._values()
         outside = {value.storage for value in values if not value.within}
-        storages = [
-            self._shorter(number, storage) if number in outside else replace(storage, num_bytes=0)
-            for number, storage in enumerate(self._profile.storages)
-        ]
+        storages = []
+        for number, storage in enumerate(self._profile.storages):
+            if number in outside:
+                storages.append(self._shorter(number, storage))
+            else:  # only calls that are replayed have it
+                storages.append(replace(storage, num_bytes=0))
         requests = [one for one in self._profile.requests if one.hold < 0 or self._region[one.hold] < 0]
         return replace(
             self._profile,

@@ -14,7 +14,7 @@ from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.call_course import CallCourse, course_of
-from lightning_dpx.memory.profile.noted_calls import ReplayTrial
+from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.step_timer import StepTimer, clock_of
 from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -104,16 +104,23 @@ class CostModel:
             taken = self._account.stop(token)
         return Trial(tensor, min(best, seconds), taken.most)
 
-    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
-        """Makes a call again, as backward will; with a trace of its memory, or timed."""
+    def timed_replay(self, replay: Replay) -> TimedReplay:
+        """Makes a call again, as backward will, and measures how long that takes."""
         clock = clock_of(self.device)
         synchronize(self.device)
-        trace = self._watch() if watched else None
         start = clock()
-        with nullcontext() if trace is None else trace:
+        found = replay.replay()
+        synchronize(self.device)
+        return TimedReplay(found, clock() - start)
+
+    def watched_replay(self, replay: Replay) -> WatchedReplay:
+        """Makes a call again, as backward will, with a trace of its memory."""
+        synchronize(self.device)
+        trace = self._watch()
+        with trace:
             found = replay.replay()
         synchronize(self.device)
-        return ReplayTrial(found, clock() - start, trace)
+        return WatchedReplay(found, trace)
 
     def _repeated(self, value: Value) -> tuple[torch.Tensor, float]:
         clock = clock_of(self.device)

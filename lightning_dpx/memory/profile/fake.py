@@ -34,7 +34,7 @@ from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel, Trial
 from lightning_dpx.memory.profile.known_numbers import is_known, with_known_numbers
-from lightning_dpx.memory.profile.noted_calls import ReplayTrial
+from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, rates_of
 from lightning_dpx.memory.tracing.allocator_account import Account, Taken
@@ -141,12 +141,19 @@ class RooflineCosts(CostModel):
             tensor = repeat(value)
         return Trial(tensor, self._costs.seconds, max(trace.curve, default=0))
 
-    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
+    def timed_replay(self, replay: Replay) -> TimedReplay:
         """Makes a call again; its time is that of its operators there."""
-        self._costs.seconds, trace = 0.0, self._watch()
+        self._costs.seconds = 0.0
+        with self._watch(), self._costs:
+            found = replay.replay()
+        return TimedReplay(found, self._costs.seconds)
+
+    def watched_replay(self, replay: Replay) -> WatchedReplay:
+        """Makes a call again, with a trace of the memory that it takes there."""
+        trace = self._watch()
         with trace, self._costs:
             found = replay.replay()
-        return ReplayTrial(found, self._costs.seconds, trace)
+        return WatchedReplay(found, trace)
 
     def bookkeeping(self) -> Bookkeeping:
         """On the host as here; devices work while Python does."""
@@ -161,8 +168,8 @@ class RooflineCosts(CostModel):
         return super().compressed(value, span) is not None
 
     def _mask_costs(self, value: Value) -> tuple[int, float]:
-        assert value.tensor is not None, "the profile keeps everything"
-        return value.tensor.numel(), 3 * value.tensor.nbytes / self.rates.bytes
+        mask = value.held()
+        return mask.numel(), 3 * mask.nbytes / self.rates.bytes
 
     def copy_seconds(self, tensor: torch.Tensor) -> float:
         """To the host's memory or back."""

@@ -16,6 +16,7 @@ import torch
 
 from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
@@ -29,26 +30,40 @@ _FEWEST_BYTES = SMALL  # of the tensors that calls save and that are too small f
 _MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
 
 
-class ReplayTrial:
-    """What a call gave when it was made again.
+@dataclass(frozen=True, slots=True)
+class TimedReplay:
+    """What a call gave when it was made again to see how long that takes.
 
     Attributes:
         found: What it saved.
         seconds: That it took.
-        trace: What has watched it, if anything has.
     """
 
-    def __init__(self, found: list[torch.Tensor | None], seconds: float, trace: MemoryTrace | None) -> None:
-        self.found = found
-        self.seconds = seconds
-        self.trace = trace
+    found: Sequence[torch.Tensor]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedReplay:
+    """What a call gave when it was made again to see what memory that takes.
+
+    Attributes:
+        found: What it saved.
+        trace: What has watched it.
+    """
+
+    found: Sequence[torch.Tensor]
+    trace: MemoryTrace
 
 
 class TriesReplays(Protocol):
     """A meter, as far as this file knows it."""
 
-    def replayed(self, replay: Replay, *, watched: bool) -> ReplayTrial:
-        """Makes a call again."""
+    def timed_replay(self, replay: Replay) -> TimedReplay:
+        """Makes a call again, and measures how long that takes."""
+
+    def watched_replay(self, replay: Replay) -> WatchedReplay:
+        """Makes a call again, and watches the memory that it takes."""
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right."""
@@ -182,8 +197,12 @@ class NotedCalls:
             return
         if self._random is not None and self._random[0] >= noted.first:
             noted.random = self._random[1]
-        for at, argument in enumerate(call.arguments):
-            tensor = argument.tensor()
+        try:
+            arguments = [argument.tensor() for argument in call.arguments]
+        except NotRecomputable:  # it writes to what it is given, which is another tensor by then
+            noted.given = []
+            return
+        for at, tensor in enumerate(arguments):
             value = None if tensor is None else self._find(tensor)
             if value is not None and noted.given:
                 noted.given[at] = weakref.ref(value)
@@ -194,7 +213,7 @@ class NotedCalls:
         self._buckets.append((weakref.ref(held), tensor.numel()))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
-            self._random = number, self._noted[innermost].call.generators()
+            self._random = number, self._noted[innermost].call.draws.digest()
         if hold >= 0:
             self._hold_of[number] = hold
             stack = self._names.stack
@@ -270,7 +289,7 @@ class NotedCalls:
 
     def _kind(self, noted: _Noted) -> tuple[Any, ...]:
         sizes = tuple(size for _, (_, size) in self._numbered(noted))
-        return type(noted.call.module), len(noted.call.arguments), noted.call.draws, sizes
+        return type(noted.call.module), len(noted.call.arguments), noted.call.draws.drew, sizes
 
     def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
         for argument in noted.call.arguments:
@@ -284,14 +303,14 @@ class NotedCalls:
             return Replay.noted(noted.call, [one for one in given if one is not None], sizes, noted.random)
 
         if like is None:
-            watched = meter.replayed(replay(), watched=True)
+            watched = meter.watched_replay(replay())
             self._watch(noted, watched)
             if not self._are_right(noted, watched.found, meter):
                 return False
         else:
             noted.most = like.most
             noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
-        trial = meter.replayed(replay(), watched=False)
+        trial = meter.timed_replay(replay())
         noted.seconds = trial.seconds
         return self._are_right(noted, trial.found, meter)
 
@@ -305,10 +324,9 @@ class NotedCalls:
                 return False
         return True
 
-    def _watch(self, noted: _Noted, trial: ReplayTrial) -> None:
+    def _watch(self, noted: _Noted, trial: WatchedReplay) -> None:
         """Notes what a call takes that was watched while it was made again."""
         trace = trial.trace
-        assert trace is not None, "it was asked for"
         noted.most = max(trace.curve, default=0)
         for at, tensor in enumerate(trial.found):
             if tensor is None or tensor.layout is not torch.strided:
@@ -383,7 +401,7 @@ class NotedCalls:
                     small,
                     tuple(saved.values()),
                     tuple((one.num_bytes, end if one.died is None else one.died) for one in beside.values()),
-                    noted.call.state_bytes,
+                    noted.call.draws.num_bytes,
                 )
             )
         return tuple(found)

@@ -62,10 +62,9 @@ class _Dead:
     """A value that forward itself let go, because nothing leads from it to the loss."""
 
     def __init__(self, value: Value, span: Allocation, saved: int, refused: str) -> None:
-        assert value.tensor is not None, "the profile keeps everything"
         self.name = value.name
         self.operator = value.operator
-        self.num_bytes = value.tensor.nbytes
+        self.num_bytes = value.held().nbytes
         self.span = span
         self.saved = saved
         self.sources = [weakref.ref(source) for source in value.sources]
@@ -645,7 +644,7 @@ class _Trials:
             picked=value.make is select_output and not is_offloaded,
             stretches=self.memory.stretches_of(value),
             gone=self.memory.gone_of(value),
-            state=value.make.call.state_bytes if isinstance(value.make, Replay) else 0,
+            state=value.make.call.draws.num_bytes if isinstance(value.make, Replay) else 0,
         )
 
 
@@ -824,8 +823,7 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
     again, seconds[value], most = meter.tried(value)
     memory.beside[value] = max(0, most - sizes[value])
     used(value)
-    original = value.tensor
-    assert original is not None, "the profile keeps everything"
+    original = value.held()  # the profile keeps everything
     operator = value.operator or "the call that saves it"
     if again.shape != original.shape or again.dtype != original.dtype:
         return f"{operator} gave another shape or dtype when repeated"
@@ -882,10 +880,9 @@ def _is_scratch(value: Value) -> bool:
 
 
 def _is_view_of(value: Value) -> bool:
-    assert value.tensor is not None, "just computed"
     if isinstance(value.make, Replay):
         return False
-    address = key_of(value.tensor.untyped_storage())
+    address = key_of(value.held().untyped_storage())
     given = [*(source.tensor for source in value.sources), *value.inputs]
     given += [one.tensor for one in value.inputs if isinstance(one, Unnamed)]
     return any(key_of(one.untyped_storage()) == address for one in given if isinstance(one, torch.Tensor))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dpx.lightning.manual.closures import ClosureRounds
+from lightning_dpx.lightning.manual.closures import ClosureRounds, RunClosure, StepDone
 
 CPU = torch.device("cpu")
 
@@ -18,15 +18,15 @@ def test_every_call_of_the_closure_is_handed_over_and_answered() -> None:
 
     rounds = ClosureRounds(take_step, CPU)
     command = rounds.begin()
-    assert (command.runs_closure, command.grad_enabled) == (True, False)
+    assert command == RunClosure(rounds, grad_enabled=False)
     command = rounds.answer(1)
-    assert (command.runs_closure, command.grad_enabled) == (True, True)
+    assert command == RunClosure(rounds, grad_enabled=True)
     command = rounds.answer(10)
-    assert (command.runs_closure, command.result) == (False, 11)
+    assert command == StepDone(11)
 
 
 def test_an_optimizer_that_never_calls_it_is_done_at_once() -> None:
-    assert ClosureRounds(lambda closure: "done", CPU).begin().result == "done"
+    assert ClosureRounds(lambda closure: "done", CPU).begin() == StepDone("done")
 
 
 def test_its_error_is_raised_where_the_replicas_meet() -> None:

@@ -1,6 +1,7 @@
 """Manual optimization on replicas trains to the weights of one device."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -370,3 +371,22 @@ def test_an_error_in_an_optimizer_is_raised_as_it_is(execution) -> None:
     with pytest.raises(ArithmeticError, match="on purpose"):
         trained(FailsInItsOptimizer, strategy=dpx.DPXStrategy(execution=execution), devices=3)
     assert not [thread for thread in threading.enumerate() if thread.name == "dpx-optimizer"]
+
+
+class StepsInAThread(Manual):
+    """Its optimizer steps in a thread that the step starts, and waits for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(optimizer.step).result()
+
+
+@pytest.mark.parametrize("verify", ["off", "warn"])
+def test_an_optimizer_that_steps_in_a_thread_of_the_users_own_steps_for_the_whole_batch(execution, verify) -> None:
+    strategy = dpx.DPXStrategy(execution=execution, verify=verify)
+    with pytest.warns(UserWarning, match=r"calls optimizer\.step\(\) in a thread of its own"):
+        ours = trained(StepsInAThread, strategy=strategy, devices=2)
+    assert_equal(ours, trained(StepsInAThread))

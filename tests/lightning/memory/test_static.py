@@ -98,7 +98,7 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
     devices = [torch.device("sim", index) for index in range(3)]
     replicas = ReplicaSet(tower().to(devices[0]), devices)
     step = TrainingStep(replicas, reducer, gradient_buckets=packs)
-    predicted = step.reduction_bytes(range(3))
+    predicted = step.sums.reduction_bytes(range(3))
     loss = step.forward(replicas.slices(torch.ones(3, 1)), sum_of_parameters)
     loss.backward()
     step.backward(last=False)
@@ -112,7 +112,7 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
     for device in devices:  # owners keep no more than they had; the others give theirs back, pack by pack
         assert taken[device] <= predicted[device]
         assert packs or taken[device] == pytest.approx(predicted[device], abs=2**10)
-    assert step.reduction_bytes([]) == dict.fromkeys(devices, 0), "replicas without gradients reduce nothing"
+    assert step.sums.reduction_bytes([]) == dict.fromkeys(devices, 0), "replicas without gradients reduce nothing"
     step.close()
     replicas.close()
 

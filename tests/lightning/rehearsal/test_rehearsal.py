@@ -5,7 +5,9 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
+from lightning_dpx.lightning.rehearsal.rehearsal import unequal_sizes
 from tests.conftest import assert_equal, make_loader, make_trainer, places
 
 REPLICAS = pytest.mark.parametrize("num_replicas", [2, 3])
@@ -94,6 +97,90 @@ def fitted(caplog: pytest.LogCaptureFixture) -> Callable[..., Seen]:
     return fit
 
 
+# ---- how many rows ----
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_slices", "sizes"),
+    [
+        (16, 2, (4, 3)),
+        (16, 3, (3, 2, 2)),
+        (64, 2, (9, 8)),
+        (1000, 4, (9, 8, 8, 8)),
+        (64, 8, (3, 2, 2, 2, 2, 2, 2, 2)),
+        (4, 2, (3, 1)),
+        (3, 2, (2, 1)),
+    ],
+)
+def test_slices_have_unequal_rows_and_all_together_no_more_than_one_of_the_batch(num_rows, num_slices, sizes) -> None:
+    assert unequal_sizes(num_rows, num_slices) == sizes
+
+
+class OverPositives(Model):
+    """The first five rows are positive, all of them: a mean over positives is one over rows there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return losses.sum() / (batch[1] > 0).sum().clamp(min=1)
+
+
+def test_a_mean_over_something_else_is_seen_where_the_first_few_rows_are_alike(hardware, fitted) -> None:
+    rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    classes = torch.tensor([1, 2, 1, 2, 1, 0, 0, 2, 0, 0, 1, 0, 0, 0, 1, 0])
+    loader = DataLoader(TensorDataset(rows, classes), 16)
+    seen = fitted(OverPositives, 2, verify="first", loader=loader)
+    assert "the loss is" in seen.warned
+    assert_equal(seen.values, fitted(OverPositives, loader=loader).values)
+
+
+# ---- what steps add up, and what they keep to be looked at ----
+
+
+class AddsUp(Model):
+    """A matrix of confusions, or a count of hits, without torchmetrics."""
+
+    anew = False
+    dropout = 0.0
+
+    def on_train_epoch_start(self) -> None:
+        self.hits = torch.zeros(3, device=self.device)
+        self.last_loss = torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = F.dropout(self.net(batch[0]), self.dropout)
+        loss = F.cross_entropy(logits, batch[1])
+        found = torch.bincount(batch[1], minlength=3)
+        if self.anew:
+            self.hits = self.hits + found
+        else:
+            self.hits += found
+        self.last_loss = loss.detach()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("hits", self.hits.max())
+
+
+class AddsUpAnew(AddsUp):
+    anew = True
+
+
+class AddsUpBesideDropout(AddsUp):
+    dropout = 0.5
+
+
+@pytest.mark.parametrize("kind", [AddsUp, AddsUpAnew, AddsUpBesideDropout])
+def test_what_steps_add_up_is_named_and_what_they_only_keep_is_not(hardware, fitted, kind) -> None:
+    seen = fitted(kind, 2, verify="first")
+    assert "what steps add up in self.hits is the first slice's part only" in seen.warned
+    assert "self.last_loss" not in seen.warned
+    expected = fitted(kind).values
+    if kind.dropout:  # drawn by another generator on another device
+        assert torch.equal(seen.values["logged/hits"], expected["logged/hits"])
+    else:
+        assert_equal(seen.values, expected)
+
+
 # ---- the line ----
 
 
@@ -110,7 +197,7 @@ class Logs(Model):
 @REPLICAS
 def test_one_line_says_what_is_as_on_one_device(hardware, fitted, num_replicas) -> None:
     seen = fitted(Logs, num_replicas)
-    rows = 2 * num_replicas + 1
+    rows = 7  # of 16: 4 and 3, or 3, 2 and 2; no more on one device than the slices of the batch may have
     line = rf"dpx: checked on {rows} rows: loss, 4 gradients, 3 logged values, 1 output as on one device \(largest"
     assert len(re.findall(line, seen.told)) == 1
     assert not seen.warned
@@ -192,7 +279,7 @@ class RootByHand(SumByHand):
 @pytest.mark.parametrize("reducer", ["auto", "colocate"])
 def test_a_step_by_hand_that_differs_is_named(hardware, fitted, reducer) -> None:
     seen = fitted(RootByHand, 2, reducer=reducer)
-    assert "training_step on 5 rows in slices of 3 and 2 is not what it is on one device" in seen.warned
+    assert "training_step on 7 rows in slices of 4 and 3 is not what it is on one device" in seen.warned
     assert "net.0.weight" in seen.warned
 
 
@@ -327,7 +414,7 @@ def test_a_step_that_needs_more_rows_than_a_rehearsal_has_runs_in_slices(fitted)
             return super().training_step(batch, batch_idx)
 
     seen = fitted(NeedsSome, 2)
-    assert "was not checked against one device: in slices of 3 and fewer rows it raises ValueError" in seen.told
+    assert "was not checked against one device: in slices of 4 and fewer rows it raises ValueError" in seen.told
     assert not seen.warned
     assert_equal(seen.values, fitted(NeedsSome).values)
 
@@ -662,7 +749,7 @@ def test_state_that_is_that_of_a_slice_is_named(fitted) -> None:
 
     warned = fitted(Counts, 2).warned
     assert "What the step keeps in self.kept, self.last_loss is of one slice" in warned, "by design, so it is only told"
-    assert "self.num_rows is 5 on one device, 3 in slices" in warned
+    assert "self.num_rows is 7 on one device, 4 in slices" in warned
     assert "self.losses is +1 items on one device, +2 items in slices" in warned
 
 
@@ -889,7 +976,7 @@ class Columns(Model):
 
 def test_a_batch_of_as_many_columns_as_few_rows_is_cut_like_any_other(fitted) -> None:
     seen = fitted(Columns, 2)
-    assert "checked on 5 rows" in seen.told
+    assert "checked on 7 rows" in seen.told
     assert not seen.warned
     assert_equal(seen.values, fitted(Columns).values)
 
@@ -939,7 +1026,7 @@ class LogsLargest(Model):
 
 
 def test_a_batch_size_that_slices_cannot_give_is_named(fitted) -> None:
-    assert "logged value 'odd': batch_size=25 on one device, 9 and 4 from slices" in fitted(LogsLargest, 2).warned
+    assert "logged value 'odd': batch_size=49 on one device, 16 and 9 from slices" in fitted(LogsLargest, 2).warned
 
 
 # ---- what a step keeps for the next one ----
@@ -986,6 +1073,25 @@ def test_a_stage_that_keeps_something_of_a_slice_falls_back(fitted) -> None:
     assert_equal(seen.values, fitted(Stateful).values)
 
 
+def weights_of_two_runs(expected: Any, **where: Any) -> dict[str, torch.Tensor]:
+    """Two fits of one trainer, with the warnings that each of them gives."""
+    torch.manual_seed(0)
+    model = Stateful()
+    trainer = make_trainer(max_epochs=1, **where)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        with expected():
+            trainer.fit(model, make_loader(16, 8))
+    return model.state_dict()
+
+
+def test_every_run_of_a_trainer_finds_out_for_itself() -> None:
+    """A second run, with new replicas, must not take the slices that the first one has left for granted."""
+    strategy = dpx.DPXStrategy(execution="inline", verify="first")
+    announced = partial(pytest.warns, UserWarning, match="gets all of its batches whole")
+    assert_equal(weights_of_two_runs(announced, devices=2, strategy=strategy), weights_of_two_runs(nullcontext))
+
+
 def test_predictions_that_depend_on_the_last_batch_are_named(fitted) -> None:
     assert (
         "a second step uses what the first one kept in self.state" in fitted(StatefulPrediction, 2, predict=True).warned
@@ -1008,7 +1114,7 @@ class KeepsInPlaces(Model):
 def test_the_item_that_differs_is_named(fitted) -> None:
     warned = fitted(KeepsInPlaces, 2).warned
     assert "self.counts.steps is 1 on one device, 2 in slices" in warned
-    assert "self.sizes.1 is 5 on one device, 3 in slices" in warned
+    assert "self.sizes.1 is 7 on one device, 4 in slices" in warned
 
 
 def test_what_a_step_keeps_and_never_uses_is_only_told(fitted) -> None:
@@ -1097,6 +1203,29 @@ def test_a_stage_that_counts_outside_the_module_falls_back(fitted, nothing_count
     counter = Counter()
     fitted(CountsOutside, 2, verify="first", trainer={"callbacks": [counter]})
     assert counts(counter) == [3] * 5
+
+
+def average_in_a_closure() -> Callable[[torch.Tensor], torch.Tensor]:
+    held = {"mean": torch.zeros(3)}
+
+    def centred(logits: torch.Tensor) -> torch.Tensor:
+        held["mean"] = held["mean"] * 0.9 + logits.detach().mean(0) * 0.1
+        return logits - held["mean"]
+
+    return centred
+
+
+class KeepsInAClosure(Model):
+    centred = staticmethod(average_in_a_closure())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.centred(self.net(batch[0])), batch[1])
+
+
+def test_what_changes_without_any_draw_is_no_matter_of_draws(fitted) -> None:
+    """It is kept where a rehearsal cannot put it back, and differs in slices: that is named."""
+    warned = fitted(KeepsInAClosure, 2).warned
+    assert "is not what it is on one device: the loss is" in warned
 
 
 # ---- buffers that a step writes ----
@@ -1278,9 +1407,9 @@ def test_steps_whose_parts_are_shifted_are_checked(sim, fitted, kind, cut) -> No
     options = {"shifts": CUTS[cut], "shift_activations": ["net.2"], "trainer": {"accelerator": "sim"}}
     seen = fitted(kind, 2, **options)
     if kind is SquareRoot:
-        assert "training_step on 5 rows in slices of 3 and 2 is not what it is on one device" in seen.warned
+        assert "training_step on 7 rows in slices of 4 and 3 is not what it is on one device" in seen.warned
     else:
-        assert "dpx: checked on 5 rows" in seen.told
+        assert "dpx: checked on 7 rows" in seen.told
         assert "4 gradients" in seen.told
         assert not seen.warned
         assert_equal(seen.values, fitted(kind).values)
@@ -1293,6 +1422,6 @@ def test_steps_whose_parts_are_shifted_are_checked(sim, fitted, kind, cut) -> No
 @pytest.mark.parametrize("kind", [Logs, SumByHand])
 def test_steps_are_checked_before_their_shifts_are_chosen(sim, fitted, kind) -> None:
     seen = fitted(kind, 2, shifts="auto", trainer={"accelerator": "sim"})
-    assert "dpx: checked on 5 rows" in seen.told
+    assert "dpx: checked on 7 rows" in seen.told
     assert "nothing is shifted" in seen.told
     assert_equal(seen.values, fitted(kind).values)

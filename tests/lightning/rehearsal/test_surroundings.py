@@ -18,12 +18,23 @@ class Counts(Callback):
         self.seen: list[int] = []
 
 
+class Totals:
+    rows = 0
+    largest: dict[str, int] = {}  # noqa: RUF012  of the class, as users have them
+
+
+def note_rows(number: int) -> None:
+    Totals.rows += number
+    Totals.largest["rows"] = max(number, Totals.largest.get("rows", 0))
+
+
 class Module(nn.Module):
     calls: list[int] = []  # noqa: RUF012  of the class, as users have them
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         COUNTS["steps"] += 1
         self.calls.append(1)
+        note_rows(len(rows))
         return rows
 
 
@@ -40,12 +51,13 @@ def test_callbacks_classes_and_globals_are_what_they_were() -> None:
     now = {path: repr(value) for path, value in surroundings.values()}
     assert {path for path, value in now.items() if before.get(path) != value} == {
         "trainer.callbacks[0].number", "trainer.callbacks[0].seen", "trainer.callbacks[0].extra", "COUNTS",
-        "Module.calls",
+        "Module.calls", "Totals.rows", "Totals.largest",
     }  # fmt: skip
     surroundings.restore()
     assert (callback.number, callback.seen, hasattr(callback, "extra")) == (0, [], False)
     assert callback.seen is seen
     assert (COUNTS, Module.calls) == ({"steps": 0}, [])
+    assert (Totals.rows, Totals.largest) == (0, {})
 
 
 def test_only_small_containers_of_python_s_own_are_kept() -> None:

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import profile_module
-from lightning_dpx.memory.apply import forecast_plan
+from lightning_dpx.memory.apply import forecast_plan, loss_of
 from lightning_dpx.memory.execute.calls import Call, repeating
 from tests.conftest import SIMULATED, simulated_bytes
 from tests.memory.models import AWKWARD, CustomFunction, Swing, Swinging
@@ -73,6 +74,13 @@ def reasons(module: nn.Module, x: Tensor) -> set[str]:
     return {value.refused for value in values if value.name.partition(":")[0] in ("middle", "last")} - {""}
 
 
+def allocated_peak(module: nn.Module, x: Tensor) -> int:
+    """By the allocator's account, which knows of the generators' states that calls keep."""
+    run = loss_of(module, x)
+    module.zero_grad(set_to_none=True)
+    return peak_of_passing(lambda: run().backward())
+
+
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_give_their_memory_back(layer: type[nn.RNNBase]) -> None:
     class Sequence(nn.Module):
@@ -111,9 +119,32 @@ def test_the_prediction_holds_for_every_choice_of_calls() -> None:
     for _ in range(40):
         drawn = keep_all.with_actions({name: generator.choice(("keep", "recompute")) for name in names})
         dpx.apply_plan(module, drawn)
-        measured, predicted = measured_peak(module, x), forecast_plan(profile, drawn).peak
+        measured, predicted = allocated_peak(module, x), forecast_plan(profile, drawn).peak
         dpx.remove_plan(module)
-        assert 0.95 * predicted <= measured <= predicted + 64, sorted(drawn.dropped)  # some of a call is all of it
+        assert 0.999 * predicted <= measured <= predicted + 64, sorted(drawn.dropped)
+
+
+def test_every_value_that_a_profile_makes_again_can_be_made_again_alone() -> None:
+    """What one call was given is kept for that call only: others cannot count on it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.drop, self.last = nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.drop(Swing.apply(self.first(x), 2.0)))
+            return out
+
+    module, _, x = make(lambda: (Net(), torch.randn(ROWS, 64)))
+    plan = smallest(module, x)
+    assert plan.dropped
+    nothing = dict.fromkeys(plan.dropped, "keep")
+    for name in plan.dropped:
+        applied = dpx.apply_plan(module, plan.with_actions(nothing | {name: "recompute"}))
+        module(x).sum().backward()
+        assert not applied.not_found
+        dpx.remove_plan(module)
 
 
 def test_random_numbers_and_statistics_go_on_as_without_a_plan() -> None:
@@ -121,7 +152,7 @@ def test_random_numbers_and_statistics_go_on_as_without_a_plan() -> None:
     module.middle.forward = lambda given, call=module.middle.forward: call([given])  # type: ignore[method-assign]
     plain.middle.forward = lambda given, call=plain.middle.forward: call([given])  # type: ignore[method-assign]
     plan = smallest(module, x)
-    assert plan.calls == {"middle"}
+    assert "middle" in plan.calls
     dpx.apply_plan(module, plan)
     after = []
     for each in (module, plain):

@@ -254,9 +254,14 @@ class _Table:
         rows: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
         for price in _prices(self._times, self._sizes, variant.droppable):
             rows.append(self._at_price(problem, variant.droppable & (self._times <= price * self._sizes)))
-        self._kept, self._peak, self._seconds = (
-            [np.stack([row[number][part] for row in rows]) for number in range(len(self._cuts))] for part in range(3)
-        )
+        self._kept: list[np.ndarray] = []
+        self._peak: list[np.ndarray] = []
+        self._seconds: list[np.ndarray] = []
+        for of_cut in zip(*rows, strict=True):  # what each price makes of one cut
+            kept, peaks, seconds = zip(*of_cut, strict=True)
+            self._kept.append(np.stack(kept))
+            self._peak.append(np.stack(peaks))
+            self._seconds.append(np.stack(seconds))
 
     def _at_price(self, problem: Problem, drop: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         last = np.arange(self._count)
