@@ -15,6 +15,8 @@ from typing import Any
 if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; before torch looks
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+os.environ.setdefault("LIGHTNING_DPX_TIMING", "quick")  # plans of many small models; what is timed long says so
+
 if os.environ.get("LIGHTNING_DPX_PACKAGE") == "pytorch_lightning":
     from tests import lightning_alias
 

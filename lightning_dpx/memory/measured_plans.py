@@ -20,6 +20,7 @@ from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.planned_steps import Within
@@ -166,7 +167,9 @@ def _ratios_in_turns(at_work: Sequence[_PlanAtWork], timer: StepTimer, forward: 
             _timed_with(one, timer, forward)
     before, _ = timer.timed(forward, Tensor.backward)
     turn = 0
-    while turn < _FEWEST_TURNS or (spent < _ENOUGH and turn < _MOST_TURNS):
+    fewest = timing_effort.rounds(_FEWEST_TURNS)
+    enough = timing_effort.seconds(_ENOUGH)
+    while turn < fewest or (spent < enough and turn < _MOST_TURNS):
         for one, found in zip(at_work, ratios, strict=True):
             with_plan = _timed_with(one, timer, forward)
             after, _ = timer.timed(forward, Tensor.backward)

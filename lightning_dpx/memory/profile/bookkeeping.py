@@ -23,6 +23,7 @@ from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.profile import timing_effort
 
 _ROWS = 32
 _WIDTH = 64
@@ -145,7 +146,7 @@ def _seconds(run: Callable[[], object]) -> float:
     """Of processor time, the least of a few runs after the first ones: the differences of such times count, and what
     others do on the same processor only ever adds to one of them."""
     least = float("inf")
-    for turn in range(_WARM + _ROUNDS):
+    for turn in range(_WARM + timing_effort.rounds(_ROUNDS)):
         start = time.thread_time()
         run()
         if turn >= _WARM:

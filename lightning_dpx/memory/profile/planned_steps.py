@@ -19,6 +19,7 @@ from torch import nn
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
 from lightning_dpx.memory.profile.places import count_places, made_again
@@ -198,6 +199,7 @@ def _least_in_turns(
     seconds. The least time of each counts: others only ever add to it, and by much where they use the same caches.
     """
     times = {kind: list[float]() for kind in ("", *kinds)}
+    enough = timing_effort.seconds(_ENOUGH)
     spent = 0.0
     for hooks in kinds.values():
         if isinstance(hooks, Practised):
@@ -217,7 +219,7 @@ def _least_in_turns(
             if turn >= warm_up:
                 times[kind].append(seconds)
         is_sure = len(times[""]) >= _FEWEST_ROUNDS and all(map(is_confirmed, times.values()))
-        if is_sure or (turn >= warm_up and spent > _ENOUGH):
+        if is_sure or (turn >= warm_up and spent > enough):
             break
     return {kind: min(found) for kind, found in times.items()}
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class StepTimer:
     def _least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         best = (float("inf"), 0.0)
         times = list[float]()
-        for turn in range(1, _MOST_STEPS + 1):
+        for turn in range(1, timing_effort.rounds(_MOST_STEPS) + 1):
             whole, forward_only = self.timed(forward, backward)
             best = min(best, (whole, forward_only))
             times.append(whole)

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.step_timer import StepTimer, clock_of
 
 CPU = torch.device("cpu")
@@ -33,7 +35,9 @@ def test_every_step_is_put_back_and_backward_gets_what_forward_returned() -> Non
     assert not timer.watches, "nothing was seen that must be watched"
 
 
-def test_the_first_step_does_not_count_and_long_ones_are_few() -> None:
+def test_the_first_step_does_not_count_and_long_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(timing_effort.VARIABLE, "full")
+
     @contextmanager
     def alone(_watched: bool) -> Iterator[None]:
         yield

@@ -1,0 +1,36 @@
+"""How often steps are timed: until their times are sure, or as rarely as can be.
+
+The environment variable ``LIGHTNING_DPX_TIMING=quick`` is for tests and for trying things out: plans are made two to
+three times as fast, they keep their budgets and bits all the same, and what they are said to cost is coarser, so that
+another plan than the fastest may be chosen.
+"""
+
+import os
+
+from lightning_dpx.errors import ConfigurationError
+
+VARIABLE = "LIGHTNING_DPX_TIMING"
+_FULL = "full"
+_QUICK = "quick"
+
+
+def is_quick() -> bool:
+    """Whether steps are timed as rarely as can be.
+
+    Raises:
+        ConfigurationError: The environment variable says something else than "full" or "quick".
+    """
+    given = os.environ.get(VARIABLE) or _FULL
+    if given not in (_FULL, _QUICK):
+        raise ConfigurationError(f'{VARIABLE}={given!r} is not allowed; give "{_FULL}" or "{_QUICK}".')
+    return given == _QUICK
+
+
+def rounds(usual: int) -> int:
+    """How many times something is timed that is timed ``usual`` times for a sure figure."""
+    return 1 if is_quick() else usual
+
+
+def seconds(usual: float) -> float:
+    """How long something is timed that is timed for ``usual`` seconds for a sure figure."""
+    return 0.0 if is_quick() else usual
