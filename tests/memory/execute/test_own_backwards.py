@@ -140,7 +140,7 @@ def test_the_predicted_peak_is_the_measured_one_and_gradients_are_the_same_bits(
         remove_plan(module)
         assert not applied.not_found
         assert plan.peak is not None
-        assert bool(plan.dropped) == (budget < peak)
+        assert bool(plan.dropped or plan.replayed) == (budget < peak)
         assert planned_peak == pytest.approx(plan.peak, rel=1e-3)
         assert plan.peak <= budget
         for planned, plain in zip(planned_gradients, gradients, strict=True):
