@@ -238,7 +238,7 @@ def test_the_threshold_rule_of_the_memory_monger() -> None:
 
 def test_a_plan_can_be_saved_read_edited_and_priced(tmp_path) -> None:  # type: ignore[no-untyped-def]
     module, _, x = make(ORDINARY["gpt"])
-    plan = dpx.search_plan(module, x, budget=0.5)
+    plan = dpx.search_plan(module, x, budget=0.5, planner="optimal")  # another one may replay blocks instead
     plan.save(tmp_path / "plan.yaml")
     assert dpx.MemoryPlan.load(tmp_path / "plan.yaml") == plan
     cost = dpx.estimate_cost(module, plan, x)
@@ -411,7 +411,10 @@ def test_gradients_of_gradients() -> None:
 
 
 def test_the_headline_of_the_paper_in_bytes_and_flops() -> None:
-    """A pre-activation ResNet: from 48 GB to 7 GB at 30% more time. Here 6.9 x for 27% of the FLOPs, 12 x for 33%."""
+    """A pre-activation ResNet: from 48 GB to 7 GB at 30% more time. Here 6.9 x for 27% of the FLOPs, 12 x for 33%.
+
+    Planned as if time went with FLOPs: what this machine measures at this moment is not the business of the test.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(150)))
     x = torch.randn(2, 3, 16, 16)
@@ -423,7 +426,9 @@ def test_the_headline_of_the_paper_in_bytes_and_flops() -> None:
         return counter.get_total_flops()
 
     without, unplanned = measured_peak(module, x), flops()
-    profile = profile_module(module, x)
+    found = profile_module(module, x)
+    values = [replace(v, seconds=1.0 if v.operator == "ConvolutionBackward0" else 0.02) for v in found.values]
+    profile = replace(found, values=tuple(values), calls=(), place_seconds=0.0, step_seconds=3.0 * 2 * 150)
     for factor, extra in ((6.9, 0.27), (12.0, 0.33)):
         dpx.apply_plan(module, plan_profile(module, profile, int(profile.peak / factor)))
         assert measured_peak(module, x) <= without / factor
