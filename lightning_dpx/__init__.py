@@ -27,6 +27,8 @@ from lightning_dpx.lightning import (
     DPXProfiler,
     DPXStrategy,
     SimAccelerator,
+    Tuning,
+    tune,
 )
 from lightning_dpx.lightning.fabric import refuse_fabric
 from lightning_dpx.lightning.lightning_api import AcceleratorRegistry, StrategyRegistry
@@ -70,6 +72,7 @@ __all__ = [
     "SliceError",
     "Slicer",
     "TensorMonitor",
+    "Tuning",
     "UnsupportedError",
     "apply_plan",
     "estimate_cost",
@@ -83,6 +86,7 @@ __all__ = [
     "shift_activations",
     "simulate",
     "trace_activations",
+    "tune",
     "unoffload_activations",
     "unshift_activations",
 ]

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_dpx.commands import bench, doctor, plan, train
+from lightning_dpx.commands import bench, doctor, plan, train, tune
 from lightning_dpx.errors import DPXError
 
 
@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` (or the process's own) name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="dpx", description="One process drives all your devices.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (train, plan, bench, doctor):
+    for command in (train, plan, tune, bench, doctor):
         command.add_to(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -21,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(others)}")
         return int(args.run(args, others))
     except SystemExit as end:
-        if end.code == 2 and given[:1] == ["plan"]:  # a parser's, of a bad argument or config: "does not fit" to others
+        if end.code == 2 and given[:1] in (
+            ["plan"],
+            ["tune"],
+        ):  # a parser's, of a bad argument or config: "does not fit" to others
             return 1
         raise
     except DPXError as error:

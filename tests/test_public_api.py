@@ -25,6 +25,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "SliceError",
         "Slicer",
         "TensorMonitor",
+        "Tuning",
         "UnsupportedError",
         "apply_plan",
         "estimate_cost",
@@ -38,6 +39,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "shift_activations",
         "simulate",
         "trace_activations",
+        "tune",
         "unoffload_activations",
         "unshift_activations",
     ]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_dpx.commands.progress import done, progress
+from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.commands.train import make_cli
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.lightning import (
@@ -80,22 +81,18 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         ConfigurationError: an argument, or the config, has a value that is not allowed.
         PlanError: there is nothing to save.
     """
-    _check_before_any_work(args)
+    check_files(args)
+    check_settings(args)
     configs: list[str] = []
     for config in args.config:
         configs += ["--config", config]
-    cli = make_cli(["fit", *configs, *others], execute=False, **_on_one_cpu())
-    chosen = look_up(cli, cli.config_init, "trainer.strategy")
-    settings = settings_of(
-        chosen, args.budget, args.devices or look_up(cli, cli.config, "trainer.devices"), args.planner
-    )
-    settings = replace(settings, cache=PlanCache(args.plan_cache, _tell))
-    if args.micro_batches is not None:
-        settings = replace(settings, micro_batches=parse_number(args.micro_batches))
-    cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
+        cli = make_cli(["fit", *configs, *others], execute=False, **on_one_cpu())
+        settings = _settings(args, cli)
+        kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
+        cli.trainer.callbacks[:] = kept
         with shown("planning memory"):
             found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
     done()
@@ -118,16 +115,28 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     return 0 if found.fits else 2
 
 
-def _tell(text: str) -> None:
+def _settings(args: argparse.Namespace, cli: Any) -> Settings:
+    """Of the config, with what the command line says of the run."""
+    chosen = look_up(cli, cli.config_init, "trainer.strategy")
+    devices = args.devices or look_up(cli, cli.config, "trainer.devices")
+    settings = settings_of(chosen, args.budget, devices, args.planner)
+    settings = replace(settings, cache=PlanCache(args.plan_cache, tell))
+    if args.micro_batches is not None:
+        settings = replace(settings, micro_batches=parse_number(args.micro_batches))
+    return settings
+
+
+def tell(text: str) -> None:
+    """Says it on standard error, after what :func:`progress` says."""
     done()
     print(text, file=sys.stderr)
 
 
-def _check_before_any_work(args: argparse.Namespace) -> None:
-    """What can be known to be wrong before a model is made.
+def check_files(args: argparse.Namespace) -> None:
+    """Whether files can be read and written that the arguments name, before a model is made.
 
     Raises:
-        ConfigurationError: an argument has a value that is not allowed, or names a folder that is not there.
+        ConfigurationError: a file or a folder is not there, or a file is none.
         UnsupportedError: matplotlib is missing.
     """
     if args.report is not None and args.report.suffix not in (".html", ".png", ".svg", ".pdf"):
@@ -140,18 +149,26 @@ def _check_before_any_work(args: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{option} {path} is not allowed: it is a folder; name a file.")
     if args.report is not None and find_spec("matplotlib") is None:
         raise UnsupportedError("Pictures need matplotlib; pip install 'lightning-dpx[plots]', or leave out --report.")
+    for config in args.config:
+        if not Path(config).is_file():
+            raise ConfigurationError(f"--config {config} is not allowed: there is no such file.")
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Whether what the arguments say of a run is allowed, before a model is made.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed.
+    """
     if args.budget is not None:
         _bytes(args.budget)
     if args.devices is not None:
         parse_devices(args.devices)
     if args.micro_batches is not None:
         parse_number(args.micro_batches)
-    for config in args.config:
-        if not Path(config).is_file():
-            raise ConfigurationError(f"--config {config} is not allowed: there is no such file.")
 
 
-def _on_one_cpu() -> dict[str, Any]:
+def on_one_cpu() -> dict[str, Any]:
     """What a dry run changes in a config: no step is trained, and no device of the config is needed."""
     return {
         "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False,

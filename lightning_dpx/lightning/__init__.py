@@ -9,9 +9,11 @@ from lightning_dpx.lightning.monitors.profiler import DPXProfiler
 from lightning_dpx.lightning.monitors.throughput import DeviceThroughputMonitor, ReplicaWork
 from lightning_dpx.lightning.precision import DPXPrecision
 from lightning_dpx.lightning.strategy import DPXStrategy
+from lightning_dpx.lightning.tuning import BatchSizeForecast, Tuning, tune
 
 __all__ = [
     "ActivationPlanner",
+    "BatchSizeForecast",
     "DPXPrecision",
     "DPXProfiler",
     "DPXStrategy",
@@ -23,5 +25,7 @@ __all__ = [
     "ReplicaWork",
     "Settings",
     "SimAccelerator",
+    "Tuning",
     "dry_run",
+    "tune",
 ]

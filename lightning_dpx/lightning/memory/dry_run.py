@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ from lightning_dpx.replicas import (
 from lightning_dpx.torch_compat import tree_leaves
 
 Progress = Callable[[str], None]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,11 @@ class DeviceForecast:
         return self.static + (self.unplanned if self.plan is None or self.plan.peak is None else self.plan.peak)
 
     @property
+    def needed(self) -> int:
+        """The predicted peak, or the least that the device can do with where that is over the budget."""
+        return self.peak if self.fits else max(self.smallest, self.budget)
+
+    @property
     def fits(self) -> bool:
         """Whether the budget is met."""
         return not self.budget or (self.plan is not None and self.peak <= self.budget)
@@ -157,12 +163,12 @@ class _Seen(Exception):  # noqa: N818  it ends a fit and is no error
     """The first batch is there, the step must not happen."""
 
 
-class _FirstBatch(Callback):
+class _FirstBatch(Callback, Generic[Found]):
     """Works on the first training batch, where everything that Lightning sets up is there, and ends the fit."""
 
-    def __init__(self, work: Callable[[Trainer, LightningModule, Any], DryRun]) -> None:
+    def __init__(self, work: Callable[[Trainer, LightningModule, Any], Found]) -> None:
         self._work = work
-        self.found: DryRun | None = None
+        self.found: Found | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at the batch instead of training on it."""
@@ -189,7 +195,20 @@ def dry_run(
     Raises:
         ConfigurationError: there is no training batch, or a setting is not allowed.
     """
-    first = _FirstBatch(lambda trainer, module, batch: _forecast(trainer, module, batch, settings, progress))
+    return work_on_first_batch(
+        trainer, module, data, lambda trainer, module, batch: _forecast(trainer, module, batch, settings, progress)
+    )
+
+
+def work_on_first_batch(
+    trainer: Trainer, module: LightningModule, data: Any, work: Callable[[Trainer, LightningModule, Any], Found]
+) -> Found:
+    """What ``work(trainer, module, batch)`` finds of the first training batch, on which nothing is trained.
+
+    Raises:
+        ConfigurationError: there is no training batch.
+    """
+    first = _FirstBatch(work)
     with _with_callback(trainer, first):
         arguments = {}
         if data:
@@ -211,7 +230,7 @@ def _with_callback(trainer: Trainer, callback: Callback) -> Iterator[None]:
         trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
 
 
-def _sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[int, tuple[int, ...]]:
+def slice_sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[int, tuple[int, ...]]:
     """The rows of the batch, and of every device; all are the first one's where the batch cannot be cut."""
     workload = parse_workload(settings.workload, len(settings.devices))
     whole = rows_to_weigh_by(batch)
@@ -235,8 +254,8 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         batch_slicer=settings.batch_slicer,
         keep=[trainer, *trainer.loggers],
     )
-    num_rows, sizes = _sizes(replicas, batch, settings)
-    profiles = _Profiles(trainer, replicas, batch, num_rows, settings, progress)
+    num_rows, sizes = slice_sizes(replicas, batch, settings)
+    profiles = StepProfiles(trainer, replicas, batch, num_rows, settings, progress)
     for size in sorted({size for size in sizes if size}, reverse=True):
         profiles.of_slice(size)
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
@@ -246,13 +265,15 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     forecasts = []
     followed = []
     planners = []
-    held = _static(trainer, module, settings)
+    held = lasting_bytes(trainer, module, settings)
     for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
         if size:
             progress(f"planning {device}")
             static["inputs"] = inputs * size // num_rows
-            planner = DevicePlanner(size, number, profiles.of_slice, profiles.of_part, partial(_plan, module, settings))
-            forecast = _device(device, size, static, planner, settings)
+            planner = DevicePlanner(
+                size, number, profiles.of_slice, profiles.of_part, partial(plan_step, module, settings)
+            )
+            forecast = forecast_device(device, size, static, planner, settings)
             forecasts.append(forecast)
             followed.append(planner.followed(forecast.plan))
             planners.append(planner)
@@ -263,7 +284,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     return DryRun(tuple(forecasts), tuple(followed), plan_at)
 
 
-class _Profiles:
+class StepProfiles:
     """Profiles of a step on some rows of a batch, each made once.
 
     Args:
@@ -355,7 +376,7 @@ def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, in
     return run
 
 
-def _static(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
+def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
     """Per replica, the bytes that are there all the time."""
     parameters = list(module.parameters())
     here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
@@ -380,7 +401,7 @@ def _static(trainer: Trainer, module: LightningModule, settings: Settings) -> li
     return found
 
 
-def _device(
+def forecast_device(
     device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, settings: Settings
 ) -> DeviceForecast:
     budget = settings.budget
@@ -396,7 +417,7 @@ def _device(
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
 
 
-def _plan(module: LightningModule, settings: Settings, profile: Profile, room: int | None) -> MemoryPlan:
+def plan_step(module: LightningModule, settings: Settings, profile: Profile, room: int | None) -> MemoryPlan:
     plan, found = found_or_planned(settings.cache, module, profile, room, settings.planner)
     if found:
         settings.cache.say(f"dpx: the memory plan was found in the cache, in {settings.cache.path_of(found)}.")

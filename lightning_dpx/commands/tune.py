@@ -1,0 +1,404 @@
+"""``dpx tune``: which batch size, with or without recomputation and micro-batches, is fastest and fits."""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_dpx.commands.plan import (
+    NOT_NEEDED,
+    check_files,
+    check_settings,
+    on_one_cpu,
+    parse_number,
+    settings_of,
+    tell,
+)
+from lightning_dpx.commands.progress import done, progress
+from lightning_dpx.commands.quiet import quiet_lightning
+from lightning_dpx.commands.train import make_cli
+from lightning_dpx.devices import synchronize
+from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning import DPXStrategy
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, PossibleUserWarning, Trainer
+from lightning_dpx.lightning.lightning_compat import look_up
+from lightning_dpx.lightning.monitors.base import format_rows
+from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, Tuning, rows_of_data, tune_batch_size
+from lightning_dpx.memory import PLANNERS
+from lightning_dpx.memory.plan_cache import PlanCache
+from lightning_dpx.pictures import BatchSizePoint, Section, draw_batch_sizes, save_figure, write_page
+from lightning_dpx.progress import shown
+from lightning_dpx.units import MIB
+
+HEADS = (
+    "batch size", "precision", "rows", "micro-batches", "recomputed", "extra time", "peak", "budget", "samples/s",
+    "measured",
+)  # fmt: skip
+KEYS = ("data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", "model.batch_size")
+_MEASURED = 3  # of the fastest
+_STEPS = 16  # of a measured run
+_WARM_UP = 6  # of them: the first ones plan, rehearse and fill caches
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to ``dpx``."""
+    tune = commands.add_parser(
+        "tune",
+        help="find the batch size that is fastest and fits, on devices that need not be there",
+        description="Profiles a step of a config on two sizes, predicts peak and speed of other batch sizes from them, "
+        "each with the memory plan and the micro-batches that its budget asks for, and names the smallest batch size "
+        "that is about as fast as the fastest. Speed is that of forward and backward on the slowest device: "
+        "reductions, the optimizer and the loading of data come on top, --measure shows by how much. Exit status "
+        "0: one fits; 2: none does; 1: an error. All that `dpx fit` takes can follow.",
+    )
+    tune.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
+    tune.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
+    tune.add_argument("--devices", help='a number, or names such as "cuda:0,cuda:1"; the config\'s unless given')
+    tune.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
+    tune.add_argument(
+        "--micro-batches", default="auto", metavar="M",
+        help='of every device\'s slice, or "auto" (default): as many as are fastest within the budget',
+    )  # fmt: skip
+    tune.add_argument(
+        "--batch-sizes", metavar="B,B,...",
+        help="over all devices (default: the config's, halved twice and doubled up to six times)",
+    )  # fmt: skip
+    tune.add_argument("--precisions", metavar="P,P,...", help="such as 32-true,bf16-mixed; the config's unless given")
+    tune.add_argument(
+        "--batch-size-key", metavar="KEY",
+        help="where the config says the batch size, for --save and --measure (default: the one that is there of "
+        f"{', '.join(KEYS)})",
+    )  # fmt: skip
+    tune.add_argument(
+        "--measure", action="store_true",
+        help=f"train the {_MEASURED} fastest for {_STEPS} steps each, on the devices of the config",
+    )  # fmt: skip
+    tune.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the best as a config, for `dpx fit --config FILE`"
+    )
+    tune.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
+    tune.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    tune.set_defaults(run=run, takes_more=True)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A batch size in a precision.
+
+    Attributes:
+        precision: As in the Trainer; as in the config where it is empty.
+        forecast: What is predicted.
+        config: Of a fit with it; empty where none was asked for.
+        measured: Samples per second of a run; 0 where there was none.
+        is_best: Whether it is the one to take.
+    """
+
+    precision: str
+    forecast: BatchSizeForecast
+    config: dict[str, Any]
+    measured: float = 0.0
+    is_best: bool = False
+
+
+class _Predicted(NamedTuple):
+    """What is predicted in one precision."""
+
+    tuning: Tuning
+    candidates: list[_Candidate]
+
+
+def run(args: argparse.Namespace, others: Sequence[str]) -> int:
+    """Tunes; the status says whether a batch size fits.
+
+    Raises:
+        ConfigurationError: an argument, or the config, has a value that is not allowed.
+        PlanError: the rows of a batch are not known.
+    """
+    check_files(args)
+    check_settings(args)
+    sizes = _numbers(args.batch_sizes)
+    with warnings.catch_warnings(), quiet_lightning():
+        warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
+        warnings.simplefilter("ignore", FutureWarning)
+        found = [_predicted(args, others, precision, sizes) for precision in (args.precisions or "").split(",")]
+        candidates = [candidate for one in found for candidate in one.candidates]
+        best = _best(found)
+        if args.measure and best is not None:
+            best = _measured_best(args, candidates, best)
+    done()
+    if best is not None:
+        best.is_best = True
+    basis = next((one.tuning.basis for one in found if one.tuning.basis), "")
+    print(_as_json(candidates, basis) if args.json else _as_table(candidates, basis))
+    if best is None:
+        print("dpx: No batch size meets the budget of every device.", file=sys.stderr)
+    elif args.save is not None:
+        args.save.write_text(yaml.safe_dump(best.config, sort_keys=False), encoding="utf-8")
+        tell(f"dpx: batch_size={best.forecast.batch_size} is written to {args.save}; a batch of another size may want "
+             "another learning rate.")  # fmt: skip
+    if args.report is not None:
+        _write_report(candidates, basis, args.report)
+    return 0 if best is not None else 2
+
+
+def _numbers(text: str | None) -> list[int]:
+    """The batch sizes of the command line.
+
+    Raises:
+        ConfigurationError: no positive numbers.
+    """
+    parts = text.split(",") if text else []
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"--batch-sizes {text} is not allowed; give positive numbers: 32,64,128.")
+    return [int(part) for part in parts]
+
+
+def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, sizes: Sequence[int]) -> _Predicted:
+    """What the batch sizes would take in a precision; in that of the config where it is empty."""
+    configs: list[str] = []
+    for config in args.config:
+        configs += ["--config", config]
+    chosen = ["--trainer.precision", precision] if precision else []
+    cli = make_cli(["fit", *configs, *others, *chosen], execute=False, **on_one_cpu())
+    whole_config = _config_of(cli)
+    key = _key_of(args, whole_config) if args.save is not None or args.measure else ""
+    strategy = look_up(cli, cli.config_init, "trainer.strategy")
+    devices = args.devices or look_up(cli, cli.config, "trainer.devices")
+    settings = settings_of(strategy, args.budget, devices, args.planner)
+    settings = replace(settings, cache=PlanCache(True, tell), micro_batches=parse_number(args.micro_batches))
+    cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
+    options = TuneOptions(tuple(sizes)) if sizes else None
+    with shown("tuning the batch size"):
+        tuning = tune_batch_size(cli.trainer, cli.model, cli.datamodule, settings, options, progress)
+    candidates = []
+    for forecast in tuning.batch_sizes:
+        config = _tuned_config(args, whole_config, key, forecast.batch_size) if key else {}
+        candidates.append(_Candidate(precision, forecast, config))
+    return _Predicted(tuning, candidates)
+
+
+def _best(found: Sequence[_Predicted]) -> _Candidate | None:
+    """Of the fastest precision, the smallest batch size that is about as fast as its fastest."""
+    bests = [candidate for one in found for candidate in one.candidates if candidate.forecast is one.tuning.best]
+    return max(bests, key=lambda one: one.forecast.samples_per_second, default=None)
+
+
+def _measured_best(args: argparse.Namespace, candidates: Sequence[_Candidate], best: _Candidate) -> _Candidate:
+    """The fastest of those that are predicted to be, in short runs."""
+    others = [one for one in candidates if one is not best and one.forecast.fits]
+    others.sort(key=lambda one: one.forecast.samples_per_second, reverse=True)
+    tried = [best, *others][:_MEASURED]
+    for candidate in tried:
+        progress(f"training with batches of {candidate.forecast.batch_size}")
+        candidate.measured = _samples_per_second(candidate.config, candidate.forecast.batch_size)
+    return max(tried, key=lambda one: one.measured)
+
+
+def _config_of(cli: Any) -> dict[str, Any]:
+    """The whole config of a fit, as it would be written to a file."""
+    config: dict[str, Any] = yaml.safe_load(cli.parser.dump(cli.config))["fit"]
+    return config
+
+
+def _key_of(args: argparse.Namespace, config: dict[str, Any]) -> str:
+    """Where the config says the batch size.
+
+    Raises:
+        ConfigurationError: nowhere, or in several places.
+    """
+    if args.batch_size_key is not None:
+        if _value_at(config, args.batch_size_key) is None:
+            raise ConfigurationError(
+                f"--batch-size-key {args.batch_size_key} is not allowed: the config has no such key."
+            )
+        return str(args.batch_size_key)
+    found = [key for key in KEYS if _value_at(config, key) is not None]
+    if len(found) != 1:
+        said = "says the batch size in " + " and ".join(found) if found else f"says it in none of {', '.join(KEYS)}"
+        raise ConfigurationError(
+            f"--save and --measure set the batch size in the config, which {said}; name the place with "
+            "--batch-size-key KEY."
+        )
+    return found[0]
+
+
+def _value_at(config: dict[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _tuned_config(args: argparse.Namespace, whole: dict[str, Any], key: str, batch_size: int) -> dict[str, Any]:
+    """The config with the batch size, and with what else it was predicted with."""
+    config = copy.deepcopy(whole)
+    *folders, name = key.split(".")
+    place = config
+    for folder in folders:
+        place = place[folder]
+    place[name] = batch_size
+    trainer = config["trainer"]
+    if args.devices is not None and args.devices.isdigit():
+        trainer["devices"] = int(args.devices)
+    changed = {"memory_budget": args.budget, "planner": args.planner}
+    if args.budget is not None or args.micro_batches != "auto":
+        changed["micro_batches"] = parse_number(args.micro_batches)
+    changed = {option: value for option, value in changed.items() if value is not None}
+    if changed:
+        strategy = trainer.get("strategy")
+        is_ours = isinstance(strategy, dict) and strategy["class_path"].endswith(DPXStrategy.__name__)
+        kept = strategy.get("init_args", {}) if is_ours else {}
+        class_path = f"lightning_dpx.{DPXStrategy.__name__}"
+        trainer["strategy"] = {"class_path": class_path, "init_args": {**kept, **changed}}
+    return config
+
+
+class _StepClock(Callback):
+    """Takes the time from the beginning of a training step to that of the next one, and ends the fit.
+
+    Attributes:
+        seconds: Of steps on whole batches, after the first ones.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._began = 0.0
+        self._is_whole = False
+        self._count = 0
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """One step ends where the next begins."""
+        now = self._now(trainer)
+        if batch_idx > 0:
+            self._note(now)
+        rows = rows_of_data(trainer)
+        self._is_whole = rows is None or (batch_idx + 1) * self._batch_size <= rows
+        self._began = now
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The last step of an epoch has no next one."""
+        self._count += 1
+        trainer.should_stop = self._count >= _STEPS
+        if trainer.is_last_batch or trainer.should_stop:
+            self._note(self._now(trainer))
+            self._is_whole = False
+
+    def _note(self, now: float) -> None:
+        if self._is_whole and self._count > _WARM_UP:
+            self.seconds.append(now - self._began)
+
+    def _now(self, trainer: Trainer) -> float:
+        for device in getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]:
+            synchronize(device)
+        return time.perf_counter()
+
+
+def _samples_per_second(config: dict[str, Any], batch_size: int) -> float:
+    """Of a short run."""
+    clock = _StepClock(batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        cli = make_cli(
+            ["fit", "--config", str(path)],
+            execute=False,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            num_sanity_val_steps=0, limit_val_batches=0, max_epochs=-1, min_epochs=None, min_steps=None, profiler=None,
+        )  # fmt: skip
+        kept = [callback for callback in cli.trainer.callbacks if type(callback).__module__.startswith("lightning_dpx")]
+        cli.trainer.callbacks[:] = [one for one in kept if not isinstance(one, NOT_NEEDED)] + [clock]
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return batch_size / statistics.median(clock.seconds)
+
+
+def _as_json(candidates: Sequence[_Candidate], basis: str) -> str:
+    rows = []
+    for one in candidates:
+        device = one.forecast.tightest
+        plan = device.plan
+        rows.append(
+            {
+                "batch_size": one.forecast.batch_size,
+                "precision": one.precision or None,
+                "fits": one.forecast.fits,
+                "best": one.is_best,
+                "samples_per_second": one.forecast.samples_per_second,
+                "measured_samples_per_second": one.measured or None,
+                "device": device.device,
+                "peak": device.needed,
+                "budget": device.budget,
+                "micro_batches": None if plan is None else plan.micro_batches,
+                "values_recomputed": None if plan is None else plan.num_recomputed,
+                "extra_time_share": None if plan is None else plan.recompute_share,
+            }
+        )
+    return json.dumps({"basis": basis, "batch_sizes": rows})
+
+
+def _as_table(candidates: Sequence[_Candidate], basis: str) -> str:
+    how = f" {basis}" if basis else ""
+    return format_rows(f"batch sizes, peak of the tightest device in MiB, predicted{how}:", HEADS, _cells(candidates))
+
+
+def _cells(candidates: Sequence[_Candidate]) -> list[list[str]]:
+    rows = []
+    for one in candidates:
+        device = one.forecast.tightest
+        plan = device.plan
+        share = None if plan is None else plan.recompute_share
+        speed = f"{one.forecast.samples_per_second:,.0f}" if one.forecast.fits else "does not fit"
+        measured = f"{one.measured:,.0f}" if one.measured else "-"
+        rows.append(
+            [
+                str(one.forecast.batch_size),
+                one.precision or "-",
+                " ".join(str(each.rows) for each in one.forecast.devices),
+                "-" if plan is None else str(plan.micro_batches),
+                "-" if plan is None else str(plan.num_recomputed),
+                "-" if share is None else f"{share:.1%}",
+                f"{device.needed / MIB:.1f}",
+                f"{device.budget / MIB:.1f}" if device.budget else "-",
+                speed,
+                f"{measured} <- best" if one.is_best else measured,
+            ]
+        )
+    return rows
+
+
+def _write_report(candidates: Sequence[_Candidate], basis: str, path: Path) -> None:
+    """A page with everything, or its picture.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    points = [
+        BatchSizePoint(
+            one.precision,
+            one.forecast.batch_size,
+            one.forecast.samples_per_second,
+            one.measured,
+            one.forecast.tightest.needed,
+            one.forecast.tightest.budget,
+            one.is_best,
+        )
+        for one in candidates
+    ]
+    figure = draw_batch_sizes(points)
+    if path.suffix != ".html":
+        save_figure(figure, path)
+        return
+    text = f"Predicted for training steps{' ' + basis if basis else ''}, peaks in MiB."
+    write_page(path, "dpx: batch size", [Section("Batch sizes", text, HEADS, _cells(candidates), [figure])])

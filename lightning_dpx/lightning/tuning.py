@@ -1,0 +1,324 @@
+"""Which batch size is fastest and fits: one step is profiled, and every batch size is predicted from it.
+
+    first batch --a quarter and all of its rows--> two profiles --lines through them--> the step on any rows
+        for every batch size, for every device: static bytes + inputs + plan within the budget --> peak, seconds
+            --> samples per second --> the smallest batch size that is about as fast as the fastest that fits
+
+DeepSpeed's autotuning answers the same question by running a job for each candidate; here one step is run twice.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
+from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
+from lightning_dpx.lightning.memory.dry_run import (
+    DeviceForecast,
+    Progress,
+    Settings,
+    StepProfiles,
+    forecast_device,
+    lasting_bytes,
+    plan_step,
+    work_on_first_batch,
+)
+from lightning_dpx.memory import Planner, Profile, extrapolate
+from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
+from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.units import format_part, parse_bytes
+
+_DOUBLINGS = 6  # beyond the batch size of the loader, where nothing else ends the list
+_HALVINGS = 2  # below it
+_ABOUT_AS_FAST = 0.98  # of the samples per second of the fastest: a smaller batch is better at the same speed
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizeForecast:
+    """Training with one batch size.
+
+    Attributes:
+        batch_size: B, the rows of a batch over all devices.
+        devices: One per device that gets rows, in bytes.
+        seconds: Of a step's forward and backward on the slowest device, with what its plan computes again; infinite
+            where a budget cannot be met. Reductions, the optimizer and the loading of data are not in it.
+    """
+
+    batch_size: int
+    devices: tuple[DeviceForecast, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device meets its budget."""
+        return all(device.fits for device in self.devices)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows by seconds; 0 where it does not fit."""
+        return self.batch_size / self.seconds if self.fits else 0.0
+
+    @property
+    def tightest(self) -> DeviceForecast:
+        """The device that takes the largest part of its budget, or most bytes where there is none."""
+        return max(self.devices, key=lambda one: one.needed / (one.budget or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was found.
+
+    Attributes:
+        batch_sizes: The forecasts, by growing batch size.
+        current: The batch size of the loader.
+        basis: What the figures rest on, if not on steps that were run and measured.
+    """
+
+    batch_sizes: tuple[BatchSizeForecast, ...]
+    current: int
+    basis: str = ""
+
+    @property
+    def best(self) -> BatchSizeForecast | None:
+        """The smallest batch size that is about as fast (within 2%) as the fastest; ``None`` where none fits."""
+        most = max(one.samples_per_second for one in self.batch_sizes)
+        return next(
+            (one for one in self.batch_sizes if one.fits and one.samples_per_second >= _ABOUT_AS_FAST * most), None
+        )
+
+    def fastest(self, count: int) -> list[BatchSizeForecast]:
+        """So many that fit, the best one first, then by samples per second."""
+        best = self.best
+        others = sorted(
+            (one for one in self.batch_sizes if one.fits and one is not best),
+            key=lambda one: one.samples_per_second,
+            reverse=True,
+        )
+        return [] if best is None else [best, *others][:count]
+
+    def __str__(self) -> str:
+        """A line for each batch size."""
+        best = self.best
+        lines = []
+        for one in self.batch_sizes:
+            tightest = one.tightest
+            peak = format_part(tightest.needed, tightest.budget or tightest.needed)
+            speed = f"{one.samples_per_second:,.0f} samples/s" if one.fits else "does not fit"
+            mark = "  <- best" if one is best else ""
+            lines.append(f"batch_size={one.batch_size}: {speed}, peak {peak} on {tightest.device}{mark}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """What is looked at.
+
+    Attributes:
+        batch_sizes: Those, over all devices; powers of two times the loader's own unless given.
+        most_rows: No batch size is larger; as many as the data set has unless given.
+    """
+
+    batch_sizes: Sequence[int] = ()
+    most_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        for size in self.batch_sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigurationError(f"batch_sizes={list(self.batch_sizes)!r} is not allowed: {size!r} is no "
+                                         "positive number of rows.")  # fmt: skip
+
+    def sizes(self, current: int, devices: int) -> list[int]:
+        """The batch sizes, growing; each gives every device a row."""
+        if self.batch_sizes:
+            return sorted(set(self.batch_sizes))
+        limit = current << _DOUBLINGS if self.most_rows is None else max(self.most_rows, current)
+        found = {current >> step for step in range(_HALVINGS + 1)}
+        found |= {current << step for step in range(_DOUBLINGS + 1)}
+        return sorted(size for size in found if devices <= size <= limit) or [current]
+
+
+@dataclass(slots=True)
+class _Line:
+    """Profiles of a step on any number of rows, from two that are made.
+
+    Attributes:
+        made: Makes the profile of so many rows.
+        few: The smaller number of rows that is profiled.
+        more: The larger one; the same where a batch has one row.
+    """
+
+    made: Callable[[int], Profile]
+    few: int
+    more: int
+    _known: dict[int, Profile] = field(default_factory=dict)
+
+    def __call__(self, rows: int) -> Profile:
+        """The step on ``rows``."""
+        if rows not in self._known:
+            self._known[rows] = self._of(rows)
+        return self._known[rows]
+
+    def _of(self, rows: int) -> Profile:
+        if rows in (self.few, self.more):
+            return self.made(rows)
+        found = extrapolate(self(self.few), self(self.more), (self.few, self.more), rows)
+        return replace(found, scale=1.0)
+
+
+def tune_batch_size(
+    trainer: Trainer,
+    module: LightningModule,
+    data: Any,
+    settings: Settings,
+    options: TuneOptions | None = None,
+    progress: Progress = lambda _: None,
+) -> Tuning:
+    """Predicts peaks and speed of batch sizes from steps on the first batch of ``data``; nothing is trained.
+
+    Args:
+        trainer: On one CPU, with the precision and the callbacks of the run.
+        module: What would be trained; it is not changed, beyond what its own setup hooks do.
+        data: A datamodule or a loader; ``None`` if the module has its own.
+        settings: Of the run.
+        options: What is looked at.
+        progress: Told what happens next.
+
+    Raises:
+        ConfigurationError: there is no training batch, or a setting is not allowed.
+        PlanError: the rows of the batch are not known, so that other batch sizes cannot be made of it.
+    """
+
+    def work(trainer: Trainer, module: LightningModule, batch: Any) -> Tuning:
+        return _tuned(
+            trainer, module, batch, settings, options or TuneOptions(most_rows=rows_of_data(trainer)), progress
+        )
+
+    return work_on_first_batch(trainer, module, data, work)
+
+
+def tune(
+    module: LightningModule,
+    data: Any = None,
+    *,
+    devices: Sequence[str | torch.device] = ("cpu",),
+    budget: int | str | None = None,
+    batch_sizes: Sequence[int] = (),
+    micro_batches: MicroBatches | Literal["auto"] = "auto",
+    planner: str | Planner = "auto",
+    precision: Any = "32-true",
+) -> Tuning:
+    """Which batch size is fastest and fits, predicted from one step; ``dpx tune`` in Python.
+
+    Args:
+        module: What would be trained; nothing is trained.
+        data: A datamodule or a loader; ``None`` if the module has its own.
+        devices: One for each replica; they need not be there.
+        budget: For everything on a device: bytes, or ``"8GiB"``.
+        batch_sizes: Those that are looked at; powers of two times the loader's own unless given.
+        micro_batches: As in :class:`DPXStrategy`; ``"auto"`` without a budget is 1.
+        planner: As in :class:`DPXStrategy`.
+        precision: As in the Trainer.
+
+    Returns:
+        A forecast for each batch size; ``tune(...).best.batch_size`` is the answer.
+
+    Raises:
+        ConfigurationError: there is no training batch, or an argument is not allowed.
+        PlanError: the rows of the batch are not known.
+
+    Example::
+
+        found = lightning_dpx.tune(model, datamodule, devices=["cuda:0", "cuda:1"], budget="22GiB")
+        print(found)
+        datamodule.batch_size = found.best.batch_size
+    """
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision=precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    settings = Settings(
+        devices=tuple(torch.device(device) for device in devices),
+        budget=None if budget is None else parse_bytes("budget", budget),
+        planner=planner,
+        micro_batches=micro_batches,
+    )
+    options = TuneOptions(batch_sizes=tuple(batch_sizes)) if batch_sizes else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
+        return tune_batch_size(trainer, module, data, settings, options)
+
+
+def _tuned(
+    trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, options: TuneOptions, progress: Progress
+) -> Tuning:
+    replicas = ReplicaSet(
+        module,
+        [torch.device("cpu")],
+        batch_dim=settings.batch_dim,
+        batch_slicer=settings.batch_slicer,
+        keep=[trainer, *trainer.loggers],
+    )
+    current = _rows_of(replicas, batch)
+    profiles = StepProfiles(trainer, replicas, batch, current, settings, progress)
+    few = max(1, current // 4)
+    whole = _Line(profiles.of_slice, few, current)
+    part = _Line(profiles.of_part, few, current)
+    whole(current)  # before the smaller one, as libraries fill their caches with it
+    numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
+    lasting = lasting_bytes(trainer, module, settings)
+    inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    workload = parse_workload(settings.workload, len(settings.devices))
+    found = []
+    for batch_size in options.sizes(current, len(settings.devices)):
+        progress(f"planning batches of {batch_size}")
+        forecasts = []
+        busy = dict[torch.device, float]()
+        slices = split_sizes(batch_size, workload)
+        for device, rows, held, number in zip(settings.devices, slices, lasting, numbers, strict=True):
+            if not rows:
+                continue
+            planner = DevicePlanner(rows, number, whole, part, partial(plan_step, module, settings))
+            forecast = forecast_device(device, rows, {**held, "inputs": inputs * rows // current}, planner, settings)
+            forecasts.append(forecast)
+            share = float("inf") if forecast.plan is None else forecast.plan.recompute_share or 0.0
+            busy[device] = busy.get(device, 0.0) + whole(rows).step_seconds * (1 + share)
+        found.append(BatchSizeForecast(batch_size, tuple(forecasts), max(busy.values())))
+    return Tuning(tuple(found), current, whole(current).basis)
+
+
+def _rows_of(replicas: ReplicaSet, batch: Any) -> int:
+    """Rows of a batch, of which a part can be cut off.
+
+    Raises:
+        PlanError: they are not known.
+    """
+    try:
+        rows = replicas.slicer.num_rows(batch)
+        if rows > 1:
+            replicas.slicer.cut(batch, [rows - 1, 1])
+    except UncuttableBatch as error:
+        raise PlanError(
+            f"Batches of other sizes cannot be made of the first one, so none can be predicted. {error}"
+        ) from error
+    return rows
+
+
+def rows_of_data(trainer: Trainer) -> int | None:
+    """Rows of the data set that is trained on, where it tells."""
+    data = getattr(trainer.train_dataloader, "dataset", None)
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

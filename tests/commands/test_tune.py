@@ -1,0 +1,116 @@
+"""``dpx tune`` predicts, measures and writes the batch size that is fastest and fits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_dpx.cli import main
+
+# Lightning calls what jsonargparse has deprecated.
+pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+
+def config(folder: Path, data: str = "tests.lightning.test_tuning.Rows", strategy: str = "auto") -> str:
+    path = folder / "config.yaml"
+    path.write_text(
+        "trainer:\n  accelerator: cpu\n  devices: 1\n  max_epochs: 1\n  logger: false\n  enable_checkpointing: false\n"
+        f"  strategy: {strategy}\n"
+        "model:\n  class_path: tests.commands.test_plan.Shallow\n"
+        f"data:\n  class_path: {data}\n"
+    )
+    return str(path)
+
+
+def tuned(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
+    status = main(["tune", "--json", *arguments])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_table_of_batch_sizes_for_devices_that_are_not_there(tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--config", config(tmp_path), "--devices", "cuda:0,cuda:1", "--batch-sizes", "128,256"]
+    assert main(["tune", *arguments, "--precisions", "32-true,bf16-mixed"]) == 0
+    title, heads, *rows = capsys.readouterr().out.splitlines()
+    assert "predicted from fake tensors for cuda:0" in title
+    assert heads.split()[:3] == ["batch", "size", "precision"]
+    assert [row.split()[:4] for row in rows] == [
+        [size, precision, half, half]
+        for precision in ("32-true", "bf16-mixed")
+        for size, half in (("128", "64"), ("256", "128"))
+    ]
+    assert sum("<- best" in row for row in rows) == 1
+
+
+def test_the_best_is_written_as_a_config_that_fits_follows(tmp_path: Path, capsys: Any) -> None:
+    saved, page = tmp_path / "tuned.yaml", tmp_path / "tuned.html"
+    arguments = ["--config", config(tmp_path), "--devices", "cuda:0", "--batch-sizes", "128,512", "--budget", "1MiB"]
+    assert main(["tune", "--json", *arguments, "--save", str(saved), "--report", str(page)]) == 0
+    captured = capsys.readouterr()
+    (best,) = [row for row in json.loads(captured.out)["batch_sizes"] if row["best"]]
+    assert f"batch_size={best['batch_size']} is written to {saved}" in captured.err
+    written = yaml.safe_load(saved.read_text())
+    assert written["data"]["init_args"]["batch_size"] == best["batch_size"]
+    assert written["trainer"]["strategy"]["class_path"] == "lightning_dpx.DPXStrategy"
+    assert written["trainer"]["strategy"]["init_args"] == {"memory_budget": "1MiB", "micro_batches": "auto"}
+    assert page.read_text().count("<svg") == 1
+    assert main(["fit", "--config", str(saved), "--trainer.fast_dev_run", "1"]) == 0
+
+
+def test_the_fastest_are_measured(tmp_path: Path, capsys: Any) -> None:
+    own = config(tmp_path, strategy="dpx")
+    status, found = tuned(capsys, "--config", own, "--batch-sizes", "32,64,128,256", "--devices", "cpu", "--measure")
+    assert status == 0
+    measured = [row for row in found["batch_sizes"] if row["measured_samples_per_second"]]
+    assert len(measured) == 3
+    fastest = max(measured, key=lambda row: row["measured_samples_per_second"])
+    assert [row for row in found["batch_sizes"] if row["best"]] == [fastest]
+
+
+def test_the_strategy_of_the_config_keeps_its_other_options(tmp_path: Path) -> None:
+    saved = tmp_path / "tuned.yaml"
+    own = config(tmp_path, strategy="{class_path: lightning_dpx.DPXStrategy, init_args: {reducer: naive}}")
+    arguments = ["--config", own, "--devices", "2", "--batch-sizes", "64", "--micro-batches", "2", "--save", str(saved)]
+    assert main(["tune", *arguments]) == 0
+    written = yaml.safe_load(saved.read_text())["trainer"]
+    assert written["devices"] == 2
+    assert written["strategy"]["init_args"]["reducer"] == "naive"
+    assert written["strategy"]["init_args"]["micro_batches"] == 2
+
+
+def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: Any) -> None:
+    saved = tmp_path / "tuned.yaml"
+    arguments = ["--config", config(tmp_path), "--devices", "cuda:0", "--batch-sizes", "64", "--budget", "2KiB"]
+    assert main(["tune", *arguments, "--save", str(saved)]) == 2
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out
+    assert "No batch size meets the budget of every device" in captured.err
+    assert not saved.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batch-sizes", "64,many"], "--batch-sizes 64,many is not allowed; give positive numbers: 32,64,128"),
+        (["--batch-sizes", "0"], "--batch-sizes 0 is not allowed"),
+        (["--budget", "lots"], "--budget='lots' is not allowed"),
+        (["--micro-batches", "none"], "--micro-batches none is not allowed"),
+        (["--save", "nowhere/run.yaml"], "--save nowhere/run.yaml is not allowed: there is no folder nowhere"),
+        (["--report", "report.doc"], "--report report.doc is not allowed; name an .html"),
+        (
+            ["--save", "x.yaml", "--batch-size-key", "data.rows"],
+            "--batch-size-key data.rows is not allowed: the config",
+        ),
+        (["--trainer.nobody", "1"], "nobody"),
+    ],
+)
+def test_bad_arguments(options: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["tune", "--config", config(tmp_path), *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_config_without_a_batch_size_must_name_its_place(tmp_path: Path, capsys: Any) -> None:
+    own = config(tmp_path, data="tests.commands.test_plan.Rows")
+    assert main(["tune", "--config", own, "--save", str(tmp_path / "tuned.yaml")]) == 1
+    assert "says it in none of data.init_args.batch_size, data.batch_size" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""Which batch size is fastest and fits is predicted from one step, and the predictions are those of real sizes."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.lightning import DeviceForecast, Settings, dry_run
+from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions
+from tests.commands.test_plan import Shallow
+from tests.conftest import make_trainer
+
+ROWS = 2048
+DEVICES = (torch.device("cuda:0"), torch.device("cuda:1"))
+
+
+class Rows(LightningDataModule):
+    """Rows (B, 64) and a number for each."""
+
+    def __init__(self, batch_size: int = 256) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(ROWS, 64), torch.randn(ROWS, 1)), self.batch_size)
+
+
+def test_every_peak_is_that_of_a_dry_run_with_this_batch_size() -> None:
+    found = dpx.tune(Shallow(), Rows(), devices=DEVICES, batch_sizes=(64, 512, 1024))
+    assert found.current == 256
+    assert [one.batch_size for one in found.batch_sizes] == [64, 512, 1024]
+    for one in found.batch_sizes:
+        dry = dry_run(make_trainer(), Shallow(), Rows(one.batch_size), Settings(DEVICES))
+        assert [device.rows for device in one.devices] == [one.batch_size // 2] * 2
+        for device, expected in zip(one.devices, dry.forecasts, strict=True):
+            assert device.peak == pytest.approx(expected.peak, rel=0.005)
+            assert device.inputs == expected.inputs
+
+
+def test_with_a_budget_larger_batches_are_cut_or_computed_again_and_keep_it() -> None:
+    free = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(256, 1024)).batch_sizes
+    budget = free[0].devices[0].peak
+    found = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(256, 1024), budget=budget)
+    usual, larger = (one.devices[0] for one in found.batch_sizes)
+    assert usual.plan is not None
+    assert usual.plan.keeps_all
+    assert larger.plan is not None
+    assert larger.plan.micro_batches > 1 or larger.plan.num_recomputed > 0
+    assert larger.peak <= budget < free[1].devices[0].peak
+    assert found.batch_sizes[1].seconds > free[1].seconds
+
+
+def test_what_does_not_fit_is_never_the_best() -> None:
+    budget = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(256,)).batch_sizes[0].devices[0].peak
+    found = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(256, 2048), budget=budget, micro_batches=1)
+    assert [one.fits for one in found.batch_sizes] == [True, False]
+    assert found.batch_sizes[1].samples_per_second == 0
+    assert found.best is found.batch_sizes[0]
+    assert found.fastest(3) == [found.batch_sizes[0]]
+    assert str(found).splitlines()[1].startswith("batch_size=2048: does not fit, peak ")
+    nothing = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(256,), budget="1KiB")
+    assert nothing.best is None
+    assert nothing.fastest(3) == []
+
+
+def test_the_best_is_the_smallest_that_is_about_as_fast_as_the_fastest() -> None:
+    device = DeviceForecast("cpu", 8, 1, 1, 1, 0, 0, 0, None, 0)
+    times = {8: 1.0, 16: 1.0, 32: 1.99, 64: 3.98}  # samples per second: 8, 16, 16.1, 16.1
+    found = dpx.Tuning(tuple(BatchSizeForecast(size, (device,), seconds) for size, seconds in times.items()), 8)
+    assert found.best is not None
+    assert found.best.batch_size == 16
+    assert [one.batch_size for one in found.fastest(3)] == [16, 32, 64]
+    assert "batch_size=16: 16 samples/s, peak 0.0 of 0.0 MiB on cpu  <- best" in str(found)
+
+
+def test_replicas_on_one_processor_take_turns() -> None:
+    alone, both = (
+        dpx.tune(Shallow(), Rows(), devices=devices, batch_sizes=(256,)).batch_sizes[0]
+        for devices in (["cuda:0", "cuda:1"], ["cuda:0", "cuda:0"])
+    )
+    assert both.seconds == pytest.approx(2 * alone.seconds)
+
+
+def test_sizes_that_are_looked_at_unless_some_are_given() -> None:
+    assert TuneOptions().sizes(64, 1) == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert TuneOptions(most_rows=300).sizes(64, 1) == [16, 32, 64, 128, 256], "no batch is larger than the data"
+    assert TuneOptions().sizes(4, 3)[:2] == [4, 8], "every device gets a row"
+    assert TuneOptions((8, 2, 8)).sizes(64, 1) == [2, 8]
+
+
+def test_nothing_is_trained_and_nothing_is_changed() -> None:
+    module = Shallow()
+    before = copy.deepcopy(module.state_dict())
+    random = torch.get_rng_state()
+    found = dpx.tune(module, Rows(), batch_sizes=(64, 256), budget="64MiB")
+    assert found.basis == "", "steps for the host are run and measured"
+    assert all(one.seconds > 0 for one in found.batch_sizes)
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+class Ragged(Rows):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(64), 8, collate_fn=lambda rows: {"number": len(rows)})
+
+
+def test_without_rows_that_are_known_nothing_is_predicted() -> None:
+    with pytest.raises(dpx.PlanError, match=r"Batches of other sizes cannot be made of the first one.*has a batch dim"):
+        dpx.tune(Shallow(), Ragged())
+
+
+@pytest.mark.parametrize("sizes", [(0,), (8, -1), (True,), (2.0,)])
+def test_batch_sizes_that_are_none(sizes: Any) -> None:
+    with pytest.raises(
+        dpx.ConfigurationError, match=r"batch_sizes=.* is not allowed: .* is no positive number of rows"
+    ):
+        dpx.tune(Shallow(), Rows(), batch_sizes=sizes)
+
+
+def test_a_budget_for_a_device_whose_batch_is_too_large_names_the_least_it_needs() -> None:
+    found = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(1024,), budget="600KiB", micro_batches=1)
+    device = found.batch_sizes[0].tightest
+    assert not device.fits
+    assert device.needed == device.smallest > device.budget
+    assert replace(device, budget=device.needed, plan=None).needed == device.needed
