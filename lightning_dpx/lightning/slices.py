@@ -76,6 +76,8 @@ class Slices:
         except UncuttableBatch as error:
             whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
             return None
+        if whole_batches.keeps(name, [batch_slice.num_rows for batch_slice in slices]):
+            return None
         if session.micro_batches is not None and name == "training_step":
             session.micro_batches.look_at_first(slices)
         return slices

@@ -5,7 +5,7 @@ gets all of its batches whole. Either is announced once for every stage and reas
 """
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_only, rank_zero_warn
@@ -18,6 +18,7 @@ class WholeBatches:
 
     def __init__(self) -> None:
         self._reasons: dict[str, tuple[str, str]] = {}
+        self._keeps_unequal: set[str] = set()
         self._announced: set[tuple[str, Hashable]] = set()
 
     def give_whole(self, stage: str, reason: str, advice: str = "") -> None:
@@ -39,6 +40,23 @@ class WholeBatches:
         """What the user can do about that reason; may be empty."""
         return self._reasons[stage][1] if stage in self._reasons else ""
 
+    def keep_unequal(self, stage: str) -> None:
+        """From now on a batch of which ``stage`` would get slices of different sizes stays whole."""
+        self._keeps_unequal.add(stage)
+
+    def keeps(self, stage: str, sizes: Sequence[int]) -> bool:
+        """Whether a batch stays whole, which would be cut into slices of these sizes; announced."""
+        if stage not in self._keeps_unequal or len(set(sizes)) < 2:
+            return False
+        rows = ", ".join(map(str, sizes))
+        self.announce_batch(
+            stage,
+            f"Its slices would have {rows} rows, and a collective of the step needs tensors of one shape.",
+            "For all devices to take part, give batches whose rows the replicas can share evenly (drop_last=True).",
+            "unequal slices",
+        )
+        return True
+
     def announce_batch(self, stage: str, reason: str, advice: str, kind: Hashable) -> None:
         """Says that a batch goes whole to the first replica, once for every stage and kind of reason.
 
@@ -53,6 +71,7 @@ class WholeBatches:
     def forget(self) -> None:
         """The run is over; the next one finds out, and says, by itself."""
         self._reasons.clear()
+        self._keeps_unequal.clear()
         self._announced.clear()
 
     def _announce(self, stage: str, what: str, reason: str, advice: str, kind: Hashable) -> None:

@@ -227,6 +227,10 @@ def check_differentiable(rank: ReplicaRank) -> None:
         )
 
 
+class UnequalShapesError(CollectiveError):
+    """Replicas gave a collective tensors of different shapes, as slices of different sizes do."""
+
+
 class _AllGather(torch.autograd.Function):
     """Values (...) of K replicas to (K, ...) on each; gradients are summed over the replicas."""
 
@@ -251,7 +255,10 @@ def _gathered(
     parts, _ = rank.meet_all(kind, value, each=each, gradients=gradients)
     if any(part.shape != value.shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise CollectiveError(f"{kind} got tensors of shapes {shapes}; all replicas must give the same shape.")
+        raise UnequalShapesError(
+            f"{kind} got tensors of shapes {shapes}; all replicas must give the same shape. Give batches whose rows "
+            "the replicas can share evenly (drop_last=True), or leave verify on, which keeps other batches whole."
+        )
     return torch.stack([part.to(value.device) for part in parts])
 
 
@@ -309,4 +316,12 @@ def broadcast(rank: ReplicaRank, value: Any, source: int) -> Any:
     return values[source]
 
 
-__all__ = ["Rendezvous", "all_gather", "broadcast", "check_differentiable", "reduce", "sum_over_replicas"]
+__all__ = [
+    "Rendezvous",
+    "UnequalShapesError",
+    "all_gather",
+    "broadcast",
+    "check_differentiable",
+    "reduce",
+    "sum_over_replicas",
+]

@@ -65,6 +65,30 @@ def test_a_contrastive_loss_over_gathered_rows_equals_one_device(execution) -> N
     assert_equal(results[1], results[0])
 
 
+def trained(**options: Any) -> dict[str, torch.Tensor]:
+    """Batches of 16, 16, 16 and 11 rows."""
+    torch.manual_seed(0)
+    model = Contrastive()
+    loader = make_loader(num_rows=59)
+    make_trainer(precision="64-true", max_epochs=1, **options).fit(model, loader, loader)
+    return dict(model.state_dict())
+
+
+def test_a_batch_that_cannot_be_cut_evenly_stays_whole_where_a_collective_needs_one_shape(execution, caplog) -> None:
+    alone = trained()
+    with pytest.warns(UserWarning, match=r"gets a batch whole, .* Its slices would have 6, 5 rows, and a collective"):
+        ours = trained(strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(ours, alone)
+    assert "checked on 6 rows: loss" in caplog.text, "in slices of three rows each"
+
+
+def test_unequal_slices_that_nothing_checks_are_an_error_that_says_what_to_do(execution) -> None:
+    with pytest.raises(
+        dpx.CollectiveError, match=r"all_gather got tensors of shapes \(6, 3\), \(5, 3\).*drop_last=True"
+    ):
+        trained(strategy=dpx.DPXStrategy(execution=execution, verify="off"), devices=2)
+
+
 @pytest.mark.parametrize("batch", [16, 13])
 def test_synchronized_batch_norm_equals_batch_norm_of_the_whole_batch(batch, execution) -> None:
     loader, results = make_loader(num_rows=52, batch_size=batch), []

@@ -57,6 +57,7 @@ from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import BatchSlice, MergeRules, ReplicaSet, first_loss
+from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
@@ -235,6 +236,8 @@ class Rehearsals:
             raise
         if self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
             return
+        if rehearsal.needs_equal_slices:
+            strategy.session.whole_batches.keep_unequal(call.name)
         rules = self._joined(key, outcome, news)
         if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
@@ -342,6 +345,7 @@ class _Rehearsal:
 
     Attributes:
         metric_rules: How arguments of metrics are joined, as was learned.
+        needs_equal_slices: Whether the step runs in slices of one size only.
     """
 
     def __init__(self, strategy: Any, call: Call, loss_reduction: str, requested: list[str]) -> None:
@@ -357,6 +361,7 @@ class _Rehearsal:
         self._writes = BatchWrites()
         self._watches_batch = self._session.batch_writes.is_watched
         self._requested = requested
+        self.needs_equal_slices = False
         self.metric_rules = copy.deepcopy(self._session.metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
         self._tolerance = _tolerance_of(strategy, self._module, call)
@@ -451,6 +456,11 @@ class _Rehearsal:
             judge, sliced = self._sliced(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
             raise
+        except UnequalShapesError as error:
+            traceback.clear_frames(error.__traceback__)
+            if len(set(sizes)) == 1:
+                raise SlicesFail(f"On slices of {sizes[0]} rows each, {error}", "") from None
+            return self._on_equal_slices(before, sizes)
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
             traceback.clear_frames(error.__traceback__)
             self._try_real_slices(error, sizes)
@@ -483,6 +493,13 @@ class _Rehearsal:
             logged=judge.logged_findings,
             unstable=unstable,
         )
+
+    def _on_equal_slices(self, before: Mapping[str, Any], sizes: tuple[int, ...]) -> Outcome:
+        """A step whose collectives need tensors of one shape; batches that cannot be cut evenly stay whole then."""
+        equal = (min(sizes),) * len(sizes)
+        self.needs_equal_slices = True
+        whole = self._whole(self._first_rows(sum(equal))[0], sum(equal))
+        return self._with_slices(before, whole, equal)
 
     def _compare_second_steps(
         self, judge: JudgingRules, sizes: tuple[int, ...], out: Comparison, first: Observation
