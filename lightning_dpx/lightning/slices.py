@@ -58,7 +58,7 @@ class Slices:
         whole_batches = session.whole_batches
         if name == "training_step":
             self._keep_loose_tensors_whole()
-        if whole_batches.reason_for(name) is not None:
+        if whole_batches.reason_for(name) is not None or whole_batches.takes_next(name):
             return None
         if fetches_by_itself(batch):
             whole_batches.announce_batch(

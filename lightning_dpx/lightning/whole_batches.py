@@ -19,6 +19,7 @@ class WholeBatches:
     def __init__(self) -> None:
         self._reasons: dict[str, tuple[str, str]] = {}
         self._keeps_unequal: set[str] = set()
+        self._next_whole: set[str] = set()
         self._announced: set[tuple[str, Hashable]] = set()
 
     def give_whole(self, stage: str, reason: str, advice: str = "") -> None:
@@ -39,6 +40,17 @@ class WholeBatches:
     def advice_for(self, stage: str) -> str:
         """What the user can do about that reason; may be empty."""
         return self._reasons[stage][1] if stage in self._reasons else ""
+
+    def give_next_whole(self, stage: str, reason: str, advice: str) -> None:
+        """The next batch of ``stage`` stays whole, which is announced; those after it may be cut."""
+        self._next_whole.add(stage)
+        self._announce(stage, "gets a batch", reason, advice, reason)
+
+    def takes_next(self, stage: str) -> bool:
+        """Whether this batch is the one to stay whole; the next one is not."""
+        is_whole = stage in self._next_whole
+        self._next_whole.discard(stage)
+        return is_whole
 
     def keep_unequal(self, stage: str) -> None:
         """From now on a batch of which ``stage`` would get slices of different sizes stays whole."""
@@ -72,6 +84,7 @@ class WholeBatches:
         """The run is over; the next one finds out, and says, by itself."""
         self._reasons.clear()
         self._keeps_unequal.clear()
+        self._next_whole.clear()
         self._announced.clear()
 
     def _announce(self, stage: str, what: str, reason: str, advice: str, kind: Hashable) -> None:

@@ -78,6 +78,10 @@ class NotRehearsed(Exception):  # noqa: N818  the step goes on without
     """The step cannot be rehearsed; the message says why."""
 
 
+class ParametersAppear(Exception):  # noqa: N818  one batch goes whole, the next one is rehearsed
+    """The step makes parameters, which replicas would draw each for itself; the message names them."""
+
+
 class SlicesFail(Exception):  # noqa: N818  the stage goes on with whole batches
     """The step runs on the whole batch, but not on its slices."""
 
@@ -225,6 +229,12 @@ class Rehearsals:
             if self._left_micro_batches(call, failure.reason) or self._left_slices(call, failure):
                 return
             strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
+            return
+        except ParametersAppear as made:
+            self.reopen(call.name)
+            strategy.session.whole_batches.give_next_whole(
+                call.name, f"The step makes parameters in it: {made}.", "Make them before fit, or in configure_model."
+            )
             return
         except NotRehearsed as reason:
             if self._left_micro_batches(call, f"they could not be checked: {reason}"):
@@ -377,11 +387,11 @@ class _Rehearsal:
             try:
                 outcome = self._on_rows(1)
                 if not outcome.is_sure:
-                    with suppress(NotRehearsed, SlicesFail):
+                    with suppress(NotRehearsed, SlicesFail, ParametersAppear):
                         outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
                 self._check_iterators()
                 return outcome
-            except (NotRehearsed, SlicesFail):
+            except (NotRehearsed, SlicesFail, ParametersAppear):
                 self._check_iterators()
                 raise
             except CollectiveInRehearsal as error:
@@ -435,7 +445,7 @@ class _Rehearsal:
         before = self._state(self._shadow())
         try:
             whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes))
-        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
@@ -454,7 +464,7 @@ class _Rehearsal:
             raise _writes_parameters(self._guest.written)
         try:
             judge, sliced = self._sliced(sizes, whole, self._loss_reduction)
-        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
         except UnequalShapesError as error:
             traceback.clear_frames(error.__traceback__)
@@ -507,7 +517,7 @@ class _Rehearsal:
         """What a step keeps may be of a slice by design; unless the next step uses it, or adds to it."""
         try:
             whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), num_steps=2)
-        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
             traceback.clear_frames(error.__traceback__)
@@ -516,7 +526,7 @@ class _Rehearsal:
             return
         try:
             again, sliced = self._sliced(sizes, whole, judge.loss_reduction, earlier=[judge])
-        except (NotRehearsed, SlicesFail, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  such as a state of too many rows
             traceback.clear_frames(error.__traceback__)
@@ -609,6 +619,7 @@ class _Rehearsal:
         shadow = self._shadow()
         replicas = self._replicas_of(shadow, [strategy.root_device], workload="even", micro_batches=1)
         seen = Observation()
+        known = {name for name, _ in shadow.named_parameters()}
         with ExitStack() as stack:
             stack.enter_context(self._pointing_at(shadow, None, None, seen))
             stack.enter_context(self._guest.run(shadow, other_draws=other_draws))
@@ -625,6 +636,9 @@ class _Rehearsal:
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
                 self._note_writes(writes, replicas, MergeRules(), seen)
                 self._finish(seen, final, shadow, list(shadow.parameters()))
+        made = [name for name, _ in shadow.named_parameters() if name not in known]
+        if made:
+            raise ParametersAppear(", ".join(made))
         self._forget_gradients(shadow)
         self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
         seen.drew = self._guest.drew

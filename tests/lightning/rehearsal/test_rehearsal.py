@@ -419,6 +419,31 @@ def test_a_step_that_needs_more_rows_than_a_rehearsal_has_runs_in_slices(fitted)
     assert_equal(seen.values, fitted(NeedsSome).values)
 
 
+class MakesAHead(Model):
+    """A last layer that the first step makes, which knows its width then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: nn.Linear | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.net(batch[0])
+        if self.head is None:
+            self.head = nn.Linear(features.shape[1], 3).to(features)
+        return F.cross_entropy(self.head(features), batch[1])
+
+
+@REPLICAS
+def test_a_step_that_makes_parameters_gets_that_batch_whole_and_the_others_in_slices(
+    hardware, fitted, num_replicas
+) -> None:
+    seen = fitted(MakesAHead, num_replicas)
+    assert "training_step gets a batch whole" in seen.warned
+    assert "The step makes parameters in it: head.weight, head.bias. Make them before fit" in seen.warned
+    assert "checked on" in seen.told, "the second batch is"
+    assert_equal(seen.values, fitted(MakesAHead).values)
+
+
 # ---- outputs ----
 
 
