@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
 from lightning_dpx.torch_compat import key_of, tree_leaves, tree_map_only
 
@@ -181,5 +182,5 @@ class CallStack:
 @contextmanager
 def preserve_module_state(module: nn.Module) -> Iterator[None]:
     """What runs in here leaves no trace; see :func:`lightning_dpx.python_objects.untouched.untouched`."""
-    with untouched(module) as writes, BeforeWrites(writes):
+    with uncompiled(), untouched(module) as writes, BeforeWrites(writes):
         yield

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import _appdirs
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -79,6 +80,15 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     ),
     "torch._dynamo.eval_frame.OptimizedModule": PrivateName(
         why="a compiled module is not its own class", without="compiled modules are not recognized"
+    ),
+    "torch._dynamo.eval_frame._TorchDynamoContext": PrivateName(
+        why="replicas share what compiles, and so its code", without="every replica compiles its own code"
+    ),
+    "torch._dynamo.convert_frame.CatchErrorsWrapper": PrivateName(
+        why="likewise: a part of it", without="every replica compiles its own code"
+    ),
+    "torch._dynamo.convert_frame.ConvertFrame": PrivateName(
+        why="likewise: a part of it", without="every replica compiles its own code"
     ),
     "torch._ops.OpOverload": PrivateName(
         why="operators are no state of a module", without="modules that hold an operator cannot be replicated"
@@ -304,6 +314,9 @@ push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_h
 pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
 saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
+# What turns a function into compiled code: the settings of torch.compile, and what it calls for a frame.
+COMPILER_TYPES: tuple[type, ...] = (_TorchDynamoContext, CatchErrorsWrapper, ConvertFrame)
+
 ProfilerConfig = torch._C._profiler._ExperimentalConfig
 ProfilerEventType = torch._C._profiler._EventType
 execution_engine: Any = torch.autograd.Variable._execution_engine
@@ -448,7 +461,7 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
 
 
 __all__ = [
-    "AnyBatchNorm", "AnyInstanceNorm", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
+    "AnyBatchNorm", "AnyInstanceNorm", "COMPILER_TYPES", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "OpOverload",
     "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES", "PrivateName", "ProfilerConfig",
     "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "buffers_of", "check_input_dim",

@@ -14,6 +14,7 @@ from torch.nn import Module
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.adoption import Adoption
 from lightning_dpx.lightning.checkpoint_io import with_whole_files
+from lightning_dpx.lightning.compiled_whole import CompiledWhole
 from lightning_dpx.lightning.launcher import InThisProcess
 from lightning_dpx.lightning.lifecycle import Lifecycle
 from lightning_dpx.lightning.lightning_api import (
@@ -34,6 +35,7 @@ from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
 from lightning_dpx.lightning.ranks import Ranks
 from lightning_dpx.lightning.run import OneDevice
 from lightning_dpx.lightning.session import Session
+from lightning_dpx.python_objects.compiled import state_named_as_in
 from lightning_dpx.reducers import GradientReducer
 from lightning_dpx.replicas import Slicer
 
@@ -49,6 +51,7 @@ class HookedStrategy(ParallelStrategy):
         lifecycle: Begins and ends runs.
         adoption: Whose Trainer's the strategy is.
         stopping: How several processes stop together.
+        compiled_whole: Has Lightning take a module that is compiled as a whole.
     """
 
     options: StrategyOptions
@@ -58,6 +61,7 @@ class HookedStrategy(ParallelStrategy):
     lifecycle: Lifecycle
     adoption: Adoption
     stopping: CoordinatedStop | NoStop
+    compiled_whole: CompiledWhole
     num_nodes = 1  # Lightning sets it
     _announced: set[str]
 
@@ -133,6 +137,18 @@ class HookedStrategy(ParallelStrategy):
         if not self.parallel_devices:
             raise ConfigurationError("DPXStrategy has no devices; give Trainer(devices=...) at least one.")
         return self.parallel_devices[0]
+
+    @property
+    def _lightning_module(self) -> "pl.LightningModule | None":
+        """Lightning's own attribute; a Trainer sets it just before it looks whether the module is compiled."""
+        module: pl.LightningModule | None = vars(self).get("_lightning_module")
+        return module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: "pl.LightningModule | None") -> None:
+        vars(self)["_lightning_module"] = module
+        if not self.adoption.is_running:
+            self.compiled_whole.hide(module)
 
     @property
     def lightning_module(self) -> "pl.LightningModule | None":
@@ -233,6 +249,7 @@ class HookedStrategy(ParallelStrategy):
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
         self.lifecycle.clear_earlier_run(model)
         super().connect(model)
+        self.compiled_whole.show()
 
     def setup_environment(self) -> None:
         """Sets up the root device and joins the other processes, if there are any."""
@@ -258,6 +275,14 @@ class HookedStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         self.session.begin_optimizers()
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Also from a file in which other submodules were compiled, with ``torch.compile(child)``, than are now."""
+        given = checkpoint["state_dict"]
+        state = state_named_as_in(self.connected_module, given)
+        if state is not given:
+            self.announce("dpx: the checkpoint has _orig_mod in other names than the module: they are taken as equal.")
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of every parameter to where its owner is."""
         self.session.load_optimizer_states(super().load_optimizer_state_dict, checkpoint)
@@ -273,6 +298,7 @@ class HookedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Adds what would help."""
+        self.compiled_whole.show()
         self.lifecycle.explain_failure(exception)
         super().on_exception(exception)
 

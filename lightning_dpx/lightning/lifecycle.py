@@ -13,7 +13,7 @@ launch, or at the latest when the next run is connected.
 """
 
 import signal
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from lightning_dpx.lightning.precision import DPXPrecision
 from lightning_dpx.lightning.processes.connect import agree, connect, share
 from lightning_dpx.lightning.processes.rank_zero import forget_steps, make_step_aware
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
+from lightning_dpx.python_objects.compiled import compiled_names, uncompiled
 from lightning_dpx.reducers import declare_failed, describe_loss, is_loss_of_a_process, stop_roll_call
 from lightning_dpx.shifting import BetweenSteps
 
@@ -47,11 +48,22 @@ class Lifecycle:
     # ---- a run begins ----
 
     def run_context(self) -> AbstractContextManager[Any]:
-        """What hooks of the whole run are in: where parts are shifted, tensors of both devices meet in them."""
-        if not self._strategy.options.shifts_activations:
-            return nullcontext()
-        self._strategy.hooks_mode = BetweenSteps()  # a run within a run has its own
-        return self._strategy.hooks_mode
+        """What the whole run is in.
+
+        On simulated devices nothing is compiled, as no code is generated for them. Where parts are shifted, tensors of
+        both devices meet in hooks.
+        """
+        context = ExitStack()
+        if self._is_simulated:
+            context.enter_context(uncompiled())
+        if self._strategy.options.shifts_activations:
+            self._strategy.hooks_mode = BetweenSteps()  # a run within a run has its own
+            context.enter_context(self._strategy.hooks_mode)
+        return context
+
+    @property
+    def _is_simulated(self) -> bool:
+        return any(device.type == "sim" for device in self._strategy.parallel_devices or [])
 
     def clear_earlier_run(self, model: pl.LightningModule) -> None:
         """What an earlier run has left, in the strategy or on the module, goes; another Trainer may take it back."""
@@ -86,6 +98,9 @@ class Lifecycle:
         """The replicas are made, after the module reached its device and before the optimizers exist."""
         module = self._strategy.connected_module
         self._strategy.rehearsals.forget()  # what an earlier run found out, of this module or another
+        if self._is_simulated and (compiled := compiled_names(module)):
+            names = ", ".join(compiled[:3])
+            self._strategy.announce(f"dpx: simulated devices run no compiled code; {names} runs as it was written.")
         self._strategy.module_in_use = module  # until the run ends, whatever fails on the way
         self._strategy.session = make_session(self._strategy, module)
 

@@ -113,6 +113,9 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "LightningModule()._apply_batch_transfer_handler": _name(
         "moves a batch through the user's hooks", "example_input_array is not moved as the user moves it"
     ),
+    "LightningModule()._compiler_ctx": _name(
+        "what Lightning looks at to refuse compiled modules", "trainer.fit(torch.compile(model)) is refused"
+    ),
     "Strategy()._lightning_module": _name(
         "the strategy's module, behind a property that answers for replicas", "steps by hand see the wrong module"
     ),
@@ -157,6 +160,16 @@ def trainer_of(module: Any) -> Any:
 def set_trainer(module: Any, trainer: Any) -> None:
     """Makes ``module`` belong to ``trainer``: a LightningModule drops its trainer from its copies."""
     module._trainer = trainer
+
+
+def compiler_context_of(module: Any) -> Any:
+    """What Lightning keeps of a LightningModule that was compiled as a whole; ``None`` of all others."""
+    return getattr(module, "_compiler_ctx", None)
+
+
+def set_compiler_context(module: Any, context: Any) -> None:
+    """Makes Lightning take ``module`` for one that was compiled, or with ``None`` for one that was not."""
+    module._compiler_ctx = context
 
 
 def take_signals(trainer: "pl.Trainer", handler: SignalConnector) -> None:
@@ -214,9 +227,9 @@ def look_up(cli: Any, config: Any, name: str) -> Any:
 __all__ = [
     "CODE_THAT_ASKS", "DataFetcherWrapper", "Launcher", "PRIVATE_NAMES", "RICH_IS_AVAILABLE",
     "ResultCollection", "SignalConnector", "WrappingCheckpointIO", "accelerator_connector", "active_loop",
-    "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "data_hooks",
-    "set_trainer", "init_dist_connection", "initialize_strategy_again", "layer_sync_of",
-    "lightning_optimizers_of", "look_up", "module_of", "optimizers_of", "precision_hooks", "reduce_processes",
-    "reset_precision_hooks", "set_precision_hooks", "states_of", "steps_for_logs", "take_signals", "trainer_of",
-    "transfer_batch", "wrap_optimizer",
+    "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "compiler_context_of",
+    "data_hooks", "set_compiler_context", "set_trainer", "init_dist_connection", "initialize_strategy_again",
+    "layer_sync_of", "lightning_optimizers_of", "look_up", "module_of", "optimizers_of", "precision_hooks",
+    "reduce_processes", "reset_precision_hooks", "set_precision_hooks", "states_of", "steps_for_logs",
+    "take_signals", "trainer_of", "transfer_batch", "wrap_optimizer",
 ]  # fmt: skip

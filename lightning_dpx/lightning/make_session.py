@@ -20,6 +20,7 @@ from lightning_dpx.lightning.processes.stop import CoordinatedStop
 from lightning_dpx.lightning.rehearsal.shift_rehearsal import rehearse_shifts
 from lightning_dpx.lightning.run import OneDevice
 from lightning_dpx.lightning.session import Session, give_trainer
+from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.reducers import ProcessReducer, choose_reducer
 from lightning_dpx.replicas import ReplicaSet, synchronize_batch_norm
 from lightning_dpx.step import TrainingStep
@@ -68,6 +69,8 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
         session.micro_batches = MicroBatchSteps(session)
     if strategy.plans_memory or options.chooses_shifts:
         session.memory = StepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)
+    if len(set(replicas.devices)) > 1 and (compiled := compiled_names(module)):
+        session.announce_replicas(f"run one after the other: {', '.join(compiled[:3])} is compiled")
     if not several and not strategy.plans_memory:  # a plan is for slices of one size
         session.threads.consider()
     _announce_reducer(strategy, replicas.devices)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 
 from lightning_dpx.lightning.adoption import Adoption
+from lightning_dpx.lightning.compiled_whole import CompiledWhole
 from lightning_dpx.lightning.hooks import HookedStrategy
 from lightning_dpx.lightning.lifecycle import Lifecycle
 from lightning_dpx.lightning.lightning_api import MODULE, Accelerator, CheckpointIO, ClusterEnvironment, Precision
@@ -171,6 +172,7 @@ class DPXStrategy(HookedStrategy):
         self.rehearsals = Rehearsals(self, verify, loss_reduction)
         self.ranks = Ranks(self)
         self.lifecycle = Lifecycle(self)
+        self.compiled_whole = CompiledWhole()
         self.stopping: CoordinatedStop | NoStop = NoStop()
         self.hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         self.one_device = OneDevice(self)

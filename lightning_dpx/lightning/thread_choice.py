@@ -8,9 +8,9 @@ import torch
 
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, Trial, first_loss
-from lightning_dpx.torch_compat import OptimizedModule
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -35,7 +35,7 @@ class ThreadChoice:
         session = self._session
         module = session.module
         replicas = session.replicas
-        compiled = [name for name, child in module.named_modules() if isinstance(child, OptimizedModule)]
+        compiled = compiled_names(module)
         if not module.automatic_optimization:
             reason = "it optimizes by hand"
         elif session.metrics:
@@ -43,8 +43,7 @@ class ThreadChoice:
         elif session.end_hook("training_step") is not None:
             reason = "its loss sees the whole batch"
         elif compiled:
-            session.announce_replicas(f"take their slices as one: {', '.join(compiled)} is compiled")
-            return
+            reason = f"compiled code cannot be watched ({', '.join(compiled[:3])})"
         else:
             self.is_open = replicas.partition.may_train_apart
             return

@@ -18,6 +18,7 @@ from lightning_dpx.devices import (
     seed_apart,
 )
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, as_rank
@@ -150,7 +151,8 @@ class ReplicaSet:
         batch_dim: See :func:`lightning_dpx.replicas.slicing.slice_batch`.
         batch_slicer: See :func:`lightning_dpx.replicas.slicing.user_slicer`.
         execution: ``"inline"`` runs the replicas one after the other in the calling thread, ``"threads"`` each in a
-            thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one.
+            thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one. Where
+            anything in the module is compiled it is ``"inline"``.
         buffers: What replica 0's buffers become after a step.
         merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one,
             until :meth:`choose` says otherwise.
@@ -216,7 +218,7 @@ class ReplicaSet:
             finish_backward_at_exit(device)
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
         self._lanes = Lanes(
-            execution,
+            _execution_of(module, execution),
             self.devices,
             device_of=self.partition.device_of,
             deadline=deadline,
@@ -507,6 +509,22 @@ class ReplicaSet:
     def close(self) -> None:
         """Ends the workers; whatever runs after this starts them again."""
         self._lanes.close()
+
+
+def _execution_of(module: nn.Module, asked: Execution) -> Execution:
+    """What was asked for, or in line where code is compiled.
+
+    Threads that enter compiled code at once make each other's guards fail, as "Dynamo is not thread safe"
+    (pytorch/pytorch#118260): it was compiled anew each time, until torch gave it up.
+    """
+    compiled = compiled_names(module)
+    if asked == "threads" and compiled:
+        warnings.warn(
+            f"execution='threads' runs replicas in line here: {', '.join(compiled[:3])} is compiled, and compiled code "
+            "is not made for several threads at a time.",
+            stacklevel=4,
+        )
+    return "inline" if compiled else asked
 
 
 def end_failed_step(

@@ -33,10 +33,17 @@ from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
-from lightning_dpx.torch_compat import is_traceable_wrapper_subclass, submodules_of
+from lightning_dpx.torch_compat import (
+    COMPILER_TYPES,
+    OptimizedModule,
+    compiled_call_of,
+    is_traceable_wrapper_subclass,
+    submodules_of,
+)
 
-# One object serves all replicas, whatever it holds: data, and what acts on the parameters once a step.
-SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, IteratorProxy)
+# One object serves all replicas, whatever it holds: data, what acts on the parameters once a step, and what compiles:
+# code that was compiled for one replica is found by the others only where it is the same object.
+SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, IteratorProxy, *COMPILER_TYPES)
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -305,21 +312,23 @@ def prepare_memo(
     for key, value in (rest.objects | whole.objects).items():
         if key in leading and key not in memo:
             functions.add(value)
-    for shell, state in states:
+    for _, shell, state in states:
         shell.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
     functions.fill()
+    for child, shell, _ in states:
+        _compile_like(child, shell, memo)
 
 
-def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, Any]]:
-    """Empty copies of the submodules, each with the state that it will get.
+def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Module, Any]]:
+    """Of the submodules, each with an empty copy and the state that it will get.
 
     Weak references and closures can then lead to a copy that is not made yet. Modules that say themselves how they are
     copied (scripted, traced and parametrized ones) are left to ``copy.deepcopy``.
     """
-    states: list[tuple[nn.Module, Any]] = []
+    states: list[tuple[nn.Module, nn.Module, Any]] = []
     children = list(modules_without(module, memo))
     themselves = [child for child in children if not _can_be_a_shell(child)]
-    # A compiled module is made by its constructor, from a finished copy of what it compiles.
+    # Such a module may be made by its constructor, from finished copies of what it holds.
     inside: set[int] = set()
     for child in themselves:
         inside.update(map(id, child.modules()))
@@ -327,13 +336,35 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, Any]]:
         if id(child) not in inside:
             shell = type(child).__new__(type(child))
             memo[id(child)] = shell
-            states.append((shell, child.__reduce_ex__(4)[2]))
+            states.append((child, shell, _state_of(child)))
+    # A compiled module looks at the one that it compiles when it gets its state.
+    states.sort(key=lambda one: isinstance(one[1], OptimizedModule))
     return states
+
+
+def _state_of(child: nn.Module) -> Any:
+    """What a copy of ``child`` begins with.
+
+    A compiled module would be copied by its constructor, which forgets its hooks.
+    """
+    if isinstance(child, OptimizedModule):
+        return child.__getstate__()  # type: ignore[no-untyped-call]
+    reduced: Any = child.__reduce_ex__(4)
+    return reduced[2]
+
+
+def _compile_like(child: nn.Module, copied: nn.Module, memo: Memo) -> None:
+    """What ``child.compile()`` has put on it, which no copy of a module has, leads to the copy."""
+    compiled = compiled_call_of(child)
+    if compiled is not None and not isinstance(copied, OptimizedModule):
+        vars(copied)["_compiled_call_impl"] = copy.deepcopy(compiled, memo)
 
 
 def _can_be_a_shell(child: nn.Module) -> bool:
     """Whether ``child`` is copied by an empty object and a state, as Python does unless told otherwise."""
     kind = type(child)
+    if isinstance(child, OptimizedModule):
+        return True
     if hasattr(kind, "__deepcopy__"):
         return False
     reduced: Any = child.__reduce_ex__(4)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.errors import describe_error
+from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas.state import checksums
 from lightning_dpx.torch_compat import TorchDispatchMode, version_counter
@@ -66,7 +67,7 @@ class Trial:
         """What ``call`` returns; its operators are counted, and what it writes on the module is noticed."""
         before = dict(_state(self.module))
         generators = GeneratorStates(modules=[self.module])
-        with self.census:
+        with uncompiled(), self.census:
             result = call()
         self.random = generators != GeneratorStates(modules=[self.module])
         after = dict(_state(self.module))

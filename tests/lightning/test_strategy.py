@@ -274,10 +274,3 @@ def test_two_fits_in_one_process_and_validate_before_fit() -> None:
     trainer.fit(model, loader, loader)
     assert trainer.validate(model, loader, verbose=False)[0]["val_loss"] < before
     assert trainer.test(model, loader, verbose=False)[0]["test_loss"] < before
-
-
-@pytest.mark.host
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_a_compiled_module_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match="DPXStrategy"):
-        make_trainer(strategy="dpx", devices=2).fit(torch.compile(seeded()), make_loader(), make_loader())

@@ -1,6 +1,7 @@
 import functools
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replicate import replicate
+from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 
 CPU = torch.device("cpu")
 
@@ -108,3 +109,53 @@ def test_what_holds_the_module_and_cannot_be_copied_is_named() -> None:
 def test_lazy_modules_are_refused_by_name() -> None:
     with pytest.raises(dpx.ReplicationError, match=r"Parameter 0\.weight is lazy"):
         replicate(nn.Sequential(nn.LazyLinear(3)), [CPU, CPU])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+def test_replicas_share_what_was_compiled_and_have_its_hooks() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).relu()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.compile(Layer(), backend=backend)
+            self.second = Layer()
+            self.second.compile(backend=backend)
+            self.double = torch.compile(self.doubled, backend=backend)
+
+        def doubled(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.second.linear(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.double(self.second(self.first(x)))
+
+    torch.compiler.reset()
+    model, x = Model(), torch.ones(2, 4)
+    called: list[int] = []
+    model.first.register_forward_hook(lambda module, args, output: called.append(id(module)))
+    expected = model(x)
+    assert len(graphs) == 3
+    replicas = replicate(model, [CPU, CPU, CPU])
+    assert list(replicas[1].module.state_dict()) == list(model.state_dict())
+    for replica in replicas[1:]:
+        output = replica.module(x)
+        assert torch.equal(output, expected)
+        output.sum().backward()
+        assert replica.module.second.linear.weight.grad is not None
+        assert called[-1] == id(replica.module.first)
+    assert model.second.linear.weight.grad is None
+    make_shadow_module(replicas[0])(x)
+    assert len(graphs) == 3, "replicas and shadows run the code of the first"
+    torch.compiler.reset()

@@ -55,6 +55,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
 )
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
+from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import BatchSlice, MergeRules, ReplicaSet, first_loss
 from lightning_dpx.replicas.collectives import UnequalShapesError
@@ -222,7 +223,7 @@ class Rehearsals:
         news = self._take_news(call.name, before)
         try:
             requested: list[str] = []
-            with code_iterators_guarded(strategy.lightning_module, requested):
+            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
                 rehearsal = _Rehearsal(strategy, call, self._loss_reduction, requested)
                 outcome = rehearsal.run()
         except SlicesFail as failure:

@@ -44,6 +44,7 @@ from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
+from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.torch_compat import disable_current_modes, key_of, version_counter, view_base
 
 Run = Callable[[], torch.Tensor | None]
@@ -366,14 +367,12 @@ def _profiled(
 ) -> Profile:
     with disable_current_modes():
         meter.bookkeeping()  # before hooks of ours are on
-    # Compiled code that meets the mode of a trace is given up for good.
-    uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()  # type: ignore[no-untyped-call]
     forward = FreshForward(module, run, context)
     timer = meter.timer(module)
     times = None
     if meter.times_steps:
         at("timing steps")
-        with uncompiled, torch.enable_grad():
+        with uncompiled(), torch.enable_grad():
             times = timer.least(forward, backward)
     names = CallNames(module)
     try:
@@ -381,13 +380,13 @@ def _profiled(
         at("watching a forward")
         by_hand = not getattr(module, "automatic_optimization", True)
         try:
-            with uncompiled, meter.preserve_module_state(module), torch.enable_grad():
+            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
                 lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=by_hand)
         except _AsksItselfError as asked:
             traceback.clear_frames(asked.__traceback__)
-            with uncompiled, meter.preserve_module_state(module), torch.enable_grad():
+            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
                 lifetimes, operators = _natural_lifetimes(names, run, meter, context, copies=True)
-        with uncompiled, meter.preserve_module_state(module), torch.enable_grad():
+        with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
             at("watching a step")
             COLLECTOR.collect_young()
             names.again = _Every()

@@ -1,0 +1,72 @@
+"""What ``torch.compile`` has compiled in a module, and runs in which it is as if it had not."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
+
+_MARK = "_torchdynamo_orig_callable"  # on a function that torch.compile returns: what it was given
+
+
+def compiled_names(module: nn.Module) -> list[str]:
+    """What is compiled in ``module``: paths of submodules, "the module itself" for its own, and of methods.
+
+    That is ``torch.compile(child)``, ``child.compile()``, and compiled functions that are attributes, such as the
+    steps of a LightningModule that was compiled as a whole.
+    """
+    found = []
+    for path, child in module.named_modules():
+        if isinstance(child, OptimizedModule) or compiled_call_of(child) is not None:
+            found.append(path or "the module itself")
+        if not isinstance(child, OptimizedModule):
+            names = [name for name, value in vars(child).items() if _is_compiled_function(name, value)]
+            found.extend(f"{path}.{name}".lstrip(".") for name in names)
+    return found
+
+
+def _is_compiled_function(name: str, value: object) -> bool:
+    return name != "_compiled_call_impl" and _MARK in getattr(value, "__dict__", ())
+
+
+def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state`` with the names that ``module`` has for it, where only ``torch.compile(child)`` makes a difference.
+
+    A child that was compiled so is called ``net._orig_mod`` in a state dict, and ``net`` elsewhere.
+
+    Args:
+        module: What is going to load it.
+        state: A state dict of the same module, with other children compiled or none; returned as it is if its names
+            are those of ``module`` already.
+    """
+    own = module.state_dict().keys()
+    if own == state.keys():
+        return state
+    names = {_uncompiled_name(name): name for name in own}
+    renamed = OrderedDict((names.get(_uncompiled_name(name), name), value) for name, value in state.items())
+    if renamed.keys() == state.keys():
+        return state
+    versions = {_uncompiled_name(path): of_part for path, of_part in getattr(state, "_metadata", {}).items()}
+    paths = [path for path, _ in module.named_modules()]
+    known = {path: versions[_uncompiled_name(path)] for path in paths if _uncompiled_name(path) in versions}
+    vars(renamed)["_metadata"] = known
+    return renamed
+
+
+def _uncompiled_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """What runs in here runs as it was written, in all threads, also what ``torch.compile`` has compiled.
+
+    For runs under a dispatch mode: inside compiled code it would see no operators, and dynamo gives code that meets one
+    up for good, so that it would stay uncompiled in every later step.
+    """
+    with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+        yield

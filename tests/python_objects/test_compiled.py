@@ -1,0 +1,92 @@
+"""What is compiled is found, runs uncompiled where it must, and has the names of other state dicts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dpx.python_objects.compiled import compiled_names, state_named_as_in, uncompiled
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+class Counting:
+    """A backend that counts the graphs that it is given, and compiles nothing."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.calls = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.num_graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_modules_methods_and_calls_that_are_compiled_have_names() -> None:
+    backend = Counting()
+    model = nn.Sequential(torch.compile(Layer(), backend=backend), Layer(), Layer(), Layer())
+    model[1].compile(backend=backend)
+    model[2].forward = torch.compile(model[2].forward, backend=backend)
+    assert compiled_names(model) == ["0", "1", "2.forward"]
+    assert compiled_names(Layer()) == []
+    model.compile(backend=backend)
+    assert compiled_names(model)[0] == "the module itself"
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_code_that_met_a_dispatch_mode_uncompiled_is_compiled_later() -> None:
+    backend = Counting()
+    layer = torch.compile(Layer(), backend=backend)
+    rows = torch.ones(2, 4)
+    with uncompiled(), Watching():
+        layer(rows)
+    assert backend.num_graphs == 0
+    layer(rows)
+    assert (backend.num_graphs, backend.calls) == (1, 1)
+    with uncompiled():
+        layer(rows)
+    assert backend.calls == 1
+
+
+def test_a_state_dict_gets_the_names_of_the_module_that_loads_it() -> None:
+    plain = nn.Sequential(Layer(), nn.BatchNorm1d(4))
+    wrapped = nn.Sequential(torch.compile(Layer(), backend="eager"), torch.compile(nn.BatchNorm1d(4), backend="eager"))
+    there = state_named_as_in(wrapped, plain.state_dict())
+    assert list(there) == list(wrapped.state_dict())
+    assert there._metadata["1._orig_mod"] == plain.state_dict()._metadata["1"] != {}
+    assert str(wrapped.load_state_dict(there)) == "<All keys matched successfully>"
+    back = state_named_as_in(plain, wrapped.state_dict())
+    assert list(back) == list(plain.state_dict())
+    assert torch.equal(back["0.linear.weight"], plain[0].linear.weight)
+
+
+def test_a_state_dict_of_another_module_is_left_alone() -> None:
+    state = Layer().state_dict()
+    assert state_named_as_in(Layer(), state) is state
+    assert state_named_as_in(nn.BatchNorm1d(4), state) is state
