@@ -81,6 +81,9 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._dynamo.eval_frame.OptimizedModule": PrivateName(
         why="a compiled module is not its own class", without="compiled modules are not recognized"
     ),
+    "torch.compile(torch.nn.Module())._orig_mod": PrivateName(
+        why="what a compiled module was made of", without="calls of compiled modules cannot be replayed"
+    ),
     "torch._dynamo.eval_frame._TorchDynamoContext": PrivateName(
         why="replicas share what compiles, and so its code", without="every replica compiles its own code"
     ),
@@ -348,6 +351,7 @@ forward_pre_hooks_with_kwargs: Callable[[torch.nn.Module], dict[int, bool]] = at
 forward_hooks_always_called: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter("_forward_hooks_always_called")
 backward_hooks_of: Callable[[Any], dict[int, Any] | None] = attrgetter("_backward_hooks")
 post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+original_of: Callable[[torch.nn.Module], torch.nn.Module] = attrgetter("_orig_mod")
 compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")
 
 
@@ -473,7 +477,7 @@ __all__ = [
     "functorch_config", "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler",
     "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled",
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack",
-    "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "output_metadata",
+    "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "original_of", "output_metadata",
     "overload_name", "parameters_of", "pop_saved_tensors_hooks", "post_accumulate_hooks_of",
     "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks", "pynvml_handler", "pytree",
     "register_device_module", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "start_legacy_profiler",

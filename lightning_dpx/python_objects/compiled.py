@@ -21,16 +21,26 @@ def compiled_names(module: nn.Module) -> list[str]:
     """
     found = []
     for path, child in module.named_modules():
-        if isinstance(child, OptimizedModule) or compiled_call_of(child) is not None:
+        if _is_compiled_itself(child):
             found.append(path or "the module itself")
-        if not isinstance(child, OptimizedModule):
-            names = [name for name, value in vars(child).items() if _is_compiled_function(name, value)]
-            found.extend(f"{path}.{name}".lstrip(".") for name in names)
+        found.extend(f"{path}.{name}".lstrip(".") for name in _compiled_methods(child))
     return found
 
 
-def _is_compiled_function(name: str, value: object) -> bool:
-    return name != "_compiled_call_impl" and _MARK in getattr(value, "__dict__", ())
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` or a method of its own is, leaving out what is inside it."""
+    return _is_compiled_itself(module) or bool(_compiled_methods(module))
+
+
+def _is_compiled_itself(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or compiled_call_of(module) is not None
+
+
+def _compiled_methods(module: nn.Module) -> list[str]:
+    if isinstance(module, OptimizedModule):
+        return []
+    attributes = [(name, value) for name, value in vars(module).items() if name != "_compiled_call_impl"]
+    return [name for name, value in attributes if _MARK in getattr(value, "__dict__", ())]
 
 
 def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ from lightning_dpx.python_objects.reachable import globals_of
 from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket, version_counter
 from lightning_dpx.units import MIB
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # what compile() makes is code
 _TRAINERS = ("_trainer", "_fabric")
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, hooks, code.

@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.call_draws import CallDraws, unseen
+from lightning_dpx.memory.execute.compiled_calls import uncompiled_of
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
@@ -200,10 +201,10 @@ class Call:
         self._obstacle = _obstacle(leaves)
         self._held = list[Any]()
         if self._obstacle:  # what attributes hold would be held for nothing, and walked
-            self._anatomy = Anatomy(module, looks=False)
+            self._anatomy = Anatomy(uncompiled_of(module), looks=False)
             leaves = []
         else:
-            self._anatomy, self._held = self._states.of(module)
+            self._anatomy, self._held = self._states.of(uncompiled_of(module))
             self._obstacle = self._anatomy.obstacle
         if self._obstacle:
             leaves = []
@@ -244,10 +245,10 @@ class Call:
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
         if self._obstacle:
-            self._states.forget(self.module)
+            self._states.forget(uncompiled_of(self.module))
             self._buffers = []
             self._held = []
-            self._anatomy = Anatomy(self.module, looks=False)
+            self._anatomy = Anatomy(uncompiled_of(self.module), looks=False)
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
-from lightning_dpx.torch_compat import DisableTorchFunction, OptimizedModule, compiled_call_of
+from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
+from lightning_dpx.python_objects.compiled import is_compiled
+from lightning_dpx.torch_compat import DisableTorchFunction, compiled_call_of
 
 _OF_NO_CALL = "?:0"
 
@@ -56,7 +58,7 @@ class CallNames:
 
     Attributes:
         again: Likewise.
-        compiled: The parts that no hooks are in, as of :func:`compiled_parts`.
+        compiled: Paths of the parts that are compiled, in which there are no hooks, as of :func:`compiled_parts`.
         parts: The modules with hooks, by path.
         listener: Is told of the calls that are noted.
     """
@@ -68,10 +70,10 @@ class CallNames:
         self._states = States()
         self._running: list[_Running] = []
         self._handles: list[Any] = []
-        self.compiled = compiled = compiled_parts(module)
+        self.compiled = frozenset(compiled_parts(module))
         self.parts: dict[str, nn.Module] = {}
         for path, child in module.named_modules():
-            if any(path.startswith(f"{part}.") or (path == part and calls_itself) for part, calls_itself in compiled):
+            if any(_is_inside(path, part) for part in self.compiled):
                 continue  # hooks would be compiled, too
             if child is not module and not isinstance(child, torch.jit.ScriptModule):
                 self.parts[path] = child
@@ -83,6 +85,9 @@ class CallNames:
             if paths is not None and path not in paths:
                 continue
             enter = _Enter(self, path)
+            if compiled_call_of(part) is not None:
+                self._handles.append(hook_compiled_call(part, enter, enter.leave))
+                continue
             self._handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._handles.append(part.register_forward_hook(enter.leave, always_call=True))
 
@@ -111,6 +116,14 @@ class CallNames:
         """
         stack: list[list[Any]] | None = getattr(self._local, "stack", None)
         return None if stack is None or repeating() else stack
+
+    @property
+    def in_compiled_code(self) -> bool:
+        """Whether the innermost running call is one of compiled code, which saves what it likes."""
+        if not self.compiled:
+            return False
+        stack = self.stack
+        return bool(stack) and stack[-1][0].partition("#")[0] in self.compiled  # type: ignore[index]
 
     @property
     def calls(self) -> dict[str, int]:
@@ -198,13 +211,17 @@ class CallNames:
         self._handles = []
 
 
-def compiled_parts(module: nn.Module) -> list[tuple[str, bool]]:
-    """Paths of the parts that ``torch.compile`` has compiled, and whether that includes their hooks."""
-    return [
-        (path, not isinstance(child, OptimizedModule))
-        for path, child in module.named_modules()
-        if isinstance(child, OptimizedModule) or compiled_call_of(child) is not None
-    ]
+def compiled_parts(module: nn.Module) -> list[str]:
+    """Paths of the parts that ``torch.compile`` has compiled; not of those inside others, which are one code."""
+    found: list[str] = []
+    for path, child in module.named_modules():  # outer ones first
+        if is_compiled(child) and not any(_is_inside(path, outer) for outer in found):
+            found.append(path)
+    return found
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
 class _Enter(Passive):

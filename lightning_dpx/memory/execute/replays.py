@@ -11,7 +11,7 @@ themselves stay until the call is over: then it is known whether anybody could t
 """
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
+from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import refuse
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,
+    compiled_call_of,
     key_of,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -32,6 +34,7 @@ from lightning_dpx.torch_compat import (
     version_counter,
 )
 
+_Wrap = Callable[[Any], Any]
 _push = push_saved_tensors_hooks
 _pop = pop_saved_tensors_hooks
 
@@ -48,6 +51,7 @@ class Replay:
         given: The tensors that it takes, in the order of its arguments.
         expected: How many tensors it will save, if it draws random numbers; -1 if it draws none, and ``None`` where
             that is not known.
+        wrap: Applied to what autograd calls.
 
     Attributes:
         call: Likewise.
@@ -57,11 +61,14 @@ class Replay:
 
     __slots__ = (
         "_again", "_changed", "_expected", "_given", "_lock", "_outputs", "_random", "_sizes", "_stops", "_versions",
-        "call", "is_dropped", "saved",
+        "_wrap", "call", "is_dropped", "saved",
     )  # fmt: skip
 
-    def __init__(self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1) -> None:
+    def __init__(
+        self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1, wrap: _Wrap | None = None
+    ) -> None:
         self.call = call
+        self._wrap = wrap or _as_it_is
         self._expected = expected
         self._stops = False
         self._lock = threading.RLock()  # backward has a thread per device
@@ -179,10 +186,10 @@ class Replay:
             if stops and len(found) == count:
                 raise _EnoughError
 
-        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(catch, _never_unpacked):
+        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(self._wrap(catch), _never_unpacked):
             args, kwargs = call.given_again([tensor for tensor, _ in self._given])
             try:
-                output = call.module.forward(*args, **kwargs)
+                output = code_of(call.module)(*args, **kwargs)
             except _EnoughError:
                 output = None
         self._check(found)
@@ -223,6 +230,10 @@ def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
                 counter.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             found.append((counter, version_counter(leaf)))
     return found
+
+
+def _as_it_is(hook: Any) -> Any:
+    return hook
 
 
 def _never_unpacked(_packed: Any) -> torch.Tensor:
@@ -267,12 +278,14 @@ class Replays:
         self._handles: list[Any] = []
         self._drawn: dict[str, int] = {}  # tensors that calls have saved which draw random numbers
         parts = dict(module.named_modules())
-        if compiled_parts(module):
-            self.refused = dict.fromkeys(names, "parts of the model are compiled")
-            return
+        # What autograd calls within compiled code would be compiled as well.
+        self._wrap: _Wrap = torch.compiler.disable if compiled_parts(module) else _as_it_is
         for path in dict.fromkeys(name.partition("#")[0] for name in names):
             hooks = _Hooks(self, path)
             part = parts[path]
+            if compiled_call_of(part) is not None:
+                self._handles.append(hook_compiled_call(part, hooks, hooks.leave))
+                continue
             self._handles.append(part.register_forward_pre_hook(hooks, with_kwargs=True))
             self._handles.append(part.register_forward_hook(hooks.leave, prepend=True, always_call=True))
 
@@ -309,8 +322,8 @@ class Replays:
                 return False
             given = [argument.tensor() for argument in call.arguments]
         tensors = [tensor for tensor in given if tensor is not None]
-        step.replay = replay = Replay(call, tensors, self._drawn.get(name))
-        hooks = replay.pack, replay.unpack
+        step.replay = replay = Replay(call, tensors, self._drawn.get(name), self._wrap)
+        hooks = self._wrap(replay.pack), self._wrap(replay.unpack)
         step.outer = STEP_ASIDE.now
         _push(*hooks)
         STEP_ASIDE.are(hooks)

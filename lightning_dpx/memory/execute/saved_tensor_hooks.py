@@ -155,6 +155,8 @@ class Rematerialisation:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
+        if self.names.in_compiled_code:
+            return Unnamed(tensor.detach(), version_counter(tensor))  # made by no operator that is known
         if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return Unnamed(tensor.detach(), version_counter(tensor))
         node = tensor.grad_fn

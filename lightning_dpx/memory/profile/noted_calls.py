@@ -24,7 +24,7 @@ from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.torch_compat import disable_current_modes
 
-_FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price
+_FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
 _FEWEST_BYTES = SMALL  # of the tensors that calls save and that are too small for a decision of their own
 _MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
@@ -143,11 +143,15 @@ class NotedCalls:
         names: Tells of them.
         trace: Tells of the memory.
         find: The value of a tensor, if it is one.
+
+    Attributes:
+        in_code: Identities of tensors that compiled code saves.
     """
 
     def __init__(
         self, names: CallNames, trace: MemoryTrace, find: Callable[[torch.Tensor], Value | View | None]
     ) -> None:
+        self.in_code: set[Any] = set()
         self._names = names
         self._trace = trace
         self._find = find
@@ -168,7 +172,7 @@ class NotedCalls:
         self._open.append(len(self._noted))
         noted = _Noted(call, parent, self._trace.now, len(self._buckets))
         self._noted.append(noted)
-        if call.obstacle or self._names.compiled:
+        if call.obstacle:
             return
         with disable_current_modes(), torch.no_grad():
             for argument in call.arguments:
@@ -192,7 +196,8 @@ class NotedCalls:
         noted.call = call.apart()
         noted.end = self._trace.now
         noted.count = len(self._buckets) - noted.first
-        if call.obstacle or noted.count < _FEWEST_TENSORS:
+        fewest = 1 if call.name.partition("#")[0] in self._names.compiled else _FEWEST_TENSORS
+        if call.obstacle or noted.count < fewest:
             noted.given = []
             return
         if self._random is not None and self._random[0] >= noted.first:

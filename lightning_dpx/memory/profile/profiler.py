@@ -37,6 +37,7 @@ from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
 from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, used
 from lightning_dpx.memory.profile.call_course import CallCourse
+from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, Profile, Request, SavedCall, SavedStorage, SavedValue
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
@@ -50,6 +51,7 @@ from lightning_dpx.torch_compat import disable_current_modes, key_of, version_co
 Run = Callable[[], torch.Tensor | None]
 _NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
 _OFFLOADED = "it cannot be made again, and a step that runs a backward of its own offloads nothing"
+_IN_CODE = "compiled code saves it, too"
 
 
 class _Every:
@@ -141,6 +143,8 @@ class _Profiler(Rematerialisation):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = self._packed(tensor)
+        if self.names.in_compiled_code and tensor.layout is torch.strided:
+            self._note_in_code(tensor)
         if self._keep:
             if isinstance(packed, _Traced):
                 value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
@@ -150,6 +154,16 @@ class _Profiler(Rematerialisation):
                 self.calls.packed(tensor, packed, -1, "")
                 return held
         return packed
+
+    def _note_in_code(self, tensor: torch.Tensor) -> None:
+        """Compiled code saves it: to drop it elsewhere would make no room."""
+        identity = identity_of(tensor if view_base(tensor) is None else view_base(tensor))
+        self.calls.in_code.add(identity)
+        known = self._values.get(identity)
+        value = None if known is None else known()
+        if value is not None and value.make is not None:
+            forget_recipe(value)
+            self.refused[value.name] = _IN_CODE
 
     def _packed(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor if view_base(tensor) is None else view_base(tensor), nn.Parameter):
@@ -187,7 +201,9 @@ class _Profiler(Rematerialisation):
         self.know_again(value, copied)  # where a backward that records gradients saves it once more
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
-        if self._keep and value not in self._tried:
+        if value.identity in self.calls.in_code:
+            self.refused[value.name] = _IN_CODE
+        elif self._keep and value not in self._tried:
             self.find_recipe(value, node, output)
         return False
 
@@ -342,10 +358,11 @@ def profile_step(
     Raises:
         PlanError: the step leads to no backward.
     """
-    if compiled := [path or "the model itself" for path, _ in compiled_parts(module)]:
+    if compiled := [path or "the model itself" for path in compiled_parts(module)]:
         warnings.warn(
-            f"{compiled[0]} is compiled ({len(compiled)} such parts): the memory of the step is that of its operators "
-            "one by one, and what the compiled code saves instead is kept. The peak may be another one.",
+            f"{compiled[0]} is compiled ({len(compiled)} such parts): what compiled code takes inside itself is "
+            "predicted from its operators one by one, and it is kept or called again as a whole. The peak may be "
+            "another one.",
             stacklevel=2,
         )
     with COLLECTOR.resting():  # it would search all that is watched, again and again, for a third of the time
@@ -374,6 +391,7 @@ def _profiled(
         at("timing steps")
         with uncompiled(), torch.enable_grad():
             times = timer.least(forward, backward)
+    had_gradients = accumulates or any(parameter.grad is not None for parameter in module.parameters())
     names = CallNames(module)
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
@@ -395,6 +413,15 @@ def _profiled(
     finally:
         names.listener = None
         names.remove()
+    if compiled and times is not None and not by_hand:
+        at("watching compiled code")
+
+        def step() -> None:
+            result = forward()
+            if result is not None:
+                backward(result)
+
+        profile = with_compiled_code(profile, module, step, meter.device, accumulates=had_gradients)
     bookkeeping = meter.bookkeeping()
     if times is None:
         return with_bookkeeping(profile, bookkeeping)

@@ -1,0 +1,66 @@
+"""Predictions of compiled steps are those of the compiled code, and not of its operators one by one."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.memory.profile.compiled_code import most_without
+from lightning_dpx.memory.profile.profiler import profile_step
+from lightning_dpx.memory.tracing.allocator_account import Taken
+from tests.memory.execute.test_compiled_calls import Model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* is compiled .4 such parts"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def peak(model: nn.Module, x: torch.Tensor) -> int:
+    model.zero_grad()
+    return peak_of_passing(lambda: model(x).sum().backward())
+
+
+@pytest.mark.parametrize("form", ["in place", "wrapped"])
+def test_the_peak_of_a_compiled_step_is_predicted_with_and_without_a_plan(form: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(form), torch.randn(1024, 64)
+    model(x).sum().backward()
+    model.zero_grad()
+    everything = dpx.search_plan(model, x, budget=1.0)
+    assert dpx.estimate_cost(model, everything, x)["peak"] == pytest.approx(peak(model, x), rel=0.05)
+    plan = dpx.search_plan(model, x, budget=0.8)
+    predicted = dpx.estimate_cost(model, plan, x)["peak"]
+    dpx.apply_plan(model, plan)
+    peak(model, x)
+    assert peak(model, x) == pytest.approx(predicted, rel=0.05)
+    dpx.remove_plan(model)
+
+
+def test_first_gradients_of_parameters_are_no_activations() -> None:
+    taken = Taken(70, [40, 10, -10, 20, 10])
+    assert most_without(taken, []) == 70
+    assert most_without(taken, [40]) == 30
+    assert most_without(taken, [10, 99]) == 60
+
+
+def test_what_compiled_code_saves_too_is_not_dropped_elsewhere() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Sigmoid(), Model("wrapped"))
+    x = torch.randn(256, 64)
+    model(x)
+    profile = profile_step(model, lambda: model(x).sum(), torch.device("cpu"))
+    refused = {value.name: value.refused for value in profile.values}
+    assert refused["1:1"] == "", "the input of the GELU is nothing to compiled code"
+    assert refused["2:1"] == "compiled code saves it, too", "it is the input of the first block"
