@@ -28,12 +28,13 @@ from torch import nn
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
+from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import OF_EVERY_MODULE, SHARED_TYPES, modules_without, prepare_memo
+from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without, prepare_memo
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

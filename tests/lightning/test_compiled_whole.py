@@ -170,3 +170,33 @@ def test_a_run_goes_on_from_a_file_of_a_module_with_other_parts_compiled(before:
     one = trained(before, backend)
     for name, value in model.state_dict().items():
         assert_equal({name: value}, {name: one[name.replace("_orig_mod.", "")]})
+
+
+class Wide(Model):
+    """Large enough for a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+        self.net = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
+
+
+@pytest.mark.filterwarnings("ignore:net.1 is compiled .4 such parts")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_replicas_with_a_budget_replay_compiled_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    loaders = make_loader(1024, 512), make_loader(512, 512)
+    strategy = dpx.DPXStrategy(memory_budget="1.75MiB", plan_cache=False, execution="inline")
+    for options in ({}, {"strategy": strategy, "devices": 2}):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Wide()
+        for block in model.net[1:5]:
+            block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+        with caplog.at_level("INFO"):
+            make_trainer(**options).fit(model, *loaders)
+        found.append(model.state_dict())
+    assert_equal(found[1], found[0])
+    assert "MiB predicted of 1.8 MiB allowed" in caplog.text
+    assert "everything fits" not in caplog.text
+    assert "that memory is not planned for" not in caplog.text

@@ -358,7 +358,13 @@ def profile_step(
     Raises:
         PlanError: the step leads to no backward.
     """
-    if compiled := [path or "the model itself" for path in compiled_parts(module)]:
+    if (compiled := compiled_parts(module)) == [""]:
+        warnings.warn(
+            "The model is compiled as a whole, and keeps what its code saves: a plan has nothing to drop. Compile its "
+            "blocks instead (block.compile() for each), which can be called again one by one.",
+            stacklevel=2,
+        )
+    elif compiled:
         warnings.warn(
             f"{compiled[0]} is compiled ({len(compiled)} such parts): what compiled code takes inside itself is "
             "predicted from its operators one by one, and it is kept or called again as a whole. The peak may be "
