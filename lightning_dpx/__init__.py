@@ -47,7 +47,7 @@ from lightning_dpx.replicas import Slicer, register_slicer
 from lightning_dpx.shifting import offload_activations, shift_activations, unoffload_activations, unshift_activations
 from lightning_dpx.simulate import simulate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Activation",
