@@ -81,7 +81,15 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._dynamo.eval_frame.OptimizedModule": PrivateName(
         why="a compiled module is not its own class", without="compiled modules are not recognized"
     ),
-    "torch.compile(torch.nn.Module())._orig_mod": PrivateName(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": PrivateName(
+        why="no public name tells in which dtype parameters are gathered",
+        without="plans of modules with a MixedPrecisionPolicy are for another step",
+    ),
+    "torch.nn.Module._apply": PrivateName(
+        why="that of a sharded module goes on to its sharded parameters",
+        without="modules that fully_shard has spread cannot be planned",
+    ),
+    "torch.compile(torch.nn.Module(), backend='eager')._orig_mod": PrivateName(
         why="what a compiled module was made of", without="calls of compiled modules cannot be replayed"
     ),
     "torch._dynamo.eval_frame._TorchDynamoContext": PrivateName(
@@ -351,6 +359,7 @@ forward_pre_hooks_with_kwargs: Callable[[torch.nn.Module], dict[int, bool]] = at
 forward_hooks_always_called: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter("_forward_hooks_always_called")
 backward_hooks_of: Callable[[Any], dict[int, Any] | None] = attrgetter("_backward_hooks")
 post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+apply_to_tensors = torch.nn.Module._apply
 original_of: Callable[[torch.nn.Module], torch.nn.Module] = attrgetter("_orig_mod")
 compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")
 
@@ -412,6 +421,13 @@ def end_legacy_profiler() -> Any:
     return torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
 
 
+def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """What ``fully_shard`` gathers the parameters of a unit in, where that is not what they are kept in."""
+    read_state = getattr(module, "_get_fsdp_state", None)
+    policy = None if read_state is None else getattr(read_state(), "_mp_policy", None)
+    return None if policy is None else policy.param_dtype
+
+
 def default_store() -> Any:
     """The store of the default process group."""
     return _c10d._get_default_store()  # type: ignore[attr-defined]
@@ -465,22 +481,23 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
 
 
 __all__ = [
-    "AnyBatchNorm", "AnyInstanceNorm", "COMPILER_TYPES", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
-    "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "OpOverload",
-    "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES", "PrivateName", "ProfilerConfig",
-    "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "buffers_of", "check_input_dim",
-    "compile_backends", "compiled_call_of", "current_function_mode", "current_graph_task_id", "default_store",
-    "disable_current_modes", "dynamo_config", "end_legacy_profiler", "engine_code", "execution_engine",
-    "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_",
-    "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs",
-    "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes",
-    "functorch_config", "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler",
-    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled",
-    "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack",
-    "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "original_of", "output_metadata",
-    "overload_name", "parameters_of", "pop_saved_tensors_hooks", "post_accumulate_hooks_of",
-    "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks", "pynvml_handler", "pytree",
-    "register_device_module", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "start_legacy_profiler",
-    "submodules_of", "top_saved_tensors_hooks", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "unflatten_dense", "user_cache_dir", "version_counter", "view_base", "weak_storage",
+    "AnyBatchNorm", "AnyInstanceNorm", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
+    "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+    "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES",
+    "PrivateName", "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of",
+    "buffers_of", "check_input_dim", "compile_backends", "compiled_call_of", "current_function_mode",
+    "current_graph_task_id", "default_store", "disable_current_modes", "dynamo_config", "end_legacy_profiler",
+    "engine_code", "execution_engine", "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_",
+    "foreach_div", "foreach_div_", "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of",
+    "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage",
+    "function_modes", "functorch_config", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
+    "has_storage", "inductor_compiler", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
+    "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of",
+    "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter",
+    "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",
+    "post_accumulate_hooks_of", "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks",
+    "pynvml_handler", "pytree", "register_device_module", "run_backward", "saved_tensors_hooks_enabled",
+    "schema_of", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "tree_flatten",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "user_cache_dir",
+    "version_counter", "view_base", "weak_storage",
 ]  # fmt: skip

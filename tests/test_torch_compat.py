@@ -11,7 +11,7 @@ from lightning_dpx import torch_compat
 from lightning_dpx.torch_compat import PRIVATE_NAMES
 
 # Modules that torch imports only when they are used.
-LAZY = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.cpp_builder")
+LAZY = ("torch.distributed.fsdp", "torch._dynamo.config", "torch._functorch.config", "torch._inductor.cpp_builder")
 
 
 @pytest.fixture(scope="module", autouse=True)

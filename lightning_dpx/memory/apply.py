@@ -18,6 +18,7 @@ from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.sharded_units import sharded_units
 from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.micro_batches import (
     MicroBatchNumber,
@@ -38,6 +39,7 @@ from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, ta
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
+from lightning_dpx.memory.sharding import plan_of_first_rank, unsharded
 from lightning_dpx.progress import shown
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import tree_leaves
@@ -62,6 +64,10 @@ def search_plan(
     Runs a few steps to time them, then a forward without and one with its backward, and where steps are short a few
     with the plans that are near the fastest; parameters, gradients, buffers and random generators stay as they were.
     The time grows with the size of the step, not with that of the search.
+
+    A module that ``fully_shard`` has spread over processes is planned on fake tensors as what it was before, on the
+    device where it is; all processes of the default group call this, each with rows of the same shapes, and all get the
+    plan of the first. The budget is that of one process. Gathered parameters and gradients come on top.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
@@ -88,15 +94,18 @@ def search_plan(
             one of them, and says how many. Cutting is the caller's, or that of a strategy or group with the plan.
 
     Raises:
-        PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
+        PlanError: the module is sharded and gathers its parameters in another dtype (``MixedPrecisionPolicy``);
+            the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
             tensors nor real ones can run the step.
         ConfigurationError: an argument has a value that is not allowed.
     """
     chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
     check_micro_batch_number(micro_batches)
-    with shown("planning memory", enabled=progress):
-        cache = PlanCache(plan_cache, _LOG.warning)
+    is_sharded = bool(sharded_units(module))
+
+    def search() -> MemoryPlan:
+        cache = PlanCache(False if is_sharded else plan_cache, _LOG.warning)
 
         def profile_of(inputs: tuple[Any, ...], accumulates: bool) -> Profile:
             key = ""
@@ -107,7 +116,7 @@ def search_plan(
 
         def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:
             choose: Callable[[Sequence[MemoryPlan]], MemoryPlan] = itemgetter(0)
-            if device is None and micro_batches == 1:
+            if device is None and micro_batches == 1 and not is_sharded:
                 choose = partial(fastest_plan, profile=profile, module=module, run=loss_of(module, *batch))
             plan, found = found_or_planned(cache, module, profile, allowed, chosen, choose=choose)
             if found:
@@ -119,6 +128,9 @@ def search_plan(
         if micro_batches == 1:
             return plan_of(whole, allowed)
         return _planned_in_parts(batch, whole, allowed, micro_batches, profile_of, plan_of)
+
+    with shown("planning memory", enabled=progress):
+        return plan_of_first_rank(search) if is_sharded else search()
 
 
 def _planned_in_parts(
@@ -165,20 +177,30 @@ def profile_module(
     module: nn.Module, *batch: Any, device: torch.device | str | None = None, accumulates: bool = False
 ) -> Profile:
     """What a step of ``module`` on ``batch`` saves; see :func:`search_plan` and :func:`profile_step`."""
+    if sharded_units(module):
+        home = device or device_of(module, batch)
+        with unsharded(module):
+            return _profile_absent(module, batch, home, accumulates)
     if device is not None:
-        target = target_of(device)
-        return profile_absent(
-            module,
-            batch,
-            target,
-            lambda inputs: loss_of(module, *inputs),
-            here=fake_device_for(target),
-            few=lambda: first_rows(batch),
-            accumulates=accumulates,
-        )
+        return _profile_absent(module, batch, device, accumulates)
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
     return profile_step(module, loss_of(module, *batch), device_of(module, batch), accumulates=accumulates)
+
+
+def _profile_absent(
+    module: nn.Module, batch: tuple[Any, ...], device: torch.device | str, accumulates: bool
+) -> Profile:
+    target = target_of(device)
+    return profile_absent(
+        module,
+        batch,
+        target,
+        lambda inputs: loss_of(module, *inputs),
+        here=fake_device_for(target),
+        few=lambda: first_rows(batch),
+        accumulates=accumulates,
+    )
 
 
 def loss_of(module: nn.Module, *batch: Any) -> Run:

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.call_draws import CallDraws, unseen
-from lightning_dpx.memory.execute.compiled_calls import uncompiled_of
+from lightning_dpx.memory.execute.compiled_calls import code_of, uncompiled_of
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
@@ -396,7 +396,7 @@ class Replay:
 
         with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _never_unpacked):
             args, kwargs = call.given_again(tensors)
-            for number_returned, leaf in enumerate(tree_leaves(call.module(*args, **kwargs))):
+            for number_returned, leaf in enumerate(tree_leaves(code_of(call.module)(*args, **kwargs))):
                 if isinstance(leaf, torch.Tensor):
                     self._take(outcome, OutputKey("returned", number_returned), leaf)
         if self._tell is None and (missing := self._wanted.keys() - outcome.given.keys()):
@@ -456,13 +456,20 @@ def _obstacle(leaves: Collection[Any]) -> str:
 
 def _obstacle_in(parts: Collection[nn.Module]) -> str:
     """Why calls of these modules cannot be made again; empty if they can."""
-    for part in parts:
+    for number, part in enumerate(parts):
         if isinstance(part, nn.SyncBatchNorm):
             return "a SyncBatchNorm in it meets the other replicas"
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
+            if number == 0 and is_sharding_hook(hook):
+                continue  # its own parameters are there in its backward, and it is called without hooks
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
     return ""
+
+
+def is_sharding_hook(hook: Any) -> bool:
+    """Whether ``fully_shard`` has registered it, to gather parameters before a forward and free them afterwards."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:

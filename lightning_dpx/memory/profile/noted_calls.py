@@ -19,6 +19,7 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
+from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -143,14 +144,21 @@ class NotedCalls:
         names: Tells of them.
         trace: Tells of the memory.
         find: The value of a tensor, if it is one.
+        units: What may be made again where parameters are sharded.
 
     Attributes:
+        units: Likewise.
         in_code: Identities of tensors that compiled code saves.
     """
 
     def __init__(
-        self, names: CallNames, trace: MemoryTrace, find: Callable[[torch.Tensor], Value | View | None]
+        self,
+        names: CallNames,
+        trace: MemoryTrace,
+        find: Callable[[torch.Tensor], Value | View | None],
+        units: ShardedUnits,
     ) -> None:
+        self.units = units
         self.in_code: set[Any] = set()
         self._names = names
         self._trace = trace
@@ -197,7 +205,7 @@ class NotedCalls:
         noted.end = self._trace.now
         noted.count = len(self._buckets) - noted.first
         fewest = 1 if call.name.partition("#")[0] in self._names.compiled else _FEWEST_TENSORS
-        if call.obstacle or noted.count < fewest:
+        if call.obstacle or noted.count < fewest or self.units.holds_units(call.name.partition("#")[0]):
             noted.given = []
             return
         if self._random is not None and self._random[0] >= noted.first:

@@ -35,6 +35,7 @@ from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
+from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, used
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
@@ -107,7 +108,14 @@ class _Profiler(Rematerialisation):
     """
 
     def __init__(
-        self, names: CallNames, trace: MemoryTrace, meter: CostModel, *, keep: bool, copies: bool = False
+        self,
+        names: CallNames,
+        trace: MemoryTrace,
+        meter: CostModel,
+        units: ShardedUnits,
+        *,
+        keep: bool,
+        copies: bool = False,
     ) -> None:
         super().__init__(names)
         self.kinds = meter.kinds
@@ -134,7 +142,7 @@ class _Profiler(Rematerialisation):
         self._watched: list[Any] = []
         self._holders: dict[str, int] = {}  # how often autograd holds a value
         self.dead: list[_Dead] = []  # what forward itself lets go
-        self.calls = NotedCalls(names, trace, self._saved_as)
+        self.calls = NotedCalls(names, trace, self._saved_as, units)
 
     def _saved_as(self, tensor: torch.Tensor) -> Value | None:
         """The value that is that tensor, if autograd has saved it."""
@@ -205,6 +213,10 @@ class _Profiler(Rematerialisation):
             self.refused[value.name] = _IN_CODE
         elif self._keep and value not in self._tried:
             self.find_recipe(value, node, output)
+            units = self.calls.units
+            if units.paths and value.make is not None and not units.allows(value, value.name.rpartition(":")[0]):
+                forget_recipe(value)
+                self.refused[value.name] = "it is made from parameters of another unit of fully_shard"
         return False
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
@@ -514,7 +526,7 @@ def _natural_lifetimes(
         _AsksItselfError: the run has a backward of its own, for which ``copies`` of what autograd saves must be kept.
     """
     trace = meter.trace().follow_storages_only()
-    profiler = _Profiler(names, trace, meter, keep=False, copies=copies)
+    profiler = _Profiler(names, trace, meter, ShardedUnits(nn.Module()), keep=False, copies=copies)
     with trace, context(), profiler.active():
         result = run()
         count = len(trace.operators)
@@ -536,7 +548,7 @@ def _full_step(
     operators: int,
 ) -> Profile:
     trace = meter.trace()
-    profiler = _Profiler(names, trace, meter, keep=True)
+    profiler = _Profiler(names, trace, meter, ShardedUnits(module), keep=True)
     names.listener = profiler.calls
     gradients = _Gradients(module, trace)
     with trace, gradients:

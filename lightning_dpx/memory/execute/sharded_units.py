@@ -1,0 +1,89 @@
+"""The units of a module that ``fully_shard`` has spread: which parameters are there in whose backward."""
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.memory.execute.calls import Replay
+from lightning_dpx.memory.execute.values import Unnamed, Value, View
+from lightning_dpx.torch_compat import key_of, parameters_of
+
+_ELSEWHERE = "a call that may be anywhere"
+
+
+def sharded_units(module: nn.Module) -> list[str]:
+    """Paths of the parts on which ``fully_shard`` was called; outer ones first, none for most modules."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who shards has imported it
+    if fsdp is None:
+        return []
+    return [path for path, child in module.named_modules() if isinstance(child, fsdp.FSDPModule)]
+
+
+def unit_of(path: str, units: Sequence[str]) -> str:
+    """The innermost of ``units`` that the module at ``path`` is in, ``""`` if that is the model itself or none."""
+    inside = [unit for unit in units if unit and (path == unit or path.startswith(f"{unit}."))]
+    return inside[-1] if inside else ""
+
+
+class ShardedUnits:
+    """What may be recomputed in the backward of a unit.
+
+    Args:
+        module: The model, with whole parameters.
+
+    Attributes:
+        paths: Of its units.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.paths = sharded_units(module)
+        # Units whose parameters a value is made from. Weak, because the step lets go of values as it would by itself.
+        self._needed: weakref.WeakKeyDictionary[Value, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._unit_of_storage: dict[int, str] = {}
+        if not self.paths:
+            return
+        for path, child in module.named_modules():
+            for parameter in parameters_of(child).values():
+                if parameter is not None:
+                    self._unit_of_storage[key_of(parameter.untyped_storage())] = unit_of(path, self.paths)
+
+    def allows(self, value: Value, call: str) -> bool:
+        """Whether ``value`` can be made again where the module at ``call`` needs it; else it is kept."""
+        unit = unit_of(call, self.paths)
+        needed = self._needed_by(value)
+        if needed <= {unit, ""}:
+            self._needed[value] = needed
+            return True
+        self._needed[value] = frozenset()
+        return False
+
+    def holds_units(self, call: str) -> bool:
+        """Whether a unit is inside the module at ``call``, so that its call would gather parameters again."""
+        return any(unit.startswith(f"{call}.") for unit in self.paths)
+
+    def _needed_by(self, value: Value) -> frozenset[str]:
+        if value in self._needed:
+            return self._needed[value]
+        found: set[str] = set()
+        if isinstance(value.make, Replay):
+            found.add(_ELSEWHERE)
+        if value.make is None:
+            found |= self._unit_of_tensor(value.tensor)
+        for one in value.inputs:
+            source = one.value if isinstance(one, View) else one
+            if isinstance(source, Value):
+                found |= self._needed_by(source)
+            elif isinstance(source, Unnamed):
+                found |= self._unit_of_tensor(source.tensor)
+        self._needed[value] = frozenset(found)
+        return self._needed[value]
+
+    def _unit_of_tensor(self, tensor: torch.Tensor | None) -> set[str]:
+        if tensor is None or tensor.layout is not torch.strided:
+            return set()
+        unit = self._unit_of_storage.get(key_of(tensor.untyped_storage()))
+        return set() if unit is None else {unit}

@@ -1,0 +1,106 @@
+"""Modules that ``fully_shard`` has spread over processes: planned as what they were before, followed within a unit.
+
+A unit is what ``fully_shard`` was called on. Its parameters are whole only while its forward or its backward runs, and
+from then until that begins they are gone:
+
+    forward    [unit 0 whole] [unit 1 whole] ...             parameters are gathered, used, and freed
+    backward   ... [unit 1 whole] [unit 0 whole]             and gathered once more before the unit's backward
+
+So what is recomputed uses parameters of the unit that saves it alone, or of the outermost one, which is whole all the
+time; and a call is replayed as a whole if it lies within a unit. Then no collective comes or goes, and all processes
+have theirs in the same order as without a plan.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dpx.errors import PlanError
+from lightning_dpx.memory.execute.calls import is_sharding_hook
+from lightning_dpx.torch_compat import (
+    apply_to_tensors,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    gathered_dtype,
+    is_traceable_wrapper_subclass,
+    parameters_of,
+)
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """In here ``module`` is what it was before ``fully_shard``, with whole parameters on the meta device.
+
+    Raises:
+        PlanError: parameters are gathered in another dtype than they are kept in.
+    """
+    with ExitStack() as stack:
+        known: dict[int, nn.Parameter] = {}  # tied ones stay tied
+        for path, child in module.named_modules():
+            for hooks in (forward_pre_hooks_of(child), forward_hooks_of(child)):
+                stack.callback(_refill, hooks, OrderedDict(hooks))
+                for key in [key for key, hook in hooks.items() if is_sharding_hook(hook)]:
+                    del hooks[key]
+            if "_apply" not in vars(child):  # that of a unit goes on to the sharded parameters
+                vars(child)["_apply"] = partial(apply_to_tensors, child)
+                stack.callback(vars(child).pop, "_apply", None)
+            own = parameters_of(child)
+            stack.callback(_refill, own, dict(own))
+            for name, parameter in own.items():
+                if parameter is None or not is_traceable_wrapper_subclass(parameter):
+                    continue
+                if id(parameter) not in known:
+                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    known[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+                own[name] = known[id(parameter)]
+            _check_dtype(path, child)
+        yield
+
+
+def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    held.clear()
+    held.update(before)
+
+
+def _check_dtype(path: str, child: nn.Module) -> None:
+    dtype = gathered_dtype(child)
+    if dtype is not None:
+        raise PlanError(
+            f"fully_shard gathers the parameters of {path or 'the model'} in {dtype} "
+            "(MixedPrecisionPolicy), and a plan would be for another step. Make it before fully_shard, and apply it "
+            "afterwards; or use autocast."
+        )
+
+
+def plan_of_first_rank(make: Callable[[], _T]) -> _T:
+    """What ``make`` gives in the first process of the default group, in all of them; without processes, here.
+
+    Raises:
+        PlanError: it has failed there.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    if dist.get_rank() > 0:
+        received: list[Any] = [None, ""]
+        dist.broadcast_object_list(received, src=0)
+        if received[0] is None:
+            raise PlanError(received[1])
+        found: _T = received[0]
+        return found
+    made: list[Any] = [None, "The first process was interrupted while it planned."]
+    try:
+        made[0] = make()
+        return made[0]  # type: ignore[no-any-return]
+    except Exception as error:
+        made[1] = f"The first process found no plan: {error}"
+        raise
+    finally:
+        dist.broadcast_object_list(made, src=0)

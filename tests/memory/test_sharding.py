@@ -1,0 +1,105 @@
+"""Plans of modules whose parameters ``fully_shard`` has spread over processes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import lightning_dpx as dpx
+from lightning_dpx.memory.apply import profile_module
+from lightning_dpx.memory.sharding import plan_of_first_rank, unsharded
+from tests.memory.sharded_program import WIDTH, Model, Steps, sharded
+from tests.programs import start
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes print."""
+    store = tmp_path_factory.mktemp("sharded") / "store"
+    program = Path(__file__).with_name("sharded_program.py")
+    processes = [start(program, rank, store) for rank in range(2)]
+    printed = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in printed]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("budget", ["0.7", "0.5", "None"])
+def test_planned_steps_have_the_same_bits_and_collectives_on_all_processes(
+    found: list[dict[str, Any]], budget: str
+) -> None:
+    first, second = (one[budget] for one in found)
+    assert first["dropped"] == second["dropped"] != []
+    for one in (first, second):
+        assert one["same"]
+        assert one["same_collectives"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("budget", ["0.7", "0.5"])
+def test_the_peak_falls_by_what_was_predicted_on_all_processes(found: list[dict[str, Any]], budget: str) -> None:
+    for one in found:
+        assert one["peak"] == pytest.approx(one["predicted"], rel=0.05)
+        assert one[budget]["peak"] == pytest.approx(one[budget]["predicted"], rel=0.05)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_a_refusal_of_the_first_process_is_that_of_all(found: list[dict[str, Any]]) -> None:
+    assert "A budget of 1.00 KiB for activations cannot be met" in found[0]["refusal"]
+    assert found[1]["refusal"] == f"The first process found no plan: {found[0]['refusal']}"
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_module_is_profiled_as_what_it_was_and_stays_sharded() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, WIDTH)
+    whole = profile_module(Model(), x)
+    model = sharded()
+    before = Steps(model, x).gradients()
+    parameters = dict(model.named_parameters())
+    with unsharded(model):
+        assert {tuple(one.shape) for one in model.parameters()} == {tuple(one.shape) for one in Model().parameters()}
+        assert all(one.is_meta for one in model.parameters())
+        assert not model.blocks[0]._forward_pre_hooks
+    assert profile_module(model, x).peak == whole.peak
+    assert all(one is parameters[name] for name, one in model.named_parameters())
+    assert "_apply" not in vars(model)
+    assert all(map(torch.equal, Steps(model, x).gradients(), before))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_what_another_unit_makes_is_kept() -> None:
+    profile = profile_module(sharded(), torch.randn(64, WIDTH))
+    refused = {value.name: value.refused for value in profile.values if value.name}
+    assert refused["blocks.2.norm:1"] == "it is made from parameters of another unit of fully_shard"
+    assert refused["blocks.2.up:1"] == "", "it is made from parameters of its own unit"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_parameters_that_are_gathered_in_another_dtype_are_refused_with_what_to_do() -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(dpx.PlanError, match=r"in torch\.bfloat16 .*Make it before fully_shard"):
+        dpx.search_plan(model, torch.randn(64, WIDTH), budget=0.5)
+    Steps(model, torch.randn(64, WIDTH)).run()
+
+
+def test_without_processes_a_plan_is_made_here() -> None:
+    assert plan_of_first_rank(lambda: 3) == 3
