@@ -71,7 +71,6 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.pytorch.strategies import (
         DeepSpeedStrategy,
         FSDPStrategy,
-        ModelParallelStrategy,
         ParallelStrategy,
         Strategy,
         StrategyRegistry,
@@ -107,7 +106,6 @@ else:
     from pytorch_lightning.strategies import (
         DeepSpeedStrategy,
         FSDPStrategy,
-        ModelParallelStrategy,
         ParallelStrategy,
         Strategy,
         StrategyRegistry,
@@ -141,7 +139,6 @@ __all__ = [
     "MODULE",
     "MisconfigurationException",
     "MixedPrecision",
-    "ModelParallelStrategy",
     "PACKAGE",
     "ParallelStrategy",
     "PossibleUserWarning",

@@ -39,6 +39,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.memory.shapes import SharedPlan, complete_plan, plan_shapes
+from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded, sharded_units
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 
 __all__ = [
@@ -65,16 +66,19 @@ __all__ = [
     "MicroBatchChoice",
     "in_micro_batches",
     "plan_in_micro_batches",
+    "plan_of_first_rank",
     "plan_profile",
     "plan_shapes",
     "planned",
     "profile_absent",
     "profile_module",
     "profile_step",
+    "profile_unsharded",
     "register_planner",
     "remove_plan",
     "scaled",
     "search_plan",
+    "sharded_units",
     "sum_of",
     "summary",
     "timeline_of",

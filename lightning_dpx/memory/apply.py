@@ -39,7 +39,7 @@ from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, ta
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
-from lightning_dpx.memory.sharding import plan_of_first_rank, unsharded
+from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded
 from lightning_dpx.progress import shown
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import tree_leaves
@@ -179,28 +179,21 @@ def profile_module(
     """What a step of ``module`` on ``batch`` saves; see :func:`search_plan` and :func:`profile_step`."""
     if sharded_units(module):
         home = device or device_of(module, batch)
-        with unsharded(module):
-            return _profile_absent(module, batch, home, accumulates)
+        return profile_unsharded(module, batch, home, lambda inputs: loss_of(module, *inputs), accumulates=accumulates)
     if device is not None:
-        return _profile_absent(module, batch, device, accumulates)
+        target = target_of(device)
+        return profile_absent(
+            module,
+            batch,
+            target,
+            lambda inputs: loss_of(module, *inputs),
+            here=fake_device_for(target),
+            few=lambda: first_rows(batch),
+            accumulates=accumulates,
+        )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
     return profile_step(module, loss_of(module, *batch), device_of(module, batch), accumulates=accumulates)
-
-
-def _profile_absent(
-    module: nn.Module, batch: tuple[Any, ...], device: torch.device | str, accumulates: bool
-) -> Profile:
-    target = target_of(device)
-    return profile_absent(
-        module,
-        batch,
-        target,
-        lambda inputs: loss_of(module, *inputs),
-        here=fake_device_for(target),
-        few=lambda: first_rows(batch),
-        accumulates=accumulates,
-    )
 
 
 def loss_of(module: nn.Module, *batch: Any) -> Run:

@@ -23,6 +23,11 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.calls import is_sharding_hook
+from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
+from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
+from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.fake import fake_device_for
+from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.torch_compat import (
     apply_to_tensors,
     forward_hooks_of,
@@ -77,6 +82,32 @@ def _check_dtype(path: str, child: nn.Module) -> None:
             f"fully_shard gathers the parameters of {path or 'the model'} in {dtype} "
             "(MixedPrecisionPolicy), and a plan would be for another step. Make it before fully_shard, and apply it "
             "afterwards; or use autocast."
+        )
+
+
+def profile_unsharded(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device | str,
+    step: Callable[[Any], Run],
+    *,
+    accumulates: bool = False,
+) -> Profile:
+    """A step of a sharded module on ``device``, on fake tensors; see :func:`profile_absent`, which has the arguments.
+
+    Raises:
+        PlanError: the step leads to no backward, or fakes cannot run it.
+    """
+    target = target_of(device)
+    with unsharded(module):
+        return profile_absent(
+            module,
+            batch,
+            target,
+            step,
+            here=fake_device_for(target),
+            few=lambda: first_rows(batch),
+            accumulates=accumulates,
         )
 
 

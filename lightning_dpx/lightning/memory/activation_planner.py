@@ -1,6 +1,7 @@
 """The memory planner for any other strategy: a callback."""
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -13,7 +14,6 @@ from lightning_dpx.lightning.lightning_api import (
     DeepSpeedStrategy,
     FSDPStrategy,
     LightningModule,
-    ModelParallelStrategy,
     Trainer,
     rank_zero_info,
     rank_zero_warn,
@@ -38,9 +38,12 @@ from lightning_dpx.memory import (
     describe_cut,
     format_plan,
     make_planner,
+    plan_of_first_rank,
     planned,
     profile_step,
+    profile_unsharded,
     remove_plan,
+    sharded_units,
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
@@ -56,6 +59,10 @@ class ActivationPlanner(Callback):
     one of them has shown it. Of several processes all plan when one must, each for its own batches. ``strategy="dpx"``
     plans by itself: give it ``memory_budget``.
 
+    Parts of the module that ``fully_shard`` has spread (in ``configure_model``, with ModelParallelStrategy) are planned
+    on fake tensors as what they were before; all processes follow the plan of the first. Their gathered parameters come
+    on top of the budget, which is that of one process.
+
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
             ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
@@ -70,7 +77,7 @@ class ActivationPlanner(Callback):
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
         PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
-        UnsupportedError: the strategy shards the module.
+        UnsupportedError: the strategy shards the module, other than by ``fully_shard``.
     """
 
     def __init__(
@@ -100,10 +107,10 @@ class ActivationPlanner(Callback):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
             )
-        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise UnsupportedError(
                 f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its "
-                "own activation checkpointing."
+                "own activation checkpointing, or ModelParallelStrategy with fully_shard in configure_model()."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,7 +172,12 @@ class ActivationPlanner(Callback):
                 profile = self._found_or_profiled(trainer, module, batch, batch_idx)
             seen = SeenStep((profile,), (1,))
             if not self._shapes.hold(batch) or self._other_steps.found_in([seen]):
-                plan = self._planned(module, profile, None if applied is None else applied.plan)
+                now = None if applied is None else applied.plan
+                if sharded_units(module):
+                    plan = self.plan = plan_of_first_rank(lambda: self._planned(module, profile, now))
+                    self.profile = self.profile or profile
+                else:
+                    plan = self._planned(module, profile, now)
                 self._other_steps.plan_for([seen])
                 self._shapes.add(batch)
                 rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
@@ -174,6 +186,8 @@ class ActivationPlanner(Callback):
                 apply_plan(module, self.plan, watches=True)
 
     def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
+        if sharded_units(module):
+            return self._profiled(trainer, module, batch, batch_idx)
         device = trainer.strategy.root_device
         keys = [""]
         if self._cache.is_on:
@@ -186,7 +200,24 @@ class ActivationPlanner(Callback):
         self._other_steps.plan_for([SeenStep((profile,), (1,))])
         return profile
 
+    def _profiled_unsharded(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
+        """The step of a module that ``fully_shard`` has spread, as what it was before, on fake tensors."""
+        device = trainer.strategy.root_device
+        log = StepLog(BatchSlice(Replica(0, device, module), 0, batch))
+
+        def step_on(inputs: Any) -> Callable[[], torch.Tensor | None]:
+            def step() -> torch.Tensor | None:
+                with log.recording(module), trainer.precision_plugin.train_step_context():
+                    arguments = arguments_of_step(module.training_step, inputs, batch_idx)
+                    return end_of_step(module, module.training_step(*arguments))
+
+            return step
+
+        return profile_unsharded(module, batch, device, step_on, accumulates=keeps_gradients(trainer))
+
     def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
+        if sharded_units(module):
+            return plan_of_first_rank(lambda: self._profiled_unsharded(trainer, module, batch, batch_idx))
         replica = Replica(0, trainer.strategy.root_device, module)
         shadow: Any = make_shadow_module(replica, [trainer, *trainer.loggers])
         set_trainer(shadow, trainer)

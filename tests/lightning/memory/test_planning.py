@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -271,8 +271,8 @@ def test_the_callback_plans_for_steps_that_differ_once_they_are_seen(budget: str
 
 
 def test_strategies_that_shard_the_module_are_refused_by_name() -> None:
-    trainer: Any = SimpleNamespace(strategy=ModelParallelStrategy())
-    with pytest.raises(dpx.UnsupportedError, match="ModelParallelStrategy shards it"):
+    trainer: Any = SimpleNamespace(strategy=FSDPStrategy())
+    with pytest.raises(dpx.UnsupportedError, match=r"FSDPStrategy shards it.*or ModelParallelStrategy"):
         dpx.ActivationPlanner(0.5).setup(trainer, tower(), "fit")
 
 

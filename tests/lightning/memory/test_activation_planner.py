@@ -1,0 +1,38 @@
+"""The callback under a strategy that shards the module."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs import start
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What two processes print."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("sharded_program.py")
+    processes = [start(program, rank, port) for rank in range(2)]
+    printed = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in printed]
+
+
+def test_a_sharded_module_trains_to_the_same_bits_with_a_plan(found: list[dict[str, Any]]) -> None:
+    assert [one["same"] for one in found] == [True, True]
+
+
+def test_all_processes_follow_the_plan_of_the_first(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    assert first == second
+    assert first["dropped"]
+    unplanned, budget = first["peaks"]
+    assert budget == unplanned // 2
