@@ -99,16 +99,22 @@ def profile_unsharded(
         PlanError: the step leads to no backward, or fakes cannot run it.
     """
     target = target_of(device)
-    with unsharded(module):
-        return profile_absent(
-            module,
-            batch,
-            target,
-            step,
-            here=fake_device_for(target),
-            few=lambda: first_rows(batch),
-            accumulates=accumulates,
-        )
+    try:
+        with unsharded(module):
+            return profile_absent(
+                module,
+                batch,
+                target,
+                step,
+                here=fake_device_for(target),
+                few=lambda: first_rows(batch),
+                accumulates=accumulates,
+            )
+    except PlanError as error:
+        raise PlanError(
+            f"{error} A sharded module is planned on fake tensors; a plan that was made before fully_shard can be "
+            "applied afterwards."
+        ) from error
 
 
 def plan_of_first_rank(make: Callable[[], _T]) -> _T:

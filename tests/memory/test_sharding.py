@@ -103,3 +103,11 @@ def test_parameters_that_are_gathered_in_another_dtype_are_refused_with_what_to_
 
 def test_without_processes_a_plan_is_made_here() -> None:
     assert plan_of_first_rank(lambda: 3) == 3
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_step_that_fake_tensors_cannot_run_says_what_to_do() -> None:
+    model = sharded()
+    model.head.register_forward_hook(lambda module, args, output: output * output.sum().item())
+    with pytest.raises(dpx.PlanError, match="a plan that was made before fully_shard can be applied afterwards"):
+        dpx.search_plan(model, torch.randn(64, WIDTH), budget=0.5)
