@@ -171,6 +171,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic)  # Trainer(deterministic=True) leaves them on
     assert torch.get_default_dtype() == torch.float32
+    assert not runs_eagerly(), "torch.compile is turned off for every test that follows"
     left = _new_workers(threads)
     if left:
         gc.collect()  # a group that was not closed ends its workers when it goes, and it may be in a reference cycle
@@ -184,6 +185,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
         assert left_bytes <= _UNNOTICED, (
             f"{left_bytes} bytes left on simulated devices: does a hook hold its own graph?"
         )
+
+
+def runs_eagerly() -> bool:
+    """Whether compiled code runs as it was written from here on."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and dynamo._stance.stance != "default"
 
 
 def simulated_bytes() -> int:

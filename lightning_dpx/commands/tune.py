@@ -42,7 +42,7 @@ from lightning_dpx.units import MIB
 
 HEADS = (
     "batch size", "precision", "rows", "micro-batches", "recomputed", "extra time", "peak", "budget", "samples/s",
-    "measured",
+    "measured", "",
 )  # fmt: skip
 KEYS = ("data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", "model.batch_size")
 _MEASURED = 3  # of the fastest
@@ -372,7 +372,8 @@ def _cells(candidates: Sequence[_Candidate]) -> list[list[str]]:
                 f"{device.needed / MIB:.1f}",
                 f"{device.budget / MIB:.1f}" if device.budget else "-",
                 speed,
-                f"{measured} <- best" if one.is_best else measured,
+                measured,
+                "<- best" if one.is_best else "",
             ]
         )
     return rows

@@ -12,13 +12,19 @@ import torch
 from lightning_dpx.pictures.figure import svg_of
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2.5rem auto; max-width: 62rem; padding: 0 1rem; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2.5rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem }
-.about { color: #777; font-size: .85rem } .scroll { overflow-x: auto }
+.about { color: #777; font-size: .85rem } .scroll { overflow-x: auto; margin-bottom: 1rem }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
 th { font-weight: 600; border-bottom: 2px solid #bbb } th:first-child, td:first-child { text-align: left }
-svg { max-width: 100%; height: auto } pre { font-size: .8rem; background: #f6f6f6; padding: .8rem; overflow-x: auto }
+svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px }
+pre { font-size: .8rem; background: #f6f6f6; padding: .8rem; overflow-x: auto }
+@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem } }
+@media (prefers-color-scheme: dark) {
+  body { background: #1b1b1b; color: #ddd } .about { color: #999 } pre { background: #262626 }
+  th { border-bottom-color: #666 } th, td { border-bottom-color: #383838 }
+}
 """
 
 
@@ -53,7 +59,8 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
     body = "\n".join(_section(section) for section in sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>"
         f'<p class="about">{html.escape(about)}</p>\n{body}\n</body></html>\n',
         encoding="utf-8",

@@ -1,5 +1,6 @@
 """What ``torch.compile`` has compiled in a module, and runs in which it is as if it had not."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,6 +72,36 @@ def _uncompiled_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+class _Stance:
+    """What torch.compile does is one setting of the process: the first who wants it eager sets it, the last puts it back.
+
+    Runs in several threads begin and end in any order. If each put back what it had found, the last one could leave the
+    setting of another behind for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._eager: Any = None
+
+    def enter(self) -> None:
+        """One more wants code to run as it was written."""
+        with self._lock:
+            if self._users == 0:
+                self._eager = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
+            self._users += 1
+
+    def leave(self) -> None:
+        """One of them has ended."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._eager.__exit__(None, None, None)
+
+
+_stance = _Stance()
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """What runs in here runs as it was written, in all threads, also what ``torch.compile`` has compiled.
@@ -78,5 +109,8 @@ def uncompiled() -> Iterator[None]:
     For runs under a dispatch mode: inside compiled code it would see no operators, and dynamo gives code that meets one
     up for good, so that it would stay uncompiled in every later step.
     """
-    with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+    _stance.enter()
+    try:
         yield
+    finally:
+        _stance.leave()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.python_objects.compiled import compiled_names, state_named_as_in, uncompiled
+from tests.conftest import runs_eagerly
 
 
 class Layer(nn.Module):
@@ -58,6 +59,16 @@ def test_modules_methods_and_calls_that_are_compiled_have_names() -> None:
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def test_runs_that_overlap_leave_nothing_behind() -> None:
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert runs_eagerly(), "the second one has not ended"
+    second.__exit__(None, None, None)
+    assert not runs_eagerly()
 
 
 def test_code_that_met_a_dispatch_mode_uncompiled_is_compiled_later() -> None:

@@ -3,7 +3,11 @@
 Columns and rows are gathered and handed over together, because one call for each takes longer than solving.
 """
 
-from collections.abc import Mapping
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -64,6 +68,24 @@ class _Checks:
             event.interrupt()
 
 
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """HiGHS 1.16 prints its version before it can be told not to, past Python, into what may be read as JSON."""
+    library = ctypes.CDLL(None)
+    sys.stdout.flush()
+    library.fflush(None)
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+        library.fflush(None)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 class Solver:
     """A programme that can grow between runs.
 
@@ -84,7 +106,8 @@ class Solver:
         import highspy
 
         self._api = highspy
-        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        with _nothing_printed():
+            self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("parallel", "off")
         self._highs.setOptionValue("mip_rel_gap", _GAP)
