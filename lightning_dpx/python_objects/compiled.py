@@ -72,8 +72,8 @@ def _uncompiled_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-class _Stance:
-    """What torch.compile does is one setting of the process: the first who wants it eager sets it, the last puts it back.
+class _EagerRuns:
+    """torch.compile has one setting for the process: the first who wants code eager sets it, the last puts it back.
 
     Runs in several threads begin and end in any order. If each put back what it had found, the last one could leave the
     setting of another behind for good.
@@ -99,7 +99,7 @@ class _Stance:
                 self._eager.__exit__(None, None, None)
 
 
-_stance = _Stance()
+_eager_runs = _EagerRuns()
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def uncompiled() -> Iterator[None]:
     For runs under a dispatch mode: inside compiled code it would see no operators, and dynamo gives code that meets one
     up for good, so that it would stay uncompiled in every later step.
     """
-    _stance.enter()
+    _eager_runs.enter()
     try:
         yield
     finally:
-        _stance.leave()
+        _eager_runs.leave()

@@ -71,6 +71,9 @@ class _Checks:
 @contextmanager
 def _nothing_printed() -> Iterator[None]:
     """HiGHS 1.16 prints its version before it can be told not to, past Python, into what may be read as JSON."""
+    if sys.platform == "win32":
+        yield  # no library holds what is not yet written for all others
+        return
     library = ctypes.CDLL(None)
     sys.stdout.flush()
     library.fflush(None)

@@ -51,6 +51,15 @@ def test_a_run_in_integers_does_no_more_work_than_it_may() -> None:
     assert found[1] == found[2]
 
 
+def test_nothing_is_printed_and_what_others_print_is(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("highspy")
+    sys.stdout.write("before\n")
+    solver = Solver()
+    solver.column(1.0, integer=True)
+    sys.stdout.write("after\n")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
 @pytest.mark.usefixtures("without_highs")
 def test_without_highs_the_error_tells_what_to_install() -> None:
     assert not solver_installed()
