@@ -24,6 +24,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_dpx.errors import GatherError, ParityError, ReplicationError, SharedWriteError
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
+from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import set_trainer, states_of, trainer_of
@@ -474,14 +475,23 @@ class _Rehearsal:
             return self._on_equal_slices(before, sizes)
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
             traceback.clear_frames(error.__traceback__)
-            self._try_real_slices(error, sizes)
-            raise NotRehearsed(f"in slices of {sizes[0]} and fewer rows it raises {_described(error)}") from None
+            try:
+                return self._on_real_slices(before, error, sizes)
+            except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):  # or there is no room for it
+                reason = f"in slices of {sizes[0]} and fewer rows it raises {_described(error)}"
+                raise NotRehearsed(reason) from None
         if self._by_hand and self._loss_reduction == "auto" and self._differs(before, whole, sliced, judge, sizes):
             by_sum = self._sliced(sizes, whole, "sum")
             if not self._differs(before, whole, by_sum[1], by_sum[0], sizes):
                 judge, sliced = by_sum
         comparison = self._compare(before, whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
+        may_read = len(self._replicas.devices) > 1 and names_gradients(self._module)
+        if (may_read or comparison.differences) and self._reads_old_gradients(whole, sizes):
+            raise SlicesFail(
+                "It reads gradients that the step before has left in .grad, which the first replica alone has.",
+                "For all devices to take part, read them in on_before_optimizer_step or on_train_batch_end.",
+            )
         if comparison.differences:
             again = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=True)
             unstable = unstable_between(whole, again, self._tolerance)
@@ -504,6 +514,17 @@ class _Rehearsal:
             logged=judge.logged_findings,
             unstable=unstable,
         )
+
+    def _reads_old_gradients(self, whole: Observation, sizes: tuple[int, ...]) -> bool:
+        """Whether the step does something else where the step before has left no gradients, and only then."""
+        if self._by_hand or not self._trains:
+            return False
+        rows = self._first_rows(sum(sizes))[0]
+        again = self._whole(rows, sum(sizes))
+        if unstable_between(whole, again, self._tolerance):
+            return False
+        without = self._whole(rows, sum(sizes), after_a_step=False)
+        return bool(unstable_between(whole, without, self._tolerance))
 
     def _on_equal_slices(self, before: Mapping[str, Any], sizes: tuple[int, ...]) -> Outcome:
         """A step whose collectives need tensors of one shape; batches that cannot be cut evenly stay whole then."""
@@ -613,7 +634,9 @@ class _Rehearsal:
 
     # ---- as one device ----
 
-    def _whole(self, rows: Any, num_rows: int, *, other_draws: bool = False, num_steps: int = 1) -> Observation:
+    def _whole(
+        self, rows: Any, num_rows: int, *, other_draws: bool = False, num_steps: int = 1, after_a_step: bool = True
+    ) -> Observation:
         """What the last of ``num_steps`` steps on the same rows does."""
         strategy = self._strategy
         call = self._call
@@ -627,6 +650,8 @@ class _Rehearsal:
             stack.callback(replicas.close)
             for _ in range(num_steps):
                 self._forget_gradients(shadow)
+                if after_a_step:
+                    self._leave_gradients(shadow.parameters())
                 batch_slice = BatchSlice(replicas.root, num_rows, self._own(rows))
                 writes = self._watch_batch(batch_slice.batch)
                 log = StepLog(batch_slice)
@@ -715,6 +740,7 @@ class _Rehearsal:
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
                 for replica in replicas.replicas:
                     self._forget_gradients(replica.module)
+                self._leave_gradients(step.owner_parameters)
                 step.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
                 merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
@@ -756,25 +782,17 @@ class _Rehearsal:
             return session.training.forward(slices, call.args, call.kwargs)
         return session.evaluation.forward(call.name, slices, call.args, call.kwargs)
 
-    def _try_real_slices(self, error: Exception, sizes: tuple[int, ...]) -> None:
+    def _on_real_slices(self, before: Mapping[str, Any], failure: Exception, sizes: tuple[int, ...]) -> Outcome:
         """Slices of a few rows fail; if those of the batch do, too, the stage cannot run in slices.
 
         Raises:
             SlicesFail: they do.
         """
-        failure = error
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure
         if sizes != self._real_sizes:
-            try:
-                self._sliced(self._real_sizes, Observation(), self._loss_reduction)
-            except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):
-                return
-            except SlicesFail:
-                raise
-            except Exception as raised:  # noqa: BLE001  what it is, the announcement says
-                traceback.clear_frames(raised.__traceback__)
-                failure = raised
-            else:
-                return
+            whole = self._whole(self._call.args[0], self._call.num_rows)
+            return self._with_slices(before, whole, self._real_sizes)
         if isinstance(failure, SharedWriteError):
             raise _writes_parameters([failure.name])
         if isinstance(failure, GatherError):
@@ -872,6 +890,7 @@ class _Rehearsal:
         elif self._trains:
             loss = first_loss(final)
             if isinstance(loss, torch.Tensor):
+                self._zero_gradients(owners)
                 if loss.requires_grad:
                     with self._guest.in_step("backward"):
                         shadow.backward(loss)
@@ -887,6 +906,17 @@ class _Rehearsal:
     def _state(self, shadow: Any) -> dict[str, Any]:
         outside = ((f"{OUTSIDE}{path}", value) for path, value in self._guest.surroundings.values())
         return python_state(chain(_attributes(shadow, private_attributes()), outside))
+
+    def _leave_gradients(self, owners: Iterable[torch.Tensor]) -> None:
+        """A step begins with the gradients of the one before, where optimizers take them; any numbers will do."""
+        if self._trains and not self._by_hand:
+            for parameter in owners:
+                parameter.grad = parameter.detach() + 0.01 if parameter.requires_grad else None
+
+    def _zero_gradients(self, owners: Iterable[torch.Tensor]) -> None:
+        """Lightning does so between a step and its backward."""
+        for parameter in owners:
+            parameter.grad = None
 
     def _forget_gradients(self, module: Any) -> None:
         """A shadow is in reference cycles and may live on for a while; what is large must not."""

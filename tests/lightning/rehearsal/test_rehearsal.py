@@ -406,17 +406,56 @@ def test_steps_that_slices_cannot_run_get_whole_batches(hardware, fitted, kind, 
     assert_equal(seen.values, fitted(kind).values)
 
 
-def test_a_step_that_needs_more_rows_than_a_rehearsal_has_runs_in_slices(fitted) -> None:
-    class NeedsSome(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if len(batch[0]) < 4:
-                raise ValueError("too few rows")
-            return super().training_step(batch, batch_idx)
+class NeedsSomeRows(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) < 4:
+            raise ValueError("too few rows")
+        return super().training_step(batch, batch_idx)
 
-    seen = fitted(NeedsSome, 2)
-    assert "was not checked against one device: in slices of 4 and fewer rows it raises ValueError" in seen.told
+
+class HardestRows(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none").topk(6).values.mean()
+
+
+def test_a_step_that_needs_more_rows_than_a_rehearsal_has_is_checked_on_all_of_them(fitted) -> None:
+    seen = fitted(NeedsSomeRows, 2)
+    assert "checked on 16 rows" in seen.told
     assert not seen.warned
-    assert_equal(seen.values, fitted(NeedsSome).values)
+    assert_equal(seen.values, fitted(NeedsSomeRows).values)
+    assert (
+        "training_step on 16 rows in slices of 8 and 8 is not what it is on one device" in fitted(HardestRows, 2).warned
+    )
+
+
+class FollowsOldGradients(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        old = self.net[0].weight.grad
+        loss = super().training_step(batch, batch_idx)
+        return loss if old is None else loss + (old.detach() * self.net[0].weight).sum()
+
+
+class LogsOldGradients(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        old = self.net[0].weight.grad
+        self.log("before", 0.0 if old is None else old.norm())
+        return super().training_step(batch, batch_idx)
+
+
+@REPLICAS
+@pytest.mark.parametrize("kind", [FollowsOldGradients, LogsOldGradients])
+def test_a_step_that_reads_gradients_of_the_one_before_gets_whole_batches(hardware, fitted, kind, num_replicas) -> None:
+    seen = fitted(kind, num_replicas)
+    assert "reads gradients that the step before has left in .grad" in seen.warned
+    assert_equal(seen.values, fitted(kind).values)
+
+
+@pytest.mark.parametrize("kind", [FollowsOldGradients, LogsOldGradients])
+def test_micro_batches_of_one_replica_all_find_the_gradients_of_the_step_before(fitted, kind) -> None:
+    seen = fitted(kind, 1, micro_batches=3)
+    assert "checked on" in seen.told
+    assert not seen.warned
+    assert_equal(seen.values, fitted(kind).values)
 
 
 class MakesAHead(Model):
