@@ -24,7 +24,7 @@ import uuid
 import weakref
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -37,7 +37,7 @@ from torch import nn
 from lightning_dpx.python_objects.object_graph import ATOMS, content_of, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
-from lightning_dpx.python_objects.reachable import globals_of
+from lightning_dpx.python_objects.reachable import globals_of, is_plain_function
 from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket, version_counter
 from lightning_dpx.units import MIB
 
@@ -63,6 +63,9 @@ _KNOWN = (
     *_CONSTANT, torch.Tensor, nn.Module, weakref.ref, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     functools.partial, types.MappingProxyType, np.ndarray, bytearray, *GENERATOR_TYPES,
 )  # fmt: skip
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_LARGEST_CONTAINER = 10_000  # that ``only_own`` looks into
 _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 100_000
 _MOST_BYTES = 16 * MIB
@@ -98,26 +101,41 @@ class ObjectState:
         follow_code: Also what their classes hold, and the globals that the code of these names; but not of installed
             packages, whose files are not written for one model.
         copies: Keep what arrays hold, to put it back; not only their checksums.
+        classes: Also what these hold, and the globals that their code names.
+        only_own: Nothing behind objects whose class is of an installed package, or in large containers: other threads
+            may be at work there.
 
     Attributes:
         obstacle: Why it cannot be told whether something changed; empty if it can.
         outside: Modules that are not among ``modules``.
+        caches: Functions that keep their results (``functools.lru_cache``), among what ``only_own`` looks at.
     """
 
-    def __init__(self, modules: Collection[nn.Module], *, follow_code: bool = True, copies: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Collection[nn.Module],
+        *,
+        follow_code: bool = True,
+        copies: bool = False,
+        classes: Iterable[type] = (),
+        only_own: bool = False,
+    ) -> None:
         self.obstacle = ""
         self.outside: list[nn.Module] = []
+        self.caches: list[Any] = []
         self._follow_code = follow_code
         self._copies = copies
+        self._only_own = only_own
         self._entries: list[_Entry] = []
         self._own = {id(module) for module in modules}
         self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
         self._num_items = 0
+        self._num_bytes = 0  # of arrays that are kept
         self._waiting: list[tuple[str, Any]] = []
         for module in modules:
             self._add_module(module)
         if follow_code:
-            for kind in dict.fromkeys(type(module) for module in modules):
+            for kind in dict.fromkeys(chain(map(type, modules), classes)):
                 self._add_class(kind)
         self._walk()
         self._seen.clear()
@@ -210,13 +228,15 @@ class ObjectState:
 
     def _add_known(self, path: str, value: Any) -> None:
         """Something that a class or a file holds for all: of what is hidden there, only iterators are written to."""
-        is_code = isinstance(value, types.FunctionType) and not value.__closure__ and not vars(value)
-        if not is_code and (not _is_hidden(value) or hasattr(value, "__next__")):
+        if not is_plain_function(value) and (not _is_hidden(value) or hasattr(value, "__next__")):
             self._waiting.append((path, value))
 
     def _walk(self) -> None:
         while self._waiting and len(self._seen) <= _MOST_OBJECTS and self._num_items <= _MOST_ITEMS:
             path, value = self._waiting.pop()
+            if self._only_own and isinstance(value, functools._lru_cache_wrapper):
+                self.caches.append(value)
+                value = value.__wrapped__
             if type(value) in _ATOMS or isinstance(value, _CONSTANT) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
@@ -238,6 +258,8 @@ class ObjectState:
                 self._entries.append(_Entry(path, value, state_of, put_back))
             elif value is not torch.default_generator:
                 self._stop(f"{path} draws random numbers that cannot be drawn again")
+        elif self._only_own and not _is_own(value):
+            self._stop(f"{path} is a {type(value).__name__}, which is not looked into")
         elif isinstance(value, np.ndarray | bytearray) or _is_buffer(value):
             self._add_array(path, value)
         elif isinstance(value, weakref.ref):
@@ -262,7 +284,8 @@ class ObjectState:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             self._entries.append(_Entry(path, value, _objects_of_array, _write_array))
             self._waiting += [(path, one) for one in value.ravel().tolist()]
-        elif self._copies and memoryview(value).nbytes <= _MOST_COPIED:
+        elif self._copies and self._num_bytes + memoryview(value).nbytes <= _MOST_COPIED:
+            self._num_bytes += memoryview(value).nbytes
             self._entries.append(_Entry(path, value, _bytes_of_array, _write_bytes))
         elif memoryview(value).nbytes > _MOST_BYTES:
             self._stop(f"{path} is an array of more than {_MOST_BYTES} bytes")
@@ -368,6 +391,15 @@ def _is_alike(old: Any, new: Any) -> bool:
     if isinstance(old, np.ndarray):
         return isinstance(new, np.ndarray) and np.array_equal(old, new)
     return old is new or (type(old) is type(new) and isinstance(old, _NUMBERS) and old == new)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether ``value`` is of the user's own class, a function, or a container or array that is not large."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _MOST_BYTES
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= _LARGEST_CONTAINER
+    return isinstance(value, _CALLED) or not is_installed(type(value).__module__)
 
 
 # ---- what objects hold, and how they hold it again ----

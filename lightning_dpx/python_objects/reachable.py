@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.python_objects.object_graph import pairs_of
-from lightning_dpx.python_objects.origin import is_library, package_of, without_libraries
+from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
 
 _MAX_OBJECTS = 20_000
 _MAX_FUNCTIONS = 1_000
@@ -242,10 +242,12 @@ def _of_base(base: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
 
 
 def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """The globals that the code of a class or a function names, and those of functions of its package that it calls.
+    """The globals that the code of a class or a function names, and those of what it calls; also in imported files.
+
+    Code is followed within the packages of ``kind``, and wherever it is not installed but the user's own.
 
     Yields:
-        The globals of a file, and names among them; modules, classes and functions are left out.
+        The globals of a file, and names among them; modules, classes and functions without a state are left out.
     """
     if isinstance(kind, type):
         packages = without_libraries(frozenset(package_of(base.__module__) for base in kind.__mro__))
@@ -261,18 +263,42 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
         if not isinstance(function, types.FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if package_of(function.__module__) not in packages:
+        if not _is_followed(function.__module__, packages):
             continue
-        namespace = function.__globals__
-        _, names = found.setdefault(id(namespace), (namespace, set()))
-        for name in _names_in(function.__code__) & namespace.keys():
-            value = namespace[name]
-            if isinstance(value, types.FunctionType):
-                waiting.append(value)
-            elif not isinstance(value, type | types.ModuleType):
-                names.add(name)
+        names = _names_in(function.__code__)
+        for namespace in _namespaces_of(function, names, packages):
+            _, held = found.setdefault(id(namespace), (namespace, set()))
+            for name in names & namespace.keys():
+                value = namespace[name]
+                if isinstance(value, types.FunctionType):
+                    waiting.append(value)
+                if not isinstance(value, type | types.ModuleType) and not is_plain_function(value):
+                    held.add(name)
         waiting.append(getattr(function, "__wrapped__", None))
-    yield from ((namespace, tuple(sorted(names))) for namespace, names in found.values())
+    yield from ((namespace, tuple(sorted(held))) for namespace, held in found.values())
+
+
+def is_plain_function(value: Any) -> bool:
+    """Whether ``value`` is a function that keeps nothing from call to call."""
+    if not isinstance(value, types.FunctionType):
+        return False
+    given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return not value.__closure__ and not vars(value) and all(isinstance(one, _LEAVES) for one in given)
+
+
+def _is_followed(file: str | None, packages: frozenset[str]) -> bool:
+    return package_of(file) in packages or not is_installed(file)
+
+
+def _namespaces_of(
+    function: types.FunctionType, names: frozenset[str], packages: frozenset[str]
+) -> Iterator[dict[str, Any]]:
+    """The globals of a function, and those of the files that it names."""
+    yield function.__globals__
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType) and _is_followed(value.__name__, packages):
+            yield vars(value)
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:

@@ -1,8 +1,9 @@
 """What a step can change outside its module: classes, globals, callbacks, data sets.
 
 A shadow has its own copies of what the module holds, but not of these. So they are put back after every run of a
-rehearsal, and compared like the state of the module. Only what the user wrote is looked at, attribute by attribute and
-one container deep: frameworks keep books of their own, which a step does not touch.
+rehearsal, and compared like the state of the module. Only what the user wrote is looked at: frameworks keep books of
+their own, which a step does not touch. Callbacks and data sets, which may hold very much, are looked at one container
+deep; what the user's code names is followed through containers, objects, closures and tensors.
 """
 
 import copy
@@ -10,13 +11,18 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
+from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.reachable import places_of_code
+from lightning_dpx.torch_compat import version_counter
+from lightning_dpx.units import MIB
 
 _LARGEST_CONTAINER = 10_000
+_MOST_BYTES = 64 * MIB  # of tensors that the user's code names
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MISSING = object()
@@ -83,6 +89,52 @@ class _Named:
             self._content.restore()
 
 
+class _Tensor:
+    """What a tensor held."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = version_counter(tensor)
+        self._held = tensor.detach().clone()
+
+    def restore(self) -> None:
+        tensor = self._tensor.detach()
+        if version_counter(tensor) != self._version and tensor.shape == self._held.shape:
+            tensor.copy_(self._held)
+            self._version = version_counter(tensor)
+
+
+class _ReachedByCode:
+    """What the code of a module's classes leads to outside of the module: in globals, classes, closures and defaults.
+
+    Results that a function has kept (``functools.lru_cache``) are forgotten, if it had kept none before.
+
+    Args:
+        module: Whose code.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        classes = dict.fromkeys(type(child) for child in module.modules())
+        self._state = ObjectState((), copies=True, classes=classes, only_own=True)
+        self._marks = self._state.marks()
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._tensors: list[_Tensor] = []
+        left = _MOST_BYTES
+        for tensor in self._state.tensors():
+            if id(tensor) not in own and _can_be_kept(tensor) and tensor.nbytes <= left:
+                left -= tensor.nbytes
+                self._tensors.append(_Tensor(tensor))
+        self._empty_caches = [cache for cache in self._state.caches if not cache.cache_info().currsize]
+
+    def restore(self) -> None:
+        """All of it is what it was."""
+        self._state.put_back(self._marks)
+        for tensor in self._tensors:
+            tensor.restore()
+        for cache in self._empty_caches:
+            cache.cache_clear()
+
+
 class Surroundings:
     """What a step can change outside its module, as it is now.
 
@@ -95,6 +147,7 @@ class Surroundings:
         self._objects = dict(_objects_of(trainer))
         self._attributes = [Attributes(owner) for owner in self._objects.values()]
         self._named = {path: _Named(space, key) for path, space, key in places_of_code(module)}
+        self._reached = _ReachedByCode(module)
 
     def restore(self) -> None:
         """All of it is what it was."""
@@ -102,6 +155,7 @@ class Surroundings:
             owner.restore()
         for named in self._named.values():
             named.restore()
+        self._reached.restore()
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""
@@ -110,6 +164,12 @@ class Surroundings:
         for path, named in self._named.items():
             if _is_plain(value := named.value):
                 yield path, value
+
+
+def _can_be_kept(tensor: torch.Tensor) -> bool:
+    """Whether to keep a copy of a tensor that the user's code names."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and not tensor.is_inference() and not tensor.is_meta
 
 
 def is_small_container(value: Any) -> bool:

@@ -1,12 +1,17 @@
 """What a step changes outside its module is put back and can be compared."""
 
+import copy
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_dpx.lightning.rehearsal.surroundings import Surroundings, is_small_container
+from tests import helpers
 from tests.conftest import make_trainer
 
 COUNTS = {"steps": 0}
@@ -58,6 +63,85 @@ def test_callbacks_classes_and_globals_are_what_they_were() -> None:
     assert callback.seen is seen
     assert (COUNTS, Module.calls) == ({"steps": 0}, [])
     assert (Totals.rows, Totals.largest) == (0, {})
+
+
+NESTED: dict[str, Any] = {"a": {"b": [0]}}
+SUM = torch.zeros(2)
+num_draws = 0
+
+
+def make_counter() -> Callable[[], int]:
+    count = 0
+
+    def call() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return call
+
+
+counter = make_counter()
+
+
+def appends_to_its_default(seen: list[int] = []) -> int:  # noqa: B006  as users have them
+    seen.append(1)
+    return len(seen)
+
+
+@lru_cache
+def drawn_once(size: int) -> torch.Tensor:
+    global num_draws
+    num_draws += 1
+    return torch.rand(size)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.inner = {"rows": [np.zeros(2)]}
+
+
+HOLDER = Holder()
+
+
+class Reaching(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        NESTED["a"]["b"].append(1)
+        NESTED["new"] = rows
+        SUM.add_(1)
+        HOLDER.inner["rows"][0] += 1
+        drawn_once(len(rows))
+        helpers.note()
+        return rows + counter() + appends_to_its_default()
+
+
+def reached() -> Any:
+    default: Any = appends_to_its_default.__defaults__
+    return copy.deepcopy((NESTED, SUM.tolist(), HOLDER.inner, default, num_draws, helpers.SEEN))
+
+
+def test_what_the_code_names_is_put_back_through_containers_objects_closures_and_tensors() -> None:
+    trainer: Any = make_trainer()
+    helpers.forget()
+    before = repr(reached())
+    number = counter()
+    surroundings = Surroundings(trainer, Reaching())
+    for _ in range(2):
+        Reaching()(torch.ones(1))
+        assert repr(reached()) != before
+        surroundings.restore()
+        assert repr(reached()) == before
+    assert drawn_once.cache_info().currsize == 0
+    assert counter() == number + 1
+
+
+def test_results_that_a_function_had_kept_before_stay() -> None:
+    kept = drawn_once(3)
+    surroundings = Surroundings(make_trainer(), Reaching())
+    Reaching()(torch.ones(1))
+    surroundings.restore()
+    assert drawn_once(3) is kept
+    drawn_once.cache_clear()
 
 
 def test_only_small_containers_of_python_s_own_are_kept() -> None:

@@ -23,6 +23,7 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.apply import forecast_plan, loss_of
 from lightning_dpx.memory.execute.calls import Call, repeating
+from tests import helpers
 from tests.conftest import SIMULATED, simulated_bytes
 from tests.memory.models import AWKWARD, CustomFunction, Swing, Swinging
 from tests.memory.plan.test_planning import make, measured_peak
@@ -315,6 +316,24 @@ def _adds_to_a_global(_: Body) -> float:
     return float(len(_SEEN))
 
 
+_counter = _closure()
+
+
+def _count_anew() -> None:
+    global _counter
+    _counter = _closure()
+
+
+def _appends_to_its_default(_: Body, seen: list[int] = []) -> float:  # noqa: B006  as users have them
+    seen.append(1)
+    return float(len(seen))
+
+
+def _empty_default() -> None:
+    for seen in _appends_to_its_default.__defaults__ or ():
+        seen.clear()
+
+
 def _draws_from(self: Body) -> float:
     own = self.state
     return float(torch.rand((), generator=own) if isinstance(own, torch.Generator) else own.random())
@@ -344,6 +363,9 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Body], float], str]] = {
     "iterator in a list": (lambda: [zip(range(99))], lambda m: next(m.state[0])[0] + 1.0, "state is a zip, whose"),
     "file": (lambda: io.StringIO("123456789" * 9), lambda m: float(m.state.read(1)), "state is a StringIO, whose"),
     "global": (lambda: None, _adds_to_a_global, r"it changes the global _SEEN"),
+    "closure of a global": (_count_anew, lambda m: _counter(), r"it changes the global _counter"),
+    "default": (_empty_default, lambda m: _appends_to_its_default(m), "it changes the global _appends_to_its_default"),
+    "file that is imported": (helpers.forget, lambda m: helpers.note(), r"it changes the global SEEN"),
     "module outside": (lambda: [Body()], lambda m: 2.0, "state is a module outside of it"),
     "torch.Generator": (lambda: torch.Generator().manual_seed(1), _draws_from, ""),
     "NumPy's": (lambda: np.random.default_rng(1), _draws_from, ""),
@@ -458,7 +480,7 @@ def test_who_else_takes_part_is_not_disturbed() -> None:
         assert "'middle' cannot be called again: it runs under a _Mode" in reasons(Around(Body()), x)
 
 
-_HIDDEN: Any = ModuleType("hidden")  # where nobody looks
+_HIDDEN: Any = ModuleType("torch.hidden")  # what installed files keep is not watched
 
 
 @pytest.mark.parametrize(
