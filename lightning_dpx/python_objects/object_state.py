@@ -220,7 +220,7 @@ class ObjectState:
     def _add_globals(self, kind: type | types.FunctionType) -> None:
         if is_installed(kind.__module__):
             return
-        for namespace, names in _globals_of(kind):  # type: ignore[arg-type]
+        for namespace, names in _globals_of(kind):
             path = f"a global of {kind.__module__}"
             self._entries.append(_Entry(path, _Globals(namespace, names), _Globals.read, _Globals.write))
             for name in names:
@@ -451,9 +451,14 @@ class _Globals:
                 self.namespace[name] = value
 
 
-@cache
-def _globals_of(kind: Any) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    return list(globals_of(kind))
+def _globals_of(kind: type | types.FunctionType) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    if kind not in _known_globals:
+        _known_globals[kind] = list(globals_of(kind))
+    return _known_globals[kind]
+
+
+_known_globals: weakref.WeakKeyDictionary[Any, list[tuple[dict[str, Any], tuple[str, ...]]]]
+_known_globals = weakref.WeakKeyDictionary()  # a function may be a closure over very much
 
 
 def _version(tensor: torch.Tensor) -> tuple[Any, ...]:

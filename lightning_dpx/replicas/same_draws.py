@@ -8,6 +8,7 @@ The mode also keeps the shadows from writing what they share with the real modul
 parameter, its values are put aside.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,7 +70,8 @@ class SameDraws(TorchDispatchMode):
         shared: What must not be written without a copy.
 
     Attributes:
-        drew: Whether the step drew numbers that were made equal for all rows.
+        draws: Of what the step drew and was made equal for all rows: how many numbers a row got, draw by draw. Where
+            rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
         low_precision: Dtypes of less precision than float32 that the step computed in, by autocast or by itself.
     """
@@ -77,7 +79,7 @@ class SameDraws(TorchDispatchMode):
     def __init__(self, shared: SharedParameters) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = shared
-        self.drew = False
+        self.draws: list[int] = []
         self.left_alone: dict[str, None] = {}
         self.low_precision: set[torch.dtype] = set()
 
@@ -98,8 +100,15 @@ class SameDraws(TorchDispatchMode):
         if draw is None:
             self.left_alone[str(func.overloadpacket)] = None
             return func(*args, **kwargs)
-        self.drew = True
-        return draw(func, args, kwargs)
+        result = draw(func, args, kwargs)
+        drawn = result[0] if isinstance(result, tuple) else result
+        self.draws.append(math.prod(_shape_of_pattern(drawn)))
+        return result
+
+    @property
+    def drew(self) -> bool:
+        """Whether the step drew numbers that were made equal for all rows."""
+        return bool(self.draws)
 
     def _before_write(self, written: Any) -> None:
         is_list = isinstance(written, list | tuple)
@@ -114,15 +123,19 @@ class SameDraws(TorchDispatchMode):
 
 def _pattern(target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
     """Writes numbers into ``target`` that depend on its last dim only; one number where it has one dim."""
+    # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
+    generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
+    small = torch.empty(_shape_of_pattern(target), dtype=target.dtype)
+    fill(small, generator)
+    return target.copy_(small.expand_as(target))
+
+
+def _shape_of_pattern(target: torch.Tensor) -> list[int]:
     dims = [dim for dim in range(1, target.ndim) if target.shape[dim] > 1]
     shape = [1] * target.ndim
     if dims:
         shape[dims[-1]] = target.shape[dims[-1]]
-    # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
-    generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
-    small = torch.empty(shape, dtype=target.dtype)
-    fill(small, generator)
-    return target.copy_(small.expand_as(target))
+    return shape
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

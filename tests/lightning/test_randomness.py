@@ -152,6 +152,7 @@ def mixed_up(kind: str, **options: Any) -> tuple[list[float], dict[str, torch.Te
     loader = make_loader(2048, 1024)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        warnings.filterwarnings("ignore", message=".*: DRAWN is .+1 items on one device")
         make_trainer(max_epochs=2, **options).fit(model, loader, make_loader(16))
     return list(DRAWN), {name: value.cpu() for name, value in model.state_dict().items()}
 

@@ -40,6 +40,7 @@ class Observation:
         logged: By name.
         state: Python state and buffers, by path.
         drew: Whether random numbers were made equal for all rows.
+        draws: How many such numbers a row got, draw by draw, in every call of a replica's step.
         left_alone: What else drew random numbers.
         metric_calls: What metrics were given, by one device.
     """
@@ -51,6 +52,7 @@ class Observation:
     logged: dict[str, Logged] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     drew: bool = False
+    draws: list[tuple[int, ...]] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     metric_calls: CallLog | None = None
 
@@ -226,6 +228,7 @@ class Comparison:
         skipped: What could not be compared, in words.
         notes: What else the user should know.
         kept: Attributes that hold something of one slice after the step.
+        apart: Paths of all that slices did not make as one device did; see :class:`Comparer` for their form.
     """
 
     rows: int
@@ -237,6 +240,7 @@ class Comparison:
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    apart: set[str] = field(default_factory=set)
 
     def blame_kept(self, what: str) -> None:
         """Adds what a second step in slices does differently because of what the first one kept."""
@@ -336,7 +340,8 @@ class Comparer:
 
     Args:
         tolerance: How far they may be apart.
-        unstable: What changes from run to run: "loss", or "gradient", "weight", "state" with a path after a colon.
+        unstable: What changes from run to run and may be apart: "loss"; a path of an output, or of a logged value;
+            "gradient", "new weight" or "state" with a path after a colon; with "structure", not in numbers only.
     """
 
     def __init__(self, tolerance: Tolerance, unstable: frozenset[str] = frozenset()) -> None:
@@ -364,16 +369,21 @@ class Comparer:
     def _losses(self, whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison) -> None:
         if whole.loss is None and sliced.loss is None:
             return
-        if "loss" in self._unstable:
-            out.skipped.append("loss (it depends on random draws)")
-            return
         if whole.loss is None or sliced.loss is None:
+            out.apart.add("loss")
+            if "loss" in self._unstable:
+                out.skipped.append("loss (it depends on random draws)")
+                return
             out.differences.append(("loss", "the loss is None on one device or in slices, but not on both"))
             return
         error = difference(whole.loss.double().reshape(()), sliced.loss.double().reshape(()), self._tolerance)
         if error <= self._tolerance.relative:
             out.counts["loss"] = 1
             out.largest = max(out.largest, error)
+            return
+        out.apart.add("loss")
+        if "loss" in self._unstable:
+            out.skipped.append("loss (it depends on random draws)")
             return
         numbers = [f"{value:.6g} as the {name}" for name, value in judge.losses.items()]
         of_slices = " and ".join(numbers) or f"{float(sliced.loss):.6g}"
@@ -387,9 +397,12 @@ class Comparer:
         wrong = {name: error for name, error in errors.items() if error > self._tolerance.relative}
         out.counts[kind] = len(errors) - len(wrong)
         out.largest = max([out.largest, *(error for name, error in errors.items() if name not in wrong)])
-        skipped = [name for name in whole if f"{kind}:{name}" in self._unstable]
+        out.apart.update(f"{kind}:{name}" for name in wrong)
+        skipped = [name for name in wrong if f"{kind}:{name}" in self._unstable]
         if skipped:
             out.skipped.append(f"{len(skipped)} {kind}s (they depend on random draws)")
+        for name in skipped:
+            del wrong[name]
         if wrong:
             worst = sorted(wrong, key=lambda name: -wrong[name])
             named = ", ".join(f"{name} by {short(wrong[name])}" for name in worst[:_NAMED])
@@ -403,8 +416,6 @@ class Comparer:
         scale = max((_largest(value) for value in both), default=0.0)
         errors = {}
         for name in dict.fromkeys([*whole, *sliced]):
-            if f"{kind}:{name}" in self._unstable:
-                continue
             # What one of both lacks, such as the gradient of a parameter that was not used, counts as zeros.
             mine = whole[name] if name in whole else torch.zeros_like(sliced[name])
             theirs = sliced[name] if name in sliced else torch.zeros_like(whole[name])
@@ -429,6 +440,7 @@ class Comparer:
         unseen = [found for found in leaves if found.path in self._unstable]
         good = [found for found in leaves if found.rules and found.path not in self._unstable]
         out.counts[kind] = len(good)
+        out.apart.update(found.path for found in (*wrong, *unseen))
         out.largest = max([out.largest, *(found.error for found in good)])
         if unseen:
             named = ", ".join(_name_of(found.path) for found in unseen[:_NAMED])
@@ -456,11 +468,14 @@ class Comparer:
         good = 0
         for path in dict.fromkeys([*whole.state, *sliced.state]):
             start, mine, theirs = (one.get(path) for one in (before, whole.state, sliced.state))
-            if f"state:{path}" in self._unstable:
-                continue
             if not _is_apart(mine, theirs, self._tolerance) or _grew_alike(start, mine, theirs, self._tolerance):
                 good += _is_apart(start, mine, self._tolerance)
-            elif _is_of_a_slice(mine, theirs, self._tolerance):
+                continue
+            out.apart.add(f"state:{path}")
+            of_a_slice = _is_of_a_slice(mine, theirs, self._tolerance)
+            if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
+                continue
+            if of_a_slice:
                 rebound.append(_shown(path))
             else:
                 wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))
@@ -486,6 +501,11 @@ def _is_alike_or_of_a_slice(one: Any, two: Any, tolerance: Tolerance) -> bool:
     return not _is_apart(one, two, tolerance) or _is_of_a_slice(one, two, tolerance)
 
 
+def drew_alike(whole: Observation, sliced: Observation) -> bool:
+    """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference."""
+    return not whole.left_alone and not sliced.left_alone and len({*whole.draws, *sliced.draws}) == 1
+
+
 def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -> frozenset[str]:
     """What two runs of one device on the same rows do not agree on."""
     found: set[str] = set()
@@ -509,6 +529,8 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
     for path, value in one.state.items():
         if path not in two.state or _is_apart(value, two.state[path], tolerance):
             found.add(f"state:{path}")
+            if not _is_of_a_slice(value, two.state.get(path), tolerance):
+                found.add(f"structure:{path}")
     return frozenset(found)
 
 

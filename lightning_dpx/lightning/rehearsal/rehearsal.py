@@ -41,6 +41,7 @@ from lightning_dpx.lightning.rehearsal.parity_report import (
     Observation,
     changed_again,
     chosen,
+    drew_alike,
     python_state,
     refined,
     undecided,
@@ -493,12 +494,15 @@ class _Rehearsal:
                 "For all devices to take part, read them in on_before_optimizer_step or on_train_batch_end.",
             )
         if comparison.differences:
-            again = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=True)
+            alike = drew_alike(whole, sliced)
+            again = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=not alike)
             unstable = unstable_between(whole, again, self._tolerance)
-            if not (whole.drew or whole.left_alone or again.left_alone):
+            if alike or not (whole.drew or whole.left_alone or again.left_alone):
                 # No draws explain it: something outside the module goes on from run to run, and cannot be put back.
                 trained = ("loss", "gradient:", "new weight:")
                 unstable = frozenset(path for path in unstable if not path.startswith(trained))
+            of_structure = frozenset(path for path in unstable if path.startswith("structure:"))
+            unstable = (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
             if unstable:
                 judge, sliced = self._sliced(sizes, whole, self._loss_reduction, unstable)
                 comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
@@ -668,8 +672,12 @@ class _Rehearsal:
         self._forget_gradients(shadow)
         self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
         seen.drew = self._guest.drew
-        seen.left_alone = self._guest.left_alone
+        self._note_draws(seen)
         return seen
+
+    def _note_draws(self, seen: Observation) -> None:
+        seen.draws = self._guest.draws
+        seen.left_alone = self._guest.left_alone
 
     def _step_of_one(self, log: StepLog, batch_slice: BatchSlice) -> Any:
         call = self._call
@@ -753,6 +761,7 @@ class _Rehearsal:
                     seen.logged = {path_of(key): _logged(*entry) for key, entry in merged_log.entries.items()}
                     self._note_writes(writes, replicas, rules, seen)
                     self._finish(seen, final, shadow, step.owner_parameters, step)
+        self._note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
         for replica in replicas.replicas:
             self._forget_gradients(replica.module)

@@ -61,6 +61,7 @@ class Guest:
         self._start = GeneratorStates(self._devices, [module])
         self._run_start = self._start
         self._modes: list[SameDraws] = []
+        self._steps: list[SameDraws] = []  # those among them that are no backward
         self.surroundings = Surroundings(trainer, module)
 
     @contextmanager
@@ -98,6 +99,7 @@ class Guest:
     def run(self, shadow: nn.Module, *, other_draws: bool = False) -> Iterator[None]:
         """One run of ``shadow``, from the same random numbers as every other, unless others are wanted."""
         self._modes = []
+        self._steps = []
         self._start.restore()
         if other_draws:
             advance([shadow])
@@ -118,16 +120,18 @@ class Guest:
                 left_alone.append("a generator of Python or NumPy")
             self.left_alone = list(dict.fromkeys(left_alone))
             self.drew = any(mode.drew for mode in self._modes)
+            self.draws = [tuple(mode.draws) for mode in self._steps]
             self.low_precision = low_precision
             self._start.restore()
 
     @contextmanager
     def in_step(self, stage: str) -> Iterator[None]:
         """A replica's own step, or its backward; all replicas draw the same numbers."""
-        if stage != "backward":
-            self._run_start.restore()
         mode = SameDraws(self._shared)
         self._modes.append(mode)
+        if stage != "backward":
+            self._steps.append(mode)
+            self._run_start.restore()
         with mode:
             yield
 
