@@ -28,6 +28,7 @@ from lightning_dpx.lightning.memory.dry_run import (
     plan_step,
     work_on_first_batch,
 )
+from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.memory import Planner, Profile, extrapolate
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
 from lightning_dpx.torch_compat import tree_leaves
@@ -289,7 +290,14 @@ def _tuned(
         for device, rows, held, number in zip(settings.devices, slices, lasting, numbers, strict=True):
             if not rows:
                 continue
-            planner = DevicePlanner(rows, number, whole, part, partial(plan_step, module, settings))
+            planner = DevicePlanner(
+                rows,
+                number,
+                whole,
+                part,
+                partial(plan_step, module, settings),
+                seconds_each=seconds_of_a_micro_batch(device),
+            )
             forecast = forecast_device(device, rows, {**held, "inputs": inputs * rows // current}, planner, settings)
             forecasts.append(forecast)
             share = float("inf") if forecast.plan is None else forecast.plan.recompute_share or 0.0

@@ -42,7 +42,13 @@ def check_micro_batch_number(micro_batches: object) -> None:
 
 
 def plan_fixed_micro_batches(
-    number: int, rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget: int | None
+    number: int,
+    rows: int,
+    profile_of: ProfileOf,
+    plan_of: PlanOf,
+    budget: int | None,
+    *,
+    seconds_each: float = 0.0,
 ) -> MemoryPlan:
     """The plan of a step that is cut into ``number`` micro-batches, or as many as it has rows.
 
@@ -52,6 +58,7 @@ def plan_fixed_micro_batches(
         profile_of: Profiles a step.
         plan_of: Plans a profile.
         budget: Bytes of activations that are allowed; as few as can be unless given.
+        seconds_each: What running one micro-batch costs beside its step.
 
     Raises:
         BudgetError: the budget cannot be met.
@@ -62,14 +69,20 @@ def plan_fixed_micro_batches(
     small, larger = divmod(rows, number)
     sizes = {small, small + 1} if larger else {small}
     parts = {size: profile_of(size, True) for size in sizes}
-    profiles = ProfilesByRows(profile_of(rows, False), rows, parts)
+    profiles = ProfilesByRows(profile_of(rows, False), rows, parts, seconds_each)
     candidate = candidate_of(profiles, number, budget)
     plan = plan_of(candidate.profile, budget)
     return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
 
 
 def plan_in_micro_batches(
-    rows: int, profile_of: ProfileOf, plan_of: PlanOf, budget: int, whole: Profile | None = None
+    rows: int,
+    profile_of: ProfileOf,
+    plan_of: PlanOf,
+    budget: int,
+    whole: Profile | None = None,
+    *,
+    seconds_each: float = 0.0,
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
     """The number of micro-batches that is fastest within the budget, and their plan.
 
@@ -79,6 +92,7 @@ def plan_in_micro_batches(
         plan_of: Plans a profile.
         budget: Bytes of activations that are allowed.
         whole: The profile of the step in one piece, if it is known.
+        seconds_each: What running one micro-batch costs beside its step.
 
     Returns:
         The plan, whose figures are those of all micro-batches together beside the step in one piece; and what was
@@ -91,7 +105,8 @@ def plan_in_micro_batches(
     profiles = ProfilesByRows(whole, rows, {})
     if rows > 1 and whole.peak > budget:
         sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
-        profiles = ProfilesByRows(whole, rows, {size: profile_of(size, True) for size in sizes})
+        parts = {size: profile_of(size, True) for size in sizes}
+        profiles = ProfilesByRows(whole, rows, parts, seconds_each)
     candidates = candidates_of(profiles, lambda _number: budget)
     known = dict[int, MemoryPlan | BudgetError]()
 

@@ -21,6 +21,7 @@ class DevicePlanner:
         profile_of_slice: Profiles the step on some rows.
         profile_of_part: The same for a micro-batch, whose gradients are added to those before.
         plan_of: Plans a profile.
+        seconds_each: What running one micro-batch costs beside its step.
     """
 
     def __init__(
@@ -30,12 +31,15 @@ class DevicePlanner:
         profile_of_slice: Callable[[int], Profile],
         profile_of_part: Callable[[int], Profile],
         plan_of: PlanOf,
+        *,
+        seconds_each: float = 0.0,
     ) -> None:
         self._rows = rows
         self._number = number
         self._profile_of_slice = profile_of_slice
         self._profile_of_part = profile_of_part
         self._plan_of = plan_of
+        self._seconds_each = seconds_each
         if number != "auto":  # as many as the run would make of so many rows
             parts = cut_into_micro_batches([rows], [rows], [number])
             self._number = sum(part > 0 for part in parts)
@@ -52,10 +56,15 @@ class DevicePlanner:
             BudgetError: there is none.
         """
         if self._number == "auto" and room is not None:
-            return plan_in_micro_batches(self._rows, self._profile, self._plan_of, room, self.whole)[0]
+            found = plan_in_micro_batches(
+                self._rows, self._profile, self._plan_of, room, self.whole, seconds_each=self._seconds_each
+            )
+            return found[0]
         number = 1 if self._number == "auto" else self._number
         allowed = self.whole.peak if room is None else room
-        return plan_fixed_micro_batches(number, self._rows, self._profile, self._plan_of, allowed)
+        return plan_fixed_micro_batches(
+            number, self._rows, self._profile, self._plan_of, allowed, seconds_each=self._seconds_each
+        )
 
     def followed(self, plan: MemoryPlan | None) -> Profile:
         """The step that a plan is followed in: on the largest micro-batch where it is cut."""

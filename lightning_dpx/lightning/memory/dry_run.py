@@ -22,6 +22,7 @@ from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Tra
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
+from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
 from lightning_dpx.lightning.memory.profiling import Step, keeps_gradients, profile_absent_slice, profile_slice
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
@@ -271,7 +272,12 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             progress(f"planning {device}")
             static["inputs"] = inputs * size // num_rows
             planner = DevicePlanner(
-                size, number, profiles.of_slice, profiles.of_part, partial(plan_step, module, settings)
+                size,
+                number,
+                profiles.of_slice,
+                profiles.of_part,
+                partial(plan_step, module, settings),
+                seconds_each=seconds_of_a_micro_batch(device),
             )
             forecast = forecast_device(device, size, static, planner, settings)
             forecasts.append(forecast)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.profiling import (
     NoLossError,
     Step,
@@ -122,7 +123,7 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return plan_profile(replicas.root.module, profile, budget, planner)
 
-        return plan_in_micro_batches(rows, profile_of, plan_of, room)[1]
+        return plan_in_micro_batches(rows, profile_of, plan_of, room, seconds_each=seconds_of_a_micro_batch(device))[1]
 
     def raised_to(self, number: int) -> None:
         """A step that ran out of memory is cut into so many micro-batches, which a rehearsal may take back."""

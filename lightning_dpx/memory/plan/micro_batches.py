@@ -112,11 +112,13 @@ class ProfilesByRows:
         whole: The step on all rows, as it is in one piece.
         rows: How many those are.
         parts: Steps on fewer rows, whose gradients are added to those of the micro-batches before, by rows.
+        seconds_each: What running one micro-batch costs beside its step.
     """
 
-    def __init__(self, whole: Profile, rows: int, parts: Mapping[int, Profile]) -> None:
+    def __init__(self, whole: Profile, rows: int, parts: Mapping[int, Profile], seconds_each: float = 0.0) -> None:
         self.rows = rows
         self.whole = whole
+        self.seconds_each = seconds_each
         self._parts = dict(sorted(parts.items()))
 
     def knows(self, rows: int) -> bool:
@@ -125,7 +127,7 @@ class ProfilesByRows:
 
     def with_part(self, rows: int, profile: Profile) -> "ProfilesByRows":
         """Beside these, one more that was run."""
-        return ProfilesByRows(self.whole, self.rows, {**self._parts, rows: profile})
+        return ProfilesByRows(self.whole, self.rows, {**self._parts, rows: profile}, self.seconds_each)
 
     def of_part(self, rows: int) -> Profile:
         """A micro-batch of so many rows."""
@@ -188,7 +190,9 @@ def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
     if number == 1:
         return profiles.whole.step_seconds
     small, larger = divmod(profiles.rows, number)
-    seconds = larger * profiles.of_part(small + 1).step_seconds if larger else 0.0
+    seconds = number * profiles.seconds_each
+    if larger:
+        seconds += larger * profiles.of_part(small + 1).step_seconds
     return seconds + (number - larger) * profiles.of_part(small).step_seconds
 
 

@@ -1,0 +1,69 @@
+"""What one more micro-batch costs beside its own forward and backward: running it as a replica's step, adding it up.
+
+It is measured once in a process, on a module whose step costs next to nothing: the time of many micro-batches less that
+of few, and less that of as many steps by hand. Where operators run beside Python, as on accelerators, such time is
+hidden and does not count.
+"""
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpx.group import ReplicaGroup
+from lightning_dpx.memory.profile import timing_effort
+
+_FEW = 2
+_MANY = 16
+_ROUNDS = 15
+_WARM = 2
+
+
+class _Mean(nn.Module):
+    """A loss of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).mean()
+
+
+def seconds_of_a_micro_batch(device: torch.device) -> float:
+    """Of processor time, beside the operators that run on ``device``."""
+    return _on_the_host() if device.type == "cpu" else 0.0
+
+
+@cache
+def _on_the_host() -> float:
+    rows = torch.ones(_MANY, 1, device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        ours = _seconds_in_group(rows, _MANY) - _seconds_in_group(rows, _FEW)
+        by_hand = _seconds(partial(_by_hand, _Mean(), rows, _MANY)) - _seconds(partial(_by_hand, _Mean(), rows, _FEW))
+    return max(0.0, ours - by_hand) / (_MANY - _FEW)
+
+
+def _seconds_in_group(rows: Tensor, number: int) -> float:
+    group = ReplicaGroup(_Mean(), ["cpu"], micro_batches=number, execution="inline")
+    try:
+        return _seconds(lambda: group.forward_backward(rows))
+    finally:
+        group.close()
+
+
+def _by_hand(module: nn.Module, rows: Tensor, number: int) -> None:
+    for part in rows.chunk(number):
+        (module(part) / number).backward()
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    least = float("inf")
+    for turn in range(_WARM + timing_effort.rounds(_ROUNDS)):
+        start = time.thread_time()
+        run()
+        if turn >= _WARM:
+            least = min(least, time.thread_time() - start)
+    return least
