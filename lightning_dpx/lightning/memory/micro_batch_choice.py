@@ -15,6 +15,7 @@ import torch
 
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
+from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
 from lightning_dpx.lightning.memory.profiling import (
     NoLossError,
     Step,
@@ -25,7 +26,7 @@ from lightning_dpx.lightning.memory.profiling import (
     profile_slice,
 )
 from lightning_dpx.lightning.memory.seen_steps import TriedSteps, by_device
-from lightning_dpx.memory import MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches, plan_profile
+from lightning_dpx.memory import MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
 if TYPE_CHECKING:
@@ -113,15 +114,25 @@ class MicroBatchChooser:
         rows, batch_of = first_rows_of(replicas, batch_slice)
         accumulates = keeps_gradients(session.trainer)
 
+        cache = session.strategy.planning.cache
+
         def profile_of(count: int, adds: bool) -> Profile:
-            announce_profile(count, device)
             part = BatchSlice(batch_slice.replica, count, batch_of(count))
-            profile = profile_slice(replicas, part, run, device, accumulates=adds or accumulates)
+
+            def profiled() -> list[list[Profile]]:
+                announce_profile(count, device)
+                return [[profile_slice(replicas, part, run, device, accumulates=adds or accumulates)]]
+
+            key = ""
+            if cache.is_on:
+                others = (device,), count, [count], (), adds or accumulates
+                key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
+            profile = cache.profiles([key], profiled, bool)[0][0]
             self.tried[count, adds or accumulates] = profile
             return profile
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
-            return plan_profile(replicas.root.module, profile, budget, planner)
+            return cache.plan_profile(replicas.root.module, profile, planner, budget)
 
         return plan_in_micro_batches(rows, profile_of, plan_of, room, seconds_each=seconds_of_a_micro_batch(device))[1]
 

@@ -83,6 +83,7 @@ class MemoryPlanning:
         profiles: By device, the step that leaves least room there, of those that the plan was made for.
         cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
         tried: Steps of the batch that is planned next, where their profiles are known.
+        cache: What earlier runs have found.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
@@ -98,7 +99,7 @@ class MemoryPlanning:
     ) -> None:
         self.budgets = Budgets(parse_budget(budget))
         self.planner = make_planner(planner)
-        self._cache = PlanningCache(plan_cache, "plan_cache")
+        self.cache = PlanningCache(plan_cache, "plan_cache")
         self.budget_given = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
@@ -251,10 +252,10 @@ class MemoryPlanning:
     ) -> None:
         held = static(slices)
         anew = self._other_steps.expected
-        if anew and self._cache.is_used:
+        if anew and self.cache.is_used:
             self._leave_cache()
         options = {"accumulates": held.accumulates, "together": self.budget_given, "anew": anew}
-        seen = profiled_steps(replicas, slices, run, self._cache, self.tried, **options)
+        seen = profiled_steps(replicas, slices, run, self.cache, self.tried, **options)
         self.tried = {}
         if not self._shapes.hold(batch) or self._steps_differ(seen):
             self._plan(replicas, slices, held, seen, source)
@@ -265,12 +266,12 @@ class MemoryPlanning:
         """Whether these profiles show what steps have saved that no earlier one showed."""
         found = self._other_steps.found_in(seen.values())
         if found:
-            self._cache.forget()
+            self.cache.forget()
         return found
 
     def _leave_cache(self) -> None:
         """What was found there is not what the steps of this run are."""
-        self._cache.leave()
+        self.cache.leave()
         self._shapes = KnownShapes()
         self._other_steps = OtherSteps()
         self._decided.clear()
@@ -326,7 +327,7 @@ class MemoryPlanning:
             try:
                 profiles = [step.profiles for step in steps]
                 measured = any(self.budgets.is_measured(device, replicas.devices) for device in devices)
-                shared = self._cache.plan_shapes(
+                shared = self.cache.plan_shapes(
                     replicas.root.module, profiles, rooms, self.planner, now, measured=measured
                 )
             except BudgetError as error:
@@ -497,7 +498,7 @@ class MemoryPlanning:
         self._steps = 0
         self._provisional = False
         self._other_steps = OtherSteps()
-        self._cache.start()
+        self.cache.start()
         self.cut_costs = {}
         self.plans.clear()
         self.profiles.clear()

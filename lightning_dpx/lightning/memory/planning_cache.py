@@ -130,10 +130,12 @@ class PlanningCache:
         now = tuple(replace(plan, budget=budget) for plan, budget in zip(plans, allowed, strict=True))
         return SharedPlan(now, tuple(worst))
 
-    def plan_profile(self, module: nn.Module, profile: Profile, planner: str | Planner) -> MemoryPlan:
-        """As the function of this name, for as few bytes as possible."""
-        plan, key = found_or_planned(self._cache, module, profile, None, planner)
-        if key:
+    def plan_profile(
+        self, module: nn.Module, profile: Profile, planner: str | Planner, budget: int | None = None
+    ) -> MemoryPlan:
+        """As the function of this name."""
+        plan, key = found_or_planned(self._cache, module, profile, budget, planner)
+        if key and budget is None:
             self._tell(key)
         return plan
 

@@ -91,6 +91,16 @@ def test_the_second_run_of_a_job_plans_nothing(caplog: Any, devices: int) -> Non
     assert second.count("of a step (") == first.count("of a step (")  # the plan is announced as ever
 
 
+def test_the_second_run_chooses_its_micro_batches_without_a_profile(caplog: Any) -> None:
+    options = {"memory_budget": 2_600_000, "micro_batches": "auto"}
+    said, state = fit(caplog, **options)
+    assert "profiles a step on 64 rows" in said, "the premise: several numbers of micro-batches were tried"
+    again, state_again = fit(caplog, **options)
+    assert "profiles a step" not in again
+    assert_equal(state_again, state, bitwise=True)
+
+
+
 def test_so_it_does_where_the_budget_is_what_happens_to_be_free(
     caplog: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
