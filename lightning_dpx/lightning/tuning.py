@@ -23,6 +23,7 @@ from lightning_dpx.lightning.memory.dry_run import (
     Progress,
     Settings,
     StepProfiles,
+    bytes_kept_aside,
     forecast_device,
     lasting_bytes,
     plan_step,
@@ -297,6 +298,7 @@ def _tuned(
                 part,
                 partial(plan_step, module, settings),
                 seconds_each=seconds_of_a_micro_batch(device),
+                aside=bytes_kept_aside(trainer, module),
             )
             forecast = forecast_device(device, rows, {**held, "inputs": inputs * rows // current}, planner, settings)
             forecasts.append(forecast)

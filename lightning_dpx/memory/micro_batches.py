@@ -83,6 +83,7 @@ def plan_in_micro_batches(
     whole: Profile | None = None,
     *,
     seconds_each: float = 0.0,
+    aside: int = 0,
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
     """The number of micro-batches that is fastest within the budget, and their plan.
 
@@ -93,6 +94,7 @@ def plan_in_micro_batches(
         budget: Bytes of activations that are allowed.
         whole: The profile of the step in one piece, if it is known.
         seconds_each: What running one micro-batch costs beside its step.
+        aside: Bytes that micro-batches need beside their activations, and a step in one piece does not.
 
     Returns:
         The plan, whose figures are those of all micro-batches together beside the step in one piece; and what was
@@ -107,7 +109,7 @@ def plan_in_micro_batches(
         sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
         parts = {size: profile_of(size, True) for size in sizes}
         profiles = ProfilesByRows(whole, rows, parts, seconds_each)
-    candidates = candidates_of(profiles, lambda _number: budget)
+    candidates = candidates_of(profiles, lambda number: budget if number == 1 else max(1, budget - aside))
     known = dict[int, MemoryPlan | BudgetError]()
 
     def planned(candidate: Candidate) -> MemoryPlan:

@@ -22,6 +22,7 @@ class DevicePlanner:
         profile_of_part: The same for a micro-batch, whose gradients are added to those before.
         plan_of: Plans a profile.
         seconds_each: What running one micro-batch costs beside its step.
+        aside: Bytes that micro-batches need beside their activations, and a step in one piece does not.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class DevicePlanner:
         plan_of: PlanOf,
         *,
         seconds_each: float = 0.0,
+        aside: int = 0,
     ) -> None:
         self._rows = rows
         self._number = number
@@ -40,6 +42,7 @@ class DevicePlanner:
         self._profile_of_part = profile_of_part
         self._plan_of = plan_of
         self._seconds_each = seconds_each
+        self._aside = aside
         if number != "auto":  # as many as the run would make of so many rows
             parts = cut_into_micro_batches([rows], [rows], [number])
             self._number = sum(part > 0 for part in parts)
@@ -57,14 +60,24 @@ class DevicePlanner:
         """
         if self._number == "auto" and room is not None:
             found = plan_in_micro_batches(
-                self._rows, self._profile, self._plan_of, room, self.whole, seconds_each=self._seconds_each
+                self._rows,
+                self._profile,
+                self._plan_of,
+                room,
+                self.whole,
+                seconds_each=self._seconds_each,
+                aside=self._aside,
             )
             return found[0]
         number = 1 if self._number == "auto" else self._number
-        allowed = self.whole.peak if room is None else room
+        allowed = self.whole.peak if room is None else max(1, room - self.aside(number))
         return plan_fixed_micro_batches(
             number, self._rows, self._profile, self._plan_of, allowed, seconds_each=self._seconds_each
         )
+
+    def aside(self, number: int) -> int:
+        """Bytes that so many micro-batches need beside their activations: gradients of earlier batches."""
+        return self._aside if number > 1 else 0
 
     def followed(self, plan: MemoryPlan | None) -> Profile:
         """The step that a plan is followed in: on the largest micro-batch where it is cut."""

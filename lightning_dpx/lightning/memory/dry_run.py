@@ -18,6 +18,7 @@ import torch
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
+from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import states_of
@@ -267,6 +268,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     followed = []
     planners = []
     held = lasting_bytes(trainer, module, settings)
+    aside = bytes_kept_aside(trainer, module)
     for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
         if size:
             progress(f"planning {device}")
@@ -278,6 +280,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
                 profiles.of_part,
                 partial(plan_step, module, settings),
                 seconds_each=seconds_of_a_micro_batch(device),
+                aside=aside,
             )
             forecast = forecast_device(device, size, static, planner, settings)
             forecasts.append(forecast)
@@ -407,6 +410,13 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
     return found
 
 
+def bytes_kept_aside(trainer: Trainer, module: LightningModule) -> int:
+    """Of the gradients of earlier batches, which lie aside while micro-batches add up their own."""
+    if not keeps_gradients(trainer) and not names_gradients(module):
+        return 0
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+
+
 def forecast_device(
     device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, settings: Settings
 ) -> DeviceForecast:
@@ -420,6 +430,8 @@ def forecast_device(
     except BudgetError as error:
         smallest = held + (error.smallest if error.smallest is not None else 0)
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
+    if plan is not None:
+        common["gradients"] = static["gradients"] + planner.aside(plan.micro_batches)
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dpx.errors import DPXError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
@@ -60,7 +61,9 @@ class MicroBatchChooser:
         """Whether what was chosen, and was not taken back, was for smaller batches than this one."""
         return bool(self.choices) and not self.session.strategy.planning.knows(batch)
 
-    def numbers(self, slices: list[BatchSlice], run: Step, room_of: RoomOf, planner: Any) -> list[int]:
+    def numbers(
+        self, slices: list[BatchSlice], run: Step, room_of: RoomOf, planner: Any, aside_of: RoomOf
+    ) -> list[int]:
         """Micro-batches of every device, 1 where its slice had better stay in one piece.
 
         Args:
@@ -68,6 +71,7 @@ class MicroBatchChooser:
             run: ``run(module, rows, num_rows)``: the training step of a shadow of a replica.
             room_of: What is allowed.
             planner: Who plans.
+            aside_of: What micro-batches need beside their activations, and a step in one piece does not.
 
         Raises:
             BudgetError: a budget cannot be met, whatever the number.
@@ -82,7 +86,7 @@ class MicroBatchChooser:
         largest = {home: here[0] for home, here in by_device(slices).items()}
         try:
             for home, batch_slice in largest.items():
-                self.choices[home] = self._choice(batch_slice, run, room_of(home), planner)
+                self.choices[home] = self._choice(batch_slice, run, room_of(home), planner, aside_of(home))
         except UncuttableBatch as error:
             rank_zero_info(f'dpx: micro_batches="auto" leaves training steps in one piece: {error.reason}')
             self.choices.clear()
@@ -107,7 +111,7 @@ class MicroBatchChooser:
             return "a replica runs on several devices."
         return ""
 
-    def _choice(self, batch_slice: BatchSlice, run: Step, room: int, planner: Any) -> MicroBatchChoice:
+    def _choice(self, batch_slice: BatchSlice, run: Step, room: int, planner: Any, aside: int) -> MicroBatchChoice:
         session = self.session
         replicas = session.replicas
         device = batch_slice.replica.device
@@ -121,7 +125,15 @@ class MicroBatchChooser:
 
             def profiled() -> list[list[Profile]]:
                 announce_profile(count, device)
-                return [[profile_slice(replicas, part, run, device, accumulates=adds or accumulates)]]
+                try:
+                    return [[profile_slice(replicas, part, run, device, accumulates=adds or accumulates)]]
+                except (DPXError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    if count == rows:
+                        raise
+                    why = f"on {count} of its {rows} rows a step raises {type(error).__name__}: {error}"
+                    raise UncuttableBatch(why.partition("\n")[0], "", "fewer rows") from error
 
             key = ""
             if cache.is_on:
@@ -134,7 +146,8 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(replicas.root.module, profile, planner, budget)
 
-        return plan_in_micro_batches(rows, profile_of, plan_of, room, seconds_each=seconds_of_a_micro_batch(device))[1]
+        each = seconds_of_a_micro_batch(device)
+        return plan_in_micro_batches(rows, profile_of, plan_of, room, seconds_each=each, aside=aside)[1]
 
     def raised_to(self, number: int) -> None:
         """A step that ran out of memory is cut into so many micro-batches, which a rehearsal may take back."""

@@ -23,6 +23,7 @@ class StaticMemory:
         moving: What the reduction of gradients takes beside them, at its peak.
         moves_in_backward: Whether that is while activations are still there.
         accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
+        keeps_earlier: Whether gradients of earlier batches lie aside while micro-batches add up their own.
     """
 
     slices: Sequence[BatchSlice]
@@ -30,14 +31,16 @@ class StaticMemory:
     moving: Mapping[torch.device, int] = field(default_factory=dict)
     moves_in_backward: bool = False
     accumulates: bool = False
+    keeps_earlier: bool = False
 
     def beside_activations(self, device: torch.device) -> int:
         """Bytes on ``device`` while a step has activations there."""
         return self._lasting(device) + self.passing(device)
 
     def passing(self, device: torch.device) -> int:
-        """What of that comes and goes within a backward."""
-        return self.moving.get(device, 0) if self.moves_in_backward else 0
+        """What of that comes and goes within a step; sums overlap no backward while earlier gradients lie aside."""
+        moving = self.moving.get(device, 0) if self.moves_in_backward else 0
+        return max(moving, self.gradients(device) if self.keeps_earlier else 0)
 
     def after_backward(self, device: torch.device) -> int:
         """Bytes on ``device`` at the peak of the reduction, with no activations."""
@@ -61,6 +64,10 @@ class StaticMemory:
         else:
             present = allocated_and_peak(device)[0]
         return present + self.coming_gradients(device) + self.states.get(device, 0)
+
+    def gradients(self, device: torch.device) -> int:
+        """Bytes of all gradients of the parameters there."""
+        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad)
 
     def coming_gradients(self, device: torch.device) -> int:
         """Bytes of the gradients that are not there yet."""

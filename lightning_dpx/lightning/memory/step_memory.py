@@ -4,11 +4,14 @@ A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :cl
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
@@ -138,7 +141,9 @@ class StepMemory(NoStepMemory):
             run = self._tried_step(StepInput(slices, args, kwargs), peeked)
             static = self._static_memory(slices)
             room_of = partial(self._planning.room_of_replica, replicas, slices, static)
-            numbers = chooser.numbers(slices, run, room_of, self._planning.planner)
+            numbers = chooser.numbers(
+                slices, run, room_of, self._planning.planner, partial(self._aside, slices, static)
+            )
         present = replicas.partition.micro_batches
         numbers = list(map(max, numbers, present))
         is_cut = numbers != list(present) and session.cut_slices(numbers)
@@ -149,6 +154,13 @@ class StepMemory(NoStepMemory):
         if grows:
             session.strategy.announce(_NO_BOUND)
         return True
+
+    def _aside(self, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device) -> int:
+        """Bytes that a replica's micro-batches need beside their activations, and a step in one piece does not."""
+        if not self._keeps_earlier_gradients:
+            return 0
+        cut = replace(static, keeps_earlier=True)
+        return (cut.passing(device) - static.passing(device)) // len(by_device(slices)[device])
 
     def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
         """One for each device, none of them cut further."""
@@ -345,7 +357,14 @@ class StepMemory(NoStepMemory):
             moving=session.step.sums.reduction_bytes(active),
             moves_in_backward=session.step.sums.overlapped is not None,
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
+            keeps_earlier=replicas.cuts_slices and self._keeps_earlier_gradients,
         )
+
+    @property
+    def _keeps_earlier_gradients(self) -> bool:
+        """Whether those of the batch before are there while micro-batches of the next one run."""
+        session = self._session
+        return keeps_gradients(session.trainer) or names_gradients(session.module)
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs are not read: ``run(module, rows, num_rows)``."""

@@ -206,6 +206,17 @@ def test_steps_that_cannot_be_cut_further_say_why(kind, why, caplog) -> None:
     torch.testing.assert_close(seen, fitted(kind()))
 
 
+class NeedsManyRows(Tower):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch.view(-1, ROWS // 2, 16).flatten(0, 1), batch_idx)
+
+
+def test_a_step_that_fewer_rows_do_not_run_stays_in_one_piece(one_device, caplog) -> None:
+    trained = fitted(NeedsManyRows(), **options_for(Tower(), HALF, planner="auto"))
+    torch.testing.assert_close(trained, one_device)
+    assert "leaves training steps in one piece: on 128 of its 512 rows a step raises RuntimeError" in said(caplog)
+
+
 def test_devices_of_unequal_budgets_have_unequal_numbers(sim, one_device, caplog) -> None:
     seen_rows()
     module = Tower()

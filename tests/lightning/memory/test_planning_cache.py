@@ -100,7 +100,6 @@ def test_the_second_run_chooses_its_micro_batches_without_a_profile(caplog: Any)
     assert_equal(state_again, state, bitwise=True)
 
 
-
 def test_so_it_does_where_the_budget_is_what_happens_to_be_free(
     caplog: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

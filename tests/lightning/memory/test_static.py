@@ -66,13 +66,15 @@ class LargeHead(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("reducer", ANYWHERE)
-def test_packs_that_travel_beside_all_activations_are_counted(reducer: str, sim: Any) -> None:
+def test_what_gradients_take_beside_all_activations_is_counted(reducer: str, micro_batches: int, sim: Any) -> None:
+    """Packs that travel; and gradients of the batch before, aside while micro-batches add up their own."""
     budget = 15 if reducer == "collective" else 12
     generator = torch.Generator().manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(4 * 4096, 64, generator=generator)), 4096)
     torch.manual_seed(0)
-    strategy = dpx.DPXStrategy(memory_budget=f"{budget}MiB", reducer=reducer)
+    strategy = dpx.DPXStrategy(memory_budget=f"{budget}MiB", reducer=reducer, micro_batches=micro_batches)
     on_sim: dict[str, Any] = {"accelerator": "sim", "devices": 2, "accumulate_grad_batches": 2}
     make_trainer(max_epochs=1, strategy=strategy, **on_sim).fit(LargeHead(), data)
     peaks = [sim.max_memory_allocated(device) / MIB for device in range(2)]
