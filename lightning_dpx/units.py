@@ -32,6 +32,19 @@ def parse_bytes(name: str, size: int | str) -> int:
     return value
 
 
+def parse_share(name: str, text: str) -> float:
+    """A share from a text such as ``"60%"``.
+
+    Raises:
+        ConfigurationError: names the argument ``name`` and says what is allowed.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", text)
+    share = float(match[1]) / 100 if match else 0.0
+    if not 0 < share <= 1:
+        raise ConfigurationError(f"{name}={text!r} is not allowed; give more than 0% and at most 100%.")
+    return share
+
+
 def format_mib(size: float, digits: int = 1) -> str:
     """Bytes as MiB, as in all of the package's messages: ``"6.3 MiB"``.
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.units import GIB, MIB, format_bytes, format_mib, format_part, parse_bytes
+from lightning_dpx.units import GIB, MIB, format_bytes, format_mib, format_part, parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,16 @@ def test_what_people_write_becomes_bytes(text: str | int, size: int) -> None:
 def test_what_is_no_size_is_refused_with_the_argument_and_an_example(text: str | int) -> None:
     with pytest.raises(ConfigurationError, match=r"memory=.* is not allowed; give positive bytes or .*'8GiB'"):
         parse_bytes("memory", text)
+
+
+def test_a_share_is_written_in_percent() -> None:
+    assert parse_share("memory", " 62.5 % ") == 0.625
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-1%", "half", "0.5", "1.2.3%"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"memory=.* is not allowed; give more than 0% and at most 100%"):
+        parse_share("memory", text)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profi
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.progress import shown
-from lightning_dpx.units import MIB, format_part, parse_bytes
+from lightning_dpx.units import MIB, format_part, parse_bytes, parse_share
 
 HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
@@ -52,7 +52,11 @@ def add_to(commands: Any) -> None:
         "0: it fits; 2: it does not; 1: an error. All that `dpx fit` takes can follow (--model ..., --data ...).",
     )
     plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
-    plan.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
+    plan.add_argument(
+        "--budget",
+        help='for everything on a device: "8GiB", bytes, or "60%%" of what it would take without a plan; the config\'s '
+        "unless given",
+    )
     plan.add_argument("--devices", help='a number, or names such as "cuda:0,cuda:1"; the config\'s unless given')
     plan.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
     plan.add_argument(
@@ -208,10 +212,14 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
     )
 
 
-def _bytes(budget: int | float | str) -> int:
+def _bytes(budget: int | float | str) -> int | float:
+    """A budget in bytes, or as a share of what a device would take without a plan."""
+    if isinstance(budget, str) and "%" in budget:
+        return parse_share("--budget", budget)
     if isinstance(budget, float) or budget == "auto":
         raise ConfigurationError(
-            f"memory_budget={budget!r} needs the devices to be there; give --budget in bytes, such as 8GiB."
+            f"memory_budget={budget!r} needs the devices to be there; give --budget in bytes, such as 8GiB, or as a "
+            "share of what a device would take without a plan, such as 60%."
         )
     return parse_bytes("--budget", int(budget) if isinstance(budget, str) and budget.isdigit() else budget)
 

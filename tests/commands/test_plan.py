@@ -228,6 +228,7 @@ def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys:
     ("options", "said"),
     [
         (["--budget", "lots"], "--budget='lots' is not allowed"),
+        (["--budget", "0%"], "--budget='0%' is not allowed; give more than 0% and at most 100%"),
         (["--devices", "gpus"], "--devices 'gpus' is not allowed; give a number, or names"),
         (["--devices", "0"], "--devices '0' is not allowed"),
         (["--report", "report.doc"], "--report report.doc is not allowed; name an .html, .png, .svg or .pdf file"),
@@ -270,6 +271,16 @@ def test_devices_as_lightning_takes_them() -> None:
     assert [str(device) for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
     assert [str(device) for device in parse_devices("2")] == ["cuda:0", "cuda:1"]
     assert [str(device) for device in parse_devices("cuda:1, 3")] == ["cuda:1", "cuda:3"]
+
+
+def test_a_budget_is_a_share_of_what_a_device_would_take(tmp_path: Path, capsys: Any) -> None:
+    own = config(tmp_path, "{workload: [3, 1]}")
+    _, whole = planned(capsys, "--config", own, "--devices", "2")
+    _, devices = planned(capsys, "--config", own, "--devices", "2", "--budget", "60%")
+    expected = [int(0.6 * device["peak"]) for device in whole]
+    assert expected[0] > expected[1]
+    assert [device["budget"] for device in devices] == expected
+    assert all(device["peak"] <= device["budget"] for device in devices)
 
 
 def test_budgets_by_device(tmp_path: Path, capsys: Any) -> None:

@@ -95,6 +95,7 @@ def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: Any) -> N
         (["--batch-sizes", "64,many"], "--batch-sizes 64,many is not allowed; give positive numbers: 32,64,128"),
         (["--batch-sizes", "0"], "--batch-sizes 0 is not allowed"),
         (["--budget", "lots"], "--budget='lots' is not allowed"),
+        (["--budget", "60%"], "--budget='60%' is not allowed: a share would be another budget for every batch size"),
         (["--micro-batches", "none"], "--micro-batches none is not allowed"),
         (["--save", "nowhere/run.yaml"], "--save nowhere/run.yaml is not allowed: there is no folder nowhere"),
         (["--report", "report.doc"], "--report report.doc is not allowed; name an .html"),

@@ -58,7 +58,8 @@ class Settings:
         batch_dim: As in the strategy.
         batch_slicer: As in the strategy.
         reducer: As in the strategy.
-        budget: Bytes on each device, by device where they differ; or ``None``.
+        budget: On each device, by device where they differ; or ``None``. An ``int`` is in bytes, a ``float`` a share
+            of what the device would take without a plan.
         planner: As in the strategy.
         cache: Where profiles and plans of earlier dry runs are.
         micro_batches: As in the strategy; ``"auto"`` without a budget is 1.
@@ -69,7 +70,7 @@ class Settings:
     batch_dim: BatchDim = 0
     batch_slicer: Any = None
     reducer: str | GradientReducer = "auto"
-    budget: int | Mapping[torch.device, int] | None = None
+    budget: int | float | Mapping[torch.device, int | float] | None = None
     planner: str | Planner = "auto"
     cache: PlanCache = field(default_factory=lambda: PlanCache(False))
     micro_batches: MicroBatches | Literal["auto"] = 1
@@ -424,6 +425,8 @@ def forecast_device(
     held = sum(static.values())
     allowed = budget[device] if isinstance(budget, Mapping) else budget
     unplanned = planner.whole.peak
+    if isinstance(allowed, float):
+        allowed = int(allowed * (held + unplanned))
     common = {"device": str(device), "rows": rows, **static, "unplanned": unplanned, "budget": allowed or 0}
     try:
         plan = planner.plan(None if allowed is None else max(1, allowed - held))
