@@ -260,7 +260,8 @@ class ReplicaGroup:
 
         Raises:
             ConfigurationError: no forward came before, or ``grad_req="null"``.
-            SliceError: ``out_grads`` has another number of rows.
+            SliceError: ``out_grads`` has another number of rows, structure or shape than the outputs; or there are
+                none, and the output is no scalar loss.
         """
         if not self._outputs:
             raise ConfigurationError("backward() needs a forward() before it.")
@@ -490,7 +491,16 @@ def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
 
 def _walk(output: Any, gradient: Any) -> None:
     """The backward of one replica."""
-    pairs = zip(tree_leaves(output), tree_leaves(gradient), strict=True)
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    gradients = tree_leaves(gradient)
+    if [leaf.numel() for leaf in outputs] != [grad.numel() for grad in gradients]:
+        given = ", ".join(str(list(grad.shape)) for grad in gradients)
+        own = ", ".join(str(list(leaf.shape)) for leaf in outputs)
+        raise SliceError(
+            f"The outputs have shapes {own}, and their gradients {given}. Without out_grads the output must be a "
+            "scalar loss; out_grads has the structure of outputs_merged()."
+        )
+    pairs = zip(outputs, gradients, strict=True)
     wanted = [(leaf, grad) for leaf, grad in pairs if leaf.requires_grad]
     torch.autograd.backward([leaf for leaf, _ in wanted], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in wanted])
 

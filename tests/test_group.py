@@ -153,6 +153,9 @@ def test_layouts_per_input_named_inputs_and_merged_input_gradients(make_group, e
     torch.testing.assert_close(group.outputs_merged().cpu(), expected)
     with pytest.raises(dpx.SliceError, match="out_grads has 4 rows, the outputs have 6"):
         group.backward(out_grads[:, :4].to(device))
+    for wrong in (None, out_grads[..., :1].to(device), [out_grads.to(device)] * 2):
+        with pytest.raises(dpx.SliceError, match=r"The outputs have shapes \[5, 2, 2\], and their gradients"):
+            group.backward(wrong)
     group.backward(out_grads.to(device))
     row_grad, length_grad, bias_grad = group.input_grads_merged()
     torch.testing.assert_close(row_grad.cpu(), whole_rows.grad)

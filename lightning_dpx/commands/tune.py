@@ -128,8 +128,8 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     check_settings(args)
     if args.budget is not None and "%" in args.budget:
         raise ConfigurationError(
-            f"--budget={args.budget!r} is not allowed: a share would be another budget for every batch size; give bytes "
-            "or a text such as '8GiB'."
+            f"--budget={args.budget!r} is not allowed: a share would be another budget for every batch size; give "
+            "bytes or a text such as '8GiB'."
         )
     sizes = _numbers(args.batch_sizes)
     with warnings.catch_warnings(), quiet_lightning():
