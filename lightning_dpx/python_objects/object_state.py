@@ -70,6 +70,7 @@ _MOST_OBJECTS = 20_000
 _MOST_ITEMS = 100_000
 _MOST_BYTES = 16 * MIB
 _MOST_COPIED = 2**28
+_MOST_COPIED_OF_OWN = 2**26
 _MISSING = object()
 
 
@@ -126,6 +127,7 @@ class ObjectState:
         self._follow_code = follow_code
         self._copies = copies
         self._only_own = only_own
+        self._most_copied = _MOST_COPIED_OF_OWN if only_own else _MOST_COPIED
         self._entries: list[_Entry] = []
         self._own = {id(module) for module in modules}
         self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
@@ -284,7 +286,7 @@ class ObjectState:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             self._entries.append(_Entry(path, value, _objects_of_array, _write_array))
             self._waiting += [(path, one) for one in value.ravel().tolist()]
-        elif self._copies and self._num_bytes + memoryview(value).nbytes <= _MOST_COPIED:
+        elif self._copies and self._num_bytes + memoryview(value).nbytes <= self._most_copied:
             self._num_bytes += memoryview(value).nbytes
             self._entries.append(_Entry(path, value, _bytes_of_array, _write_bytes))
         elif memoryview(value).nbytes > _MOST_BYTES:

@@ -258,7 +258,15 @@ class Rehearsals:
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy.session.step.rules = rules
-        self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+        if self._verify == "first" and rehearsal.norms and not outcome.comparison.differences:
+            norms = ", ".join(rehearsal.norms[:3])
+            strategy.session.whole_batches.give_whole(
+                call.name,
+                f"{norms} would normalize by slice, and not by batch as on one device.",
+                "Trainer(sync_batchnorm=True) makes it the whole batch's; verify='warn' runs slices all the same.",
+            )
+        else:
+            self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
 
     def _left_micro_batches(self, call: Call, reason: str) -> bool:
         """Micro-batches that nobody asked for are given up where there is a reason."""
@@ -359,6 +367,7 @@ class _Rehearsal:
     Attributes:
         metric_rules: How arguments of metrics are joined, as was learned.
         needs_equal_slices: Whether the step runs in slices of one size only.
+        norms: Batch norms that normalize by their slice.
     """
 
     def __init__(self, strategy: Any, call: Call, loss_reduction: str, requested: list[str]) -> None:
@@ -370,7 +379,7 @@ class _Rehearsal:
         self._replicas = self._session.replicas
         self._trains = call.name == "training_step"
         self._by_hand = self._trains and not self._module.automatic_optimization
-        self._norms: list[str] = []
+        self.norms: list[str] = []
         self._writes = BatchWrites()
         self._watches_batch = self._session.batch_writes.is_watched
         self._requested = requested
@@ -406,8 +415,8 @@ class _Rehearsal:
 
     def what_micro_batches_change(self, outcome: Outcome) -> str:
         """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""
-        if self._norms:
-            return f"{', '.join(self._norms[:3])} would normalize by micro-batch."
+        if self.norms:
+            return f"{', '.join(self.norms[:3])} would normalize by micro-batch."
         found = outcome.comparison
         return f"on {found.rows} rows, {found.summary()}." if found.differences else ""
 
@@ -603,9 +612,9 @@ class _Rehearsal:
     ) -> Comparison:
         comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=self._call.name)
         Comparer(self._tolerance, unstable).compare(before, whole, sliced, judge, comparison)
-        if self._norms:
-            named = ", ".join(self._norms[:3])
-            more = ", ..." if len(self._norms) > 3 else ""
+        if self.norms:
+            named = ", ".join(self.norms[:3])
+            more = ", ..." if len(self.norms) > 3 else ""
             comparison.notes.append(
                 f"Batch norm ({named}{more}) normalizes by its slice and was checked in eval mode; "
                 "Trainer(sync_batchnorm=True) makes it that of the whole batch"
@@ -624,7 +633,7 @@ class _Rehearsal:
 
     def _shadow(self) -> Any:
         try:
-            shadow, self._norms = make_shadow(self._replicas, self._requested, own_parameters=self._by_hand)
+            shadow, self.norms = make_shadow(self._replicas, self._requested, own_parameters=self._by_hand)
         except ReplicationError as error:
             raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
         return shadow

@@ -794,6 +794,9 @@ def test_batch_norm_is_named_and_the_rest_compared(fitted) -> None:
     synchronized = fitted(Normed, 2, trainer={"sync_batchnorm": True})
     assert "Batch norm" not in synchronized.told
     assert_equal(synchronized.values, fitted(Normed).values)
+    first = fitted(Normed, 2, verify="first")
+    assert "net.1 would normalize by slice" in first.warned
+    assert_equal(first.values, fitted(Normed).values)
 
 
 # ---- state ----
