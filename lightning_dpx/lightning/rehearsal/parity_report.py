@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -466,13 +467,14 @@ class Comparer:
         wrong: list[str] = []
         rebound: list[str] = []
         good = 0
+        relations = _Relations(self._tolerance)
         for path in dict.fromkeys([*whole.state, *sliced.state]):
             start, mine, theirs = (one.get(path) for one in (before, whole.state, sliced.state))
-            if not _is_apart(mine, theirs, self._tolerance) or _grew_alike(start, mine, theirs, self._tolerance):
-                good += _is_apart(start, mine, self._tolerance)
+            if relations.same(mine, theirs) or _grew_alike(start, mine, theirs, self._tolerance):
+                good += not relations.same(start, mine)
                 continue
             out.apart.add(f"state:{path}")
-            of_a_slice = _is_of_a_slice(mine, theirs, self._tolerance)
+            of_a_slice = relations.of_a_slice(mine, theirs)
             if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
                 continue
             if of_a_slice:
@@ -486,19 +488,48 @@ class Comparer:
             out.differences.append(("state", f"{len(wrong) - _NAMED} more attributes"))
 
 
-def _is_of_a_slice(whole: Any, sliced: Any, tolerance: Tolerance) -> bool:
-    """Whether two values have one structure, and differ in tensors and floating-point numbers only."""
-    if isinstance(whole, torch.Tensor | float) or hasattr(whole, "dtype"):
-        return type(whole) is type(sliced)
-    if isinstance(whole, list) and isinstance(sliced, list) and len(whole) == len(sliced):
-        return all(_is_alike_or_of_a_slice(one, two, tolerance) for one, two in zip(whole, sliced, strict=True))
-    if isinstance(whole, dict) and isinstance(sliced, dict) and whole.keys() == sliced.keys():
-        return all(_is_alike_or_of_a_slice(value, sliced[key], tolerance) for key, value in whole.items())
-    return False
+class _Relations:
+    """How values of one device and of slices are related; a pair of containers that many others hold is asked once.
+
+    Args:
+        tolerance: How far numbers may be apart.
+    """
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self._tolerance = tolerance
+        self._known: dict[tuple[int, int], _Relation] = {}  # by ids of what the observations hold
+
+    def same(self, one: Any, two: Any) -> bool:
+        """Whether all that both hold is within the tolerance."""
+        return self._of(one, two) is _Relation.SAME
+
+    def of_a_slice(self, one: Any, two: Any) -> bool:
+        """Whether both have one structure, and differ in tensors and floating-point numbers only."""
+        return self._of(one, two) is not _Relation.OTHER
+
+    def _of(self, one: Any, two: Any) -> "_Relation":
+        if type(one) is not type(two) or not isinstance(one, list | dict):
+            return self._of_leaves(one, two)
+        key = id(one), id(two)
+        if key not in self._known:
+            pairs = _pairs(one, two)
+            found = _Relation.SAME if len(pairs) == len(one) == len(two) else _Relation.OTHER
+            for _, mine, theirs in pairs:
+                found = max(found, self._of(mine, theirs))
+            self._known[key] = found
+        return self._known[key]
+
+    def _of_leaves(self, one: Any, two: Any) -> "_Relation":
+        if all(error <= self._tolerance.relative for _, error in compare_trees(one, two, self._tolerance)):
+            return _Relation.SAME
+        is_float = isinstance(one, torch.Tensor | float) or hasattr(type(one), "dtype")
+        return _Relation.OF_A_SLICE if is_float and type(one) is type(two) else _Relation.OTHER
 
 
-def _is_alike_or_of_a_slice(one: Any, two: Any, tolerance: Tolerance) -> bool:
-    return not _is_apart(one, two, tolerance) or _is_of_a_slice(one, two, tolerance)
+class _Relation(IntEnum):
+    SAME = 0
+    OF_A_SLICE = 1
+    OTHER = 2
 
 
 def drew_alike(whole: Observation, sliced: Observation) -> bool:
@@ -526,10 +557,11 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
     found.update(
         path for path, error in compare_trees(one.output, two.output, tolerance, "result") if error > tolerance.relative
     )
+    relations = _Relations(tolerance)
     for path, value in one.state.items():
-        if path not in two.state or _is_apart(value, two.state[path], tolerance):
+        if path not in two.state or not relations.same(value, two.state[path]):
             found.add(f"state:{path}")
-            if not _is_of_a_slice(value, two.state.get(path), tolerance):
+            if not relations.of_a_slice(value, two.state.get(path)):
                 found.add(f"structure:{path}")
     return frozenset(found)
 
@@ -537,8 +569,9 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
 def changed_again(one: Observation, two: Observation, unstable: frozenset[str], tolerance: Tolerance) -> list[str]:
     """Attributes that are others after two steps than after one, but for those that no two runs agree on."""
     found = list[str]()
+    relations = _Relations(tolerance)
     for path, value in two.state.items():
-        if f"state:{path}" not in unstable and _is_apart(one.state.get(path), value, tolerance):
+        if f"state:{path}" not in unstable and not relations.same(one.state.get(path), value):
             found.append(_shown(path))
     return found
 
@@ -566,8 +599,9 @@ def _name_of(path: str) -> str:
 
 def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> str:
     """What differs, down to the first item of a container that does."""
+    relations = _Relations(tolerance)
     for key, mine, theirs in _pairs(whole, sliced):
-        if _is_apart(mine, theirs, tolerance) and not _is_of_a_slice(mine, theirs, tolerance):
+        if not relations.of_a_slice(mine, theirs):
             earlier = dict(_items(start)).get(key)
             return _words_of(f"{path}.{key}", earlier, mine, theirs, tolerance)
     return f"{path} is {_changed(start, whole)} on one device, {_changed(start, sliced)} in slices"
@@ -590,10 +624,6 @@ def _shown(path: str) -> str:
     return path.removeprefix(OUTSIDE) if path.startswith(OUTSIDE) else f"self.{path}"
 
 
-def _is_apart(one: Any, two: Any, tolerance: Tolerance) -> bool:
-    return any(error > tolerance.relative for _, error in compare_trees(one, two, tolerance))
-
-
 def _changed(before: Any, after: Any) -> str:
     if isinstance(before, list | dict) and isinstance(after, list | dict):
         return f"{len(after) - len(before):+} items"
@@ -604,7 +634,7 @@ def _grew_alike(before: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> b
     """Whether what slices appended to a list is what one device appended, row after row."""
     if isinstance(whole, dict) and isinstance(sliced, dict) and isinstance(before, dict):
         return whole.keys() == sliced.keys() and all(
-            not _is_apart(value, sliced[key], tolerance)
+            _Relations(tolerance).same(value, sliced[key])
             or _grew_alike(before.get(key, []), value, sliced[key], tolerance)
             for key, value in whole.items()
         )
@@ -635,31 +665,46 @@ def python_state(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     Args:
         named: Attributes by path.
     """
-    return {path: _frozen(value, _DEEPEST) for path, value in named}
+    freezer = _Freezer()
+    return {path: freezer.frozen(value, _DEEPEST) for path, value in named}
 
 
-def _frozen(value: Any, depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _host_copy(value)
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return value
-    if hasattr(value, "dtype") and hasattr(value, "copy"):
-        return value.copy()
-    if depth == 0:
-        return type(value).__name__
-    if isinstance(value, list | tuple | deque | dict | set | frozenset) and len(value) > _LONGEST:
-        return len(value)
-    if isinstance(value, list | tuple | deque):
-        return [_frozen(item, depth - 1) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _frozen(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value)) if all(isinstance(item, str | int | float | tuple) for item in value) else None
-    if isinstance(value, torch.nn.Module) or callable(value) or not hasattr(value, "__dict__"):
-        return type(value).__name__
-    if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
-        return type(value).__name__
-    return {key: _frozen(item, depth - 1) for key, item in vars(value).items()}
+class _Freezer:
+    """Copies of what values hold; of what several of them hold, one for all."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Any, Any]] = {}  # by id and depth; an id is its own while it is held
+
+    def frozen(self, value: Any, depth: int) -> Any:
+        """What ``value`` holds, through so many containers and objects."""
+        if isinstance(value, torch.Tensor):
+            return _host_copy(value)
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            return value
+        if hasattr(type(value), "dtype") and hasattr(type(value), "copy"):  # asked of the type: others answer slowly
+            return value.copy()
+        if depth == 0:
+            return type(value).__name__
+        key = id(value), depth
+        if key not in self._known:
+            self._known[key] = value, self._content(value, depth - 1)
+        return self._known[key][1]
+
+    def _content(self, value: Any, depth: int) -> Any:
+        if isinstance(value, list | tuple | deque | dict | set | frozenset) and len(value) > _LONGEST:
+            return len(value)
+        if isinstance(value, list | tuple | deque):
+            return [self.frozen(item, depth) for item in value]
+        if isinstance(value, dict):
+            return {str(key): self.frozen(item, depth) for key, item in value.items()}
+        if isinstance(value, set | frozenset):
+            is_plain = all(isinstance(item, str | int | float | tuple) for item in value)
+            return sorted(map(repr, value)) if is_plain else None
+        if isinstance(value, torch.nn.Module) or callable(value) or not hasattr(value, "__dict__"):
+            return type(value).__name__
+        if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
+            return type(value).__name__
+        return {key: self.frozen(item, depth) for key, item in vars(value).items()}
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

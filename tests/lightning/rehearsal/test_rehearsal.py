@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
+from lightning_dpx.lightning.rehearsal.parity_report import Observation, python_state, unstable_between
 from lightning_dpx.lightning.rehearsal.rehearsal import unequal_sizes
+from lightning_dpx.replicas.tolerance import Tolerance
 from tests.conftest import assert_equal, make_loader, make_trainer, places
 
 REPLICAS = pytest.mark.parametrize("num_replicas", [2, 3])
@@ -847,6 +849,33 @@ def test_state_that_is_that_of_a_slice_is_named(fitted) -> None:
     assert "What the step keeps in self.kept, self.last_loss is of one slice" in warned, "by design, so it is only told"
     assert "self.num_rows is 7 on one device, 4 in slices" in warned
     assert "self.losses is +1 items on one device, +2 items in slices" in warned
+
+
+class Node:
+    """Knows its parent and all of its siblings, as nodes of configurations do."""
+
+    asked = 0
+
+    def __init__(self, siblings: list[Any]) -> None:
+        self.siblings = siblings
+        self.parent = {"children": siblings, "again": siblings}
+        self.number = 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def test_objects_that_refer_to_each_other_are_looked_at_once_each() -> None:
+    """By way of six containers a thousand nodes lead to 10^12 places."""
+    siblings = list[Any]()
+    siblings += [Node(siblings) for _ in range(1000)]
+    first = python_state(iter([("config", siblings), ("again", siblings)]))
+    siblings[-1].number = 2
+    second = python_state(iter([("config", siblings), ("again", siblings)]))
+    before = Observation(state=first)
+    tolerance = Tolerance.of(torch.float32, 1)
+    assert unstable_between(before, Observation(state=second), tolerance) >= {"state:config", "state:again"}
+    assert not unstable_between(before, Observation(state=first), tolerance)
 
 
 # ---- a guest ----
