@@ -18,14 +18,19 @@ import torch
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
-from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, keeps_gradients, profile_absent_slice, profile_slice
+from lightning_dpx.lightning.memory.profiling import (
+    Step,
+    keeps_earlier_gradients,
+    keeps_gradients,
+    profile_absent_slice,
+    profile_slice,
+)
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
@@ -413,7 +418,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
 
 def bytes_kept_aside(trainer: Trainer, module: LightningModule) -> int:
     """Of the gradients of earlier batches, which lie aside while micro-batches add up their own."""
-    if not keeps_gradients(trainer) and not names_gradients(module):
+    if not keeps_earlier_gradients(trainer, module):
         return 0
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 

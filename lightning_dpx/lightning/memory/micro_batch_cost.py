@@ -5,7 +5,6 @@ of few, and less that of as many steps by hand. Where operators run beside Pytho
 hidden and does not count.
 """
 
-import time
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -60,10 +59,4 @@ def _by_hand(module: nn.Module, rows: Tensor, number: int) -> None:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    least = float("inf")
-    for turn in range(_WARM + timing_effort.rounds(_ROUNDS)):
-        start = time.thread_time()
-        run()
-        if turn >= _WARM:
-            least = min(least, time.thread_time() - start)
-    return least
+    return timing_effort.least_seconds(run, _ROUNDS, _WARM)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import PlanError
-from lightning_dpx.lightning.lightning_api import GradientAccumulationScheduler, Trainer, is_overridden, rank_zero_info
+from lightning_dpx.lightning.expected_gradient import names_gradients
+from lightning_dpx.lightning.lightning_api import (
+    GradientAccumulationScheduler,
+    LightningModule,
+    Trainer,
+    is_overridden,
+    rank_zero_info,
+)
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
@@ -45,6 +52,11 @@ def keeps_gradients(trainer: Trainer) -> bool:
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     overridden = is_overridden("optimizer_zero_grad", trainer.lightning_module)
     return scheduled or overridden or trainer.accumulate_grad_batches > 1
+
+
+def keeps_earlier_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether gradients of the batch before are there while micro-batches of the next one run: added to, or read."""
+    return keeps_gradients(trainer) or names_gradients(module)
 
 
 def devices_of(replica: Replica) -> list[torch.device]:

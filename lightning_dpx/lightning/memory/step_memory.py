@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
@@ -20,7 +19,7 @@ from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.profiling import keeps_gradients
+from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.seen_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
@@ -362,9 +361,7 @@ class StepMemory(NoStepMemory):
 
     @property
     def _keeps_earlier_gradients(self) -> bool:
-        """Whether those of the batch before are there while micro-batches of the next one run."""
-        session = self._session
-        return keeps_gradients(session.trainer) or names_gradients(session.module)
+        return keeps_earlier_gradients(self._session.trainer, self._session.module)
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
         """The training step of a stand-in, whose logs are not read: ``run(module, rows, num_rows)``."""

@@ -662,7 +662,7 @@ class _Rehearsal:
             stack.enter_context(self._guest.run(shadow, other_draws=other_draws))
             stack.callback(replicas.close)
             for _ in range(num_steps):
-                self._forget_gradients(shadow)
+                self._forget_gradients(shadow.parameters())
                 if after_a_step:
                     self._leave_gradients(shadow.parameters())
                 batch_slice = BatchSlice(replicas.root, num_rows, self._own(rows))
@@ -678,7 +678,7 @@ class _Rehearsal:
         made = [name for name, _ in shadow.named_parameters() if name not in known]
         if made:
             raise ParametersAppear(", ".join(made))
-        self._forget_gradients(shadow)
+        self._forget_gradients(shadow.parameters())
         self._tolerance = _tolerance_of(strategy, self._module, call, self._guest.low_precision)
         seen.drew = self._guest.drew
         self._note_draws(seen)
@@ -756,7 +756,7 @@ class _Rehearsal:
             for rules in (*earlier, judge):
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
                 for replica in replicas.replicas:
-                    self._forget_gradients(replica.module)
+                    self._forget_gradients(replica.module.parameters())
                 self._leave_gradients(step.owner_parameters)
                 step.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
@@ -773,7 +773,7 @@ class _Rehearsal:
         self._note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
         for replica in replicas.replicas:
-            self._forget_gradients(replica.module)
+            self._forget_gradients(replica.module.parameters())
         return judge, seen
 
     def _check_left_whole(self, found: WholeBatches) -> None:
@@ -908,7 +908,7 @@ class _Rehearsal:
         elif self._trains:
             loss = first_loss(final)
             if isinstance(loss, torch.Tensor):
-                self._zero_gradients(owners)
+                self._forget_gradients(owners)  # Lightning zeroes them between a step and its backward
                 if loss.requires_grad:
                     with self._guest.in_step("backward"):
                         shadow.backward(loss)
@@ -931,14 +931,9 @@ class _Rehearsal:
             for parameter in owners:
                 parameter.grad = parameter.detach() + 0.01 if parameter.requires_grad else None
 
-    def _zero_gradients(self, owners: Iterable[torch.Tensor]) -> None:
-        """Lightning does so between a step and its backward."""
-        for parameter in owners:
-            parameter.grad = None
-
-    def _forget_gradients(self, module: Any) -> None:
+    def _forget_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """A shadow is in reference cycles and may live on for a while; what is large must not."""
-        for parameter in module.parameters():
+        for parameter in parameters:
             parameter.grad = None
 
 

@@ -8,7 +8,6 @@ There the code and what it works on stay in the processor's caches. Between the 
 and the same lines take two to three times as long; see :mod:`lightning_dpx.memory.profile.planned_steps`.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -143,12 +142,4 @@ def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of processor time, the least of a few runs after the first ones: the differences of such times count, and what
-    others do on the same processor only ever adds to one of them."""
-    least = float("inf")
-    for turn in range(_WARM + timing_effort.rounds(_ROUNDS)):
-        start = time.thread_time()
-        run()
-        if turn >= _WARM:
-            least = min(least, time.thread_time() - start)
-    return least
+    return timing_effort.least_seconds(run, _ROUNDS, _WARM)
