@@ -25,6 +25,7 @@ from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import applied_shift
 
 Step = Callable[[Any, Any, int], Any]
+_FEWEST_ROWS = 4  # of a step that is extrapolated from two smaller ones
 _PURPOSE = "from which memory is planned; nothing of it stays"
 NO_LOSS_YET = (
     "dpx: the training step returned no loss on this batch, so its memory is planned at the first one that does."
@@ -114,31 +115,35 @@ def _profile_slice(
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
     finally:
         gc.collect()  # a stand-in and its gradients refer to each other in circles
-    if batch_slice.num_rows < 4:
+    if batch_slice.num_rows < _FEWEST_ROWS:
         raise PlanError(
             f"A step on {batch_slice.num_rows} rows does not fit on {batch_slice.replica.device} without a plan, "
             "and fewer rows to extrapolate from there are not. "
             "Plan it without running it (dpx.search_plan with device) and give plan."
         )
-    rows = max(2, batch_slice.num_rows // 8), max(4, batch_slice.num_rows // 4)
-    try:
-        few, more = (on_rows(_first_rows(replicas, batch_slice, n), n) for n in rows)
-    except UncuttableBatch as error:
-        raise PlanError(
-            f"The step does not fit on {batch_slice.replica.device} without a plan, and fewer rows to extrapolate from "
-            f"cannot be had. {error} Or plan the step without running it (dpx.search_plan with device) and give plan."
-        ) from error
-    except torch.OutOfMemoryError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise PlanError(
-            f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
-            "beside what is there already. "
-            "Use a smaller batch, or plan the step without running it (dpx.search_plan with device) and "
-            "give plan."
-        ) from None
-    finally:
-        gc.collect()
-    return extrapolate(few, more, rows, batch_slice.num_rows)
+    count = batch_slice.num_rows
+    while count >= _FEWEST_ROWS:
+        count //= 4
+        rows = max(2, count // 2), max(4, count)
+        try:
+            few, more = (on_rows(_first_rows(replicas, batch_slice, n), n) for n in rows)
+        except UncuttableBatch as error:
+            raise PlanError(
+                f"The step does not fit on {batch_slice.replica.device} without a plan, and fewer rows to extrapolate "
+                f"from cannot be had. {error} Or plan the step without running it (dpx.search_plan with device) and "
+                "give plan."
+            ) from error
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+        else:
+            return extrapolate(few, more, rows, batch_slice.num_rows)
+        finally:
+            gc.collect()
+    raise PlanError(
+        f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
+        "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with "
+        "device) and give plan."
+    )
 
 
 def profile_absent_slice(
