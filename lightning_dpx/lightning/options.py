@@ -101,11 +101,6 @@ class StrategyOptions:
         return dtype
 
     @property
-    def first_micro_batches(self) -> MicroBatches:
-        """Into how many micro-batches slices are cut until a plan says otherwise."""
-        return 1 if self.micro_batches == "auto" else self.micro_batches
-
-    @property
     def chooses_micro_batches(self) -> bool:
         """Whether the first batch decides into how many micro-batches slices are cut."""
         return self.micro_batches == "auto" and self.memory_budget is not None

@@ -101,9 +101,11 @@ class DPXStrategy(HookedStrategy):
             prediction are cut likewise. Where the loss needs the outputs of all rows (training_step_end), every
             micro-batch runs forward twice: without a graph, and again for its backward. A training step by hand is cut
             on one device only.
-            "auto" has memory_budget choose M together with the plan, so that a training step is fastest; the step stays
-            in one piece where the rehearsal finds that micro-batches are not what one device gives, such as with batch
-            norm. Without a budget it is 1.
+            "auto" has memory_budget choose M together with the plan, so that a training step is fastest; without a
+            budget M is 1. The step stays in one piece where that takes as long, where the rehearsal finds that
+            micro-batches are not what one device gives (batch norm), or verify="off" leaves that open, and where torch
+            shall use deterministic algorithms, as M depends on times that are measured. Evaluation is not cut then.
+            Dropout draws by micro-batch; 1 keeps the bits of a step without a budget, whatever the plan.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -139,7 +141,7 @@ class DPXStrategy(HookedStrategy):
         check_replicas_every_n_steps: int = 100,
         batch_slicer: Slicer | Callable[[Any, list[int]], list[Any]] | None = None,
         verify: Verify = "warn",
-        micro_batches: int | list[int] | Literal["auto"] = 1,
+        micro_batches: int | list[int] | Literal["auto"] = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -84,6 +84,7 @@ def plan_in_micro_batches(
     *,
     seconds_each: float = 0.0,
     aside: int = 0,
+    margin: float = 0.0,
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
     """The number of micro-batches that is fastest within the budget, and their plan.
 
@@ -95,6 +96,7 @@ def plan_in_micro_batches(
         whole: The profile of the step in one piece, if it is known.
         seconds_each: What running one micro-batch costs beside its step.
         aside: Bytes that micro-batches need beside their activations, and a step in one piece does not.
+        margin: A step in one piece may take this share longer than the fastest, and is taken all the same.
 
     Returns:
         The plan, whose figures are those of all micro-batches together beside the step in one piece; and what was
@@ -109,7 +111,11 @@ def plan_in_micro_batches(
         sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
         parts = {size: profile_of(size, True) for size in sizes}
         profiles = ProfilesByRows(whole, rows, parts, seconds_each)
-    candidates = candidates_of(profiles, lambda number: budget if number == 1 else max(1, budget - aside))
+
+    def budget_of(number: int) -> int:
+        return budget if number == 1 else max(1, budget - aside)
+
+    candidates = candidates_of(profiles, budget_of)
     known = dict[int, MemoryPlan | BudgetError]()
 
     def planned(candidate: Candidate) -> MemoryPlan:
@@ -124,7 +130,16 @@ def plan_in_micro_batches(
         return found
 
     while True:
-        choice = choose_micro_batches(candidates, planned)
+        try:
+            choice = choose_micro_batches(candidates, planned, margin=margin)
+        except BudgetError:
+            if profiles.knows(1) or not profiles.knows(largest_rows(rows, 2)):
+                raise
+            # Sizes that were not run are on lines, and nothing is refused for a guess: so the smallest is run as well.
+            profiles = profiles.with_part(1, profile_of(1, True))
+            candidates = candidates_of(profiles, budget_of)
+            known.clear()
+            continue
         chosen = choice.candidate
         if chosen.number == 1 or profiles.knows(chosen.rows):
             return _with_figures(choice.plan, whole, chosen, choice.seconds, choice.least), choice

@@ -15,6 +15,15 @@ _synced: dict[type, type] = {}
 _plain: dict[type, type] = {}  # the other way round
 
 
+def batch_norms_by_slice(module: nn.Module) -> list[str]:
+    """Names of the batch norms in ``module`` that would normalize every slice of a batch for itself."""
+    found = []
+    for name, child in module.named_modules():
+        if isinstance(child, AnyBatchNorm) and child.training and not isinstance(child, SyncedBatchNorm):
+            found.append(name)
+    return found
+
+
 class SyncedBatchNorm(AnyBatchNorm):
     """Mixed into a batch norm class; without other replicas, and in eval mode, that class does its own."""
 

@@ -200,7 +200,7 @@ def test_a_step_for_the_host_is_measured(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_what_does_not_fit_says_so_and_what_would(tmp_path: Path, capsys: Any) -> None:
-    arguments = ["--config", config(tmp_path, model="Shallow"), "--budget", "700KiB"]
+    arguments = ["--config", config(tmp_path, model="Shallow"), "--budget", "700KiB", "--micro-batches", "1"]
     status, devices = planned(capsys, *arguments)
     assert status == 2
     assert [device["fits"] for device in devices] == [False, True, True, True], (

@@ -560,7 +560,7 @@ def test_case_71_a_batch_size_is_found_within_a_memory_budget(tmp_path: Path) ->
     gc.collect()
     dpx.simulate(2, memory="4MiB")
     try:
-        strategy = dpx.DPXStrategy(memory_budget="2MiB")
+        strategy = dpx.DPXStrategy(memory_budget="2MiB", micro_batches=1)
         trainer = make_trainer(strategy=strategy, accelerator="sim", devices=2, default_root_dir=tmp_path)
         model = Wide()
         size = Tuner(trainer).scale_batch_size(model, max_trials=12, steps_per_trial=2, init_val=4)

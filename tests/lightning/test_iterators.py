@@ -240,7 +240,7 @@ def test_a_step_that_is_taken_again_takes_the_same_items() -> None:
 
 @pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")
 @pytest.mark.parametrize("kind", [OfAList, OfAGenerator, OfItsFile, ByHand])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_profile_of_the_first_step_takes_nothing_from_it(kind, num_replicas) -> None:
-    strategy = dpx.DPXStrategy(execution="inline", memory_budget="1GiB")
+@pytest.mark.parametrize(("num_replicas", "workload"), [(1, "even"), (2, "even"), (2, [1, 2])])
+def test_a_profile_of_the_first_step_takes_nothing_from_it(kind, num_replicas, workload) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", memory_budget="1GiB", workload=workload)
     assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))

@@ -6,6 +6,7 @@ from typing import Literal
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import MemoryPlan, Profile, plan_in_micro_batches
 from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
 from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
 
@@ -67,6 +68,7 @@ class DevicePlanner:
                 self.whole,
                 seconds_each=self._seconds_each,
                 aside=self._aside,
+                margin=timing_effort.uncertainty(),
             )
             return found[0]
         number = 1 if self._number == "auto" else self._number

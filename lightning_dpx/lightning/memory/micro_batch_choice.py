@@ -1,4 +1,4 @@
-"""``micro_batches="auto"``: the first training batch decides into how many micro-batches every device's slice is cut.
+"""Within a budget the first training batch decides into how many micro-batches every device's slice is cut.
 
     slices of the first batch --profiles of all, a half, a quarter of the rows--> numbers, the fastest within the budget
       --Session.cut_slices--> replicas for the micro-batches --rehearsal--> as on one device: they stay
@@ -7,7 +7,7 @@
 The rehearsal of micro-batches is that of replicas: slices of unequal size beside the whole batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from lightning_dpx.lightning.memory.profiling import (
 )
 from lightning_dpx.lightning.memory.seen_steps import TriedSteps, by_device
 from lightning_dpx.memory import MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class MicroBatchChooser:
         choices: By device, what was chosen.
         tried: The steps that were profiled.
         is_left: Whether a rehearsal has found that micro-batches are not what one device gives.
+        why_whole: What stood in the way of micro-batches, until it is said.
     """
 
     session: "Session"
@@ -55,6 +57,7 @@ class MicroBatchChooser:
     choices: dict[torch.device, MicroBatchChoice] = field(default_factory=dict)
     tried: TriedSteps = field(default_factory=dict)
     is_left: bool = False
+    why_whole: str = ""
     _raised: int = 0  # the number that a step out of memory was given
 
     def has_chosen_for_less(self, batch: Any) -> bool:
@@ -79,20 +82,25 @@ class MicroBatchChooser:
         self.is_open = False
         self.tried = {}
         devices = self.session.replicas.devices
-        why_not = self.why_in_one_piece(slices)
-        if why_not:
-            rank_zero_info(f'dpx: micro_batches="auto" leaves training steps in one piece: {why_not}')
+        self.why_whole = self.why_in_one_piece(slices)
+        if self.why_whole:
             return [1] * len(devices)
         largest = {home: here[0] for home, here in by_device(slices).items()}
         try:
             for home, batch_slice in largest.items():
                 self.choices[home] = self._choice(batch_slice, run, room_of(home), planner, aside_of(home))
         except UncuttableBatch as error:
-            rank_zero_info(f'dpx: micro_batches="auto" leaves training steps in one piece: {error.reason}')
+            self.why_whole = error.reason
             self.choices.clear()
         except NoLossError:
             self.is_open = True  # the next step may return a loss
         return [self.choices[device].candidate.number if device in self.choices else 1 for device in devices]
+
+    def say_why_whole(self, plans: Iterable[MemoryPlan]) -> None:
+        """Says what stood in the way of micro-batches; not where everything fits, as there would be none."""
+        if self.why_whole and not all(plan.keeps_all for plan in plans):
+            rank_zero_info(f"dpx: training steps stay whole, where micro-batches may be faster: {self.why_whole}")
+        self.why_whole = ""
 
     def why_in_one_piece(self, slices: list[BatchSlice]) -> str:
         """What stands in the way of micro-batches, known before anything is profiled."""
@@ -109,6 +117,13 @@ class MicroBatchChooser:
             return "there are several processes."
         if any(len(devices_of(batch_slice.replica)) > 1 for batch_slice in slices):
             return "a replica runs on several devices."
+        if session.options.verify == "off":
+            return "verify='off' leaves out the rehearsal that says whether they are what one device gives."
+        if torch.are_deterministic_algorithms_enabled():
+            return (
+                "deterministic algorithms are asked for, and how many would be chosen depends on times that are "
+                "measured; micro_batches=M names a number."
+            )
         return ""
 
     def _choice(self, batch_slice: BatchSlice, run: Step, room: int, planner: Any, aside: int) -> MicroBatchChoice:
@@ -121,6 +136,9 @@ class MicroBatchChooser:
         cache = session.strategy.planning.cache
 
         def profile_of(count: int, adds: bool) -> Profile:
+            known = self.tried.get((count, adds or accumulates))
+            if known is not None:  # of another device, whose plan may have another limit
+                return known
             part = BatchSlice(batch_slice.replica, count, batch_of(count))
 
             def profiled() -> list[list[Profile]]:
@@ -146,8 +164,21 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(replicas.root.module, profile, planner, budget)
 
-        each = seconds_of_a_micro_batch(device)
-        return plan_in_micro_batches(rows, profile_of, plan_of, room, seconds_each=each, aside=aside)[1]
+        _plan, choice = plan_in_micro_batches(
+            rows,
+            profile_of,
+            plan_of,
+            room,
+            seconds_each=seconds_of_a_micro_batch(device),
+            aside=aside,
+            margin=timing_effort.uncertainty(),
+        )
+        return choice
+
+    def stay_whole(self, reason: str) -> None:
+        """Nothing is chosen: steps stay in one piece."""
+        self.is_open = False
+        self.why_whole = reason
 
     def raised_to(self, number: int) -> None:
         """A step that ran out of memory is cut into so many micro-batches, which a rehearsal may take back."""
@@ -177,7 +208,7 @@ class MicroBatchChooser:
         expected = max(choice.share for choice in self.choices.values())
         number = max(choice.candidate.number for choice in self.choices.values())
         self.choices.clear()
-        rank_zero_warn(
+        rank_zero_info(
             f"dpx: {number} micro-batches would be {expected:.2f} x the time of a plain step, but they are not what "
             f"one device gives: {reason} So the step stays in one piece, with a memory plan for all of its rows; "
             f"micro_batches={number} cuts it all the same."

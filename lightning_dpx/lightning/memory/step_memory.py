@@ -26,6 +26,7 @@ from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.replicas import BatchSlice, Replica
+from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate
 from lightning_dpx.replicas.shared_iterators import PeekedIterator, iterators_peeked
 from lightning_dpx.shifting import BetweenSteps, applied_shift
@@ -136,6 +137,7 @@ class StepMemory(NoStepMemory):
         replicas = session.replicas
         if replicas.cuts_slices:
             slices = self._slices_of_devices(args[0])
+        replicas.python_state.share()  # as the step itself would begin: every replica is profiled as it is by then
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(StepInput(slices, args, kwargs), peeked)
             static = self._static_memory(slices)
@@ -186,6 +188,7 @@ class StepMemory(NoStepMemory):
         if self._shifts_open:
             self._shift_what_does_not_fit(self._step)
         if self._needs_plan(args[0]):
+            self._session.replicas.python_state.share()
             self._plan(self._step)
         self._planning.confirm(self._session.replicas, slices, self._static_memory)
         self._planning.begin_step()
@@ -256,8 +259,8 @@ class StepMemory(NoStepMemory):
         session = self._session
         replicas = session.replicas
         chooser = self._micro_batches
-        asked = session.options.first_micro_batches
-        if chooser.is_left or asked != 1 or chooser.why_in_one_piece(self._slices_of_devices(step.args[0])):
+        is_named = session.options.micro_batches != "auto"
+        if is_named or chooser.is_left or chooser.why_in_one_piece(self._slices_of_devices(step.args[0])):
             return False
         while True:
             rows = [max(one.num_rows for one in here) for here in by_device(step.slices).values()]
@@ -310,6 +313,7 @@ class StepMemory(NoStepMemory):
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
             self._planning.decide(replicas, step.args[0], step.slices, run, self._static_memory, source=source)
+        self._micro_batches.say_why_whole(self._planning.plans.values())
 
     def plan_ahead(self) -> None:
         """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
@@ -334,8 +338,14 @@ class StepMemory(NoStepMemory):
         batch = before_batch_transfer(module, precision.convert_input(example))
         index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         try:
+            args = (batch, *index)
+            norms = batch_norms_by_slice(replicas.root.module)
+            if norms:  # nothing is rehearsed before the first batch, and that is what its rehearsal would find
+                self._micro_batches.stay_whole(f"{', '.join(norms[:3])} would normalize by micro-batch.")
             slices = session.slices.of("training_step", batch)
-            self._plan(StepInput(slices, (batch, *index), {}), "example_batch")
+            if self.cuts_slices(slices, args, {}):
+                slices = session.slices.of("training_step", batch)
+            self._plan(StepInput(slices, args, {}), "example_batch")
         except BaseException as error:
             error.add_note(
                 "It happened at setup, where memory is planned from example_batch, before on_fit_start and "

@@ -31,11 +31,11 @@ from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
 from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
-from lightning_dpx.replicas.batch_norm import SyncedBatchNorm
+from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.replicate import _like
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
-from lightning_dpx.torch_compat import AnyBatchNorm, tree_map_only
+from lightning_dpx.torch_compat import tree_map_only
 
 
 class Guest:
@@ -206,11 +206,10 @@ def make_shadow(
     if own_parameters:
         for parameter in shadow.parameters():
             parameter.data = parameter.data.clone()
-    norms = []
-    for name, child in shadow.named_modules():
-        if isinstance(child, AnyBatchNorm) and child.training and not isinstance(child, SyncedBatchNorm):
-            child.training = child.running_mean is None
-            norms.append(name)
+    norms = batch_norms_by_slice(shadow)
+    for name in norms:
+        norm = shadow.get_submodule(name)
+        norm.training = norm.running_mean is None
     return shadow, norms
 
 

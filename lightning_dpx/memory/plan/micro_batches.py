@@ -197,7 +197,10 @@ def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
 
 
 def choose_micro_batches(
-    candidates: Sequence[Candidate], plan: Callable[[Candidate], MemoryPlan], most_plans: int = MOST_PLANS
+    candidates: Sequence[Candidate],
+    plan: Callable[[Candidate], MemoryPlan],
+    most_plans: int = MOST_PLANS,
+    margin: float = 0.0,
 ) -> MicroBatchChoice:
     """The candidate that is fastest with its plan.
 
@@ -208,6 +211,7 @@ def choose_micro_batches(
         candidates: As :func:`candidates_of` gives them.
         plan: Plans for a candidate.
         most_plans: Searches at the most.
+        margin: A step in one piece may take this share longer than the fastest, and is taken all the same.
 
     Raises:
         BudgetError: no candidate meets its budget; names the smallest that one could.
@@ -219,7 +223,8 @@ def choose_micro_batches(
     refusals: list[BudgetError] = []
     searches = 0
     for candidate in order:
-        if best is not None and (candidate.least >= best[0] or searches >= most_plans):
+        weight = 1.0 if candidate.number == 1 else 1.0 + margin
+        if best is not None and (weight * candidate.least >= best[0] or searches >= most_plans):
             continue
         searches += not candidate.fits
         try:
@@ -230,12 +235,12 @@ def choose_micro_batches(
             continue
         seconds = candidate.seconds_with(found)
         considered[candidate.number] = seconds
-        if best is None or (seconds, candidate.number) < (best[0], best[1].number):
-            best = (seconds, candidate, found)
+        if best is None or (weight * seconds, candidate.number) < (best[0], best[1].number):
+            best = (weight * seconds, candidate, found)
     if best is None:
         raise functools.reduce(_easier, refusals)
-    seconds, candidate, found = best
-    return MicroBatchChoice(candidate, found, seconds, considered, least, candidates[0].seconds)
+    _weighed, candidate, found = best
+    return MicroBatchChoice(candidate, found, considered[candidate.number], considered, least, candidates[0].seconds)
 
 
 def _easier(one: BudgetError, other: BudgetError) -> BudgetError:

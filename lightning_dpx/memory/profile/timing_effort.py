@@ -14,6 +14,8 @@ from lightning_dpx.errors import ConfigurationError
 VARIABLE = "LIGHTNING_DPX_TIMING"
 _FULL = "full"
 _QUICK = "quick"
+_SURE = 0.02
+_UNSURE = 1.0
 
 
 def is_quick() -> bool:
@@ -36,6 +38,14 @@ def rounds(usual: int) -> int:
 def seconds(usual: float) -> float:
     """How long something is timed that is timed for ``usual`` seconds for a sure figure."""
     return 0.0 if is_quick() else usual
+
+
+def uncertainty() -> float:
+    """By which share two predicted times of a step must differ for one of them to be the faster for sure.
+
+    Predictions are within a fifth of what a plan adds to a plain step, and that is a tenth of the step as a rule.
+    """
+    return _UNSURE if is_quick() else _SURE
 
 
 def least_seconds(run: Callable[[], object], usual: int, warm: int) -> float:

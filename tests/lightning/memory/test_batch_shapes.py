@@ -165,7 +165,7 @@ def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
 def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) -> None:
     """As the batch size finder does: it goes on, in the same run, with fewer rows than were refused."""
     found: list[int] = []
-    strategy = dpx.DPXStrategy(memory_budget="1.25MiB")
+    strategy = dpx.DPXStrategy(memory_budget="1.25MiB", micro_batches=1)
 
     class Grows(Twins):
         batch_size = 8

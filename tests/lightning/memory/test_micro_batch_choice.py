@@ -187,11 +187,10 @@ def test_without_a_budget_there_is_nothing_to_choose_for(one_device) -> None:
 
 def test_batch_norm_keeps_the_step_in_one_piece(caplog) -> None:
     module = Tower(norm=True)
-    with (
-        pytest.warns(UserWarning, match=r"not what one device gives: net.0.1, net.1.1, net.2.1 would"),
-        pytest.raises(dpx.BudgetError),  # with this planner, only micro-batches would have met it
-    ):
+    caplog.set_level("INFO")
+    with pytest.raises(dpx.BudgetError):  # with this planner, only micro-batches would have met it
         fitted(module, **options_for(module, HALF))
+    assert "not what one device gives: net.0.1, net.1.1, net.2.1 would normalize by micro-batch" in said(caplog)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +200,72 @@ def test_batch_norm_keeps_the_step_in_one_piece(caplog) -> None:
 def test_steps_that_cannot_be_cut_further_say_why(kind, why, caplog) -> None:
     module = kind()
     caplog.set_level("INFO")
-    seen = fitted(module, **options_for(module, 8 * UNPLANNED))
-    assert f'micro_batches="auto" leaves training steps in one piece: {why}' in said(caplog)
-    torch.testing.assert_close(seen, fitted(kind()))
+    start = "training steps stay whole, where micro-batches may be faster: "
+    roomy = options_for(module, 8 * UNPLANNED)
+    torch.testing.assert_close(fitted(module, **roomy), fitted(kind()))
+    assert start not in said(caplog), "where everything fits there would be none"
+    tight = options_for(module, HALF, planner="auto")
+    torch.testing.assert_close(fitted(kind(), **tight), fitted(kind()))
+    assert start + why in said(caplog)
+
+
+def test_times_that_are_measured_decide_nothing_where_runs_shall_be_the_same(one_device, caplog) -> None:
+    module = Tower()
+    caplog.set_level("INFO")
+    torch.use_deterministic_algorithms(True)
+    try:
+        seen = fitted(module, **options_for(module, HALF, planner="auto"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(value, one_device[name]) for name, value in seen.items())
+    assert "stay whole, where micro-batches may be faster: deterministic algorithms are asked for" in said(caplog)
+
+
+def test_what_no_rehearsal_looks_at_is_not_cut(caplog) -> None:
+    module = Tower(norm=True)
+    caplog.set_level("INFO")
+    seen = fitted(module, **options_for(module, UNPLANNED, planner="auto", verify="off"))
+    expected = fitted(Tower(norm=True))
+    assert all(torch.equal(value, expected[name]) for name, value in seen.items())
+    assert "where micro-batches may be faster: verify='off' leaves out the rehearsal" in said(caplog)
+
+
+def test_a_budget_alone_has_the_number_chosen(one_device) -> None:
+    seen_rows()
+    module = Tower()
+    options = options_for(module, HALF)
+    del options["micro_batches"]
+    torch.testing.assert_close(fitted(module, **options), one_device)
+    assert len([rows for rows in seen_rows() if rows > 0]) > 1
+    with pytest.raises(dpx.BudgetError):  # 1 that is named stays
+        fitted(Tower(), **options, micro_batches=1)
+
+
+def test_an_example_batch_decides_at_setup(one_device, caplog) -> None:
+    seen_rows()
+    module = Tower()
+    caplog.set_level("INFO")
+    options = options_for(module, HALF, example_batch=torch.randn(ROWS, 16))
+    torch.testing.assert_close(fitted(module, **options), one_device)
+    assert len([rows for rows in seen_rows() if rows > 0]) > 1
+    assert "as on one device" in said(caplog), "its first batch is rehearsed all the same"
+    assert "; made from example_batch, before any batch" in said(caplog)
+
+
+class Weighted(Tower):
+    """Its loss is no mean over rows."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx).sqrt()
+
+
+def test_what_was_decided_at_setup_is_taken_back_by_the_rehearsal(caplog) -> None:
+    module = Weighted()
+    caplog.set_level("INFO")
+    example = torch.randn(ROWS, 16)
+    seen = fitted(module, **options_for(module, HALF, planner="auto", example_batch=example))
+    expected = fitted(Weighted())
+    assert all(torch.equal(value, expected[name]) for name, value in seen.items())
 
 
 class NeedsManyRows(Tower):
@@ -214,7 +276,9 @@ class NeedsManyRows(Tower):
 def test_a_step_that_fewer_rows_do_not_run_stays_in_one_piece(one_device, caplog) -> None:
     trained = fitted(NeedsManyRows(), **options_for(Tower(), HALF, planner="auto"))
     torch.testing.assert_close(trained, one_device)
-    assert "leaves training steps in one piece: on 128 of its 512 rows a step raises RuntimeError" in said(caplog)
+    assert "stay whole, where micro-batches may be faster: on 128 of its 512 rows a step raises RuntimeError" in said(
+        caplog
+    )
 
 
 def test_devices_of_unequal_budgets_have_unequal_numbers(sim, one_device, caplog) -> None:
@@ -269,7 +333,7 @@ def test_a_search_for_the_largest_batch_ends_where_nothing_bounds_it(
 ) -> None:
     module = kind()
     finder = BatchSizeFinder(mode=mode, steps_per_trial=1, init_val=ROWS // 4, max_trials=max_trials, margin=0.0)
-    strategy = dpx.DPXStrategy(plan_cache=False, verify="off", **options_for(module, UNPLANNED))
+    strategy = dpx.DPXStrategy(plan_cache=False, **options_for(module, UNPLANNED))
     caplog.set_level("INFO")
     trainer = make_trainer(
         strategy=strategy, callbacks=[finder], max_steps=1, accelerator="cpu", default_root_dir=tmp_path

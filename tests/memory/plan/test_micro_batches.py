@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 import lightning_dpx as dpx
-from lightning_dpx.memory import Profile, plan_profile, scaled
+from lightning_dpx.memory import Profile, plan_in_micro_batches, plan_profile, scaled
 from lightning_dpx.memory.plan.micro_batches import (
     Candidate,
     ProfilesByRows,
@@ -118,3 +118,37 @@ def test_a_budget_that_no_number_meets_is_refused_with_the_least_that_one_could(
         choose_micro_batches(candidates_of(profiles(0.0), lambda _number: 10), planned)
     alone = plan_profile(Chain(), part(1, 0.0), None, "optimal")
     assert caught.value.smallest == alone.peak
+
+
+def keep_all(profile: Profile, limit: int | None) -> MemoryPlan:
+    """Only what fits as it is."""
+    if limit is not None and profile.peak > limit:
+        raise dpx.BudgetError("It computes nothing again.", smallest=profile.peak)
+    return plan_profile(Chain(), profile, None, "optimal")
+
+
+def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -> None:
+    """What lies between two sizes was guessed, and a kernel may take another way on few rows."""
+    tried: list[int] = []
+
+    def profile_of(rows: int, _adds: bool) -> Profile:
+        tried.append(rows)
+        steps_more = 6 if rows == 4 else rows
+        return part(steps_more, 0.0)
+
+    room = int(4.5 / ROWS * WHOLE.peak)
+    plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, room)
+    assert tried == [24, 12, 6, 4, 1, 3]
+    assert (choice.candidate.rows, plan.micro_batches) == (3, 8)
+
+
+def test_one_piece_is_taken_where_it_takes_nearly_as_long() -> None:
+    candidates = candidates_of(profiles(8.0), budget(0.5))
+    fastest = choose_micro_batches(candidates, planned)
+    alone = candidates[0].seconds_with(planned(candidates[0]))
+    assert fastest.candidate.number > 1
+    difference = alone / fastest.seconds - 1
+    assert choose_micro_batches(candidates, planned, margin=0.9 * difference).candidate.number > 1
+    chosen = choose_micro_batches(candidates, planned, margin=1.1 * difference)
+    assert chosen.candidate.number == 1
+    assert chosen.seconds == pytest.approx(alone)
