@@ -1,6 +1,7 @@
 """Losses over the whole batch in micro-batches: every forward twice, and the gradients are those of the whole batch."""
 
 import itertools
+import re
 from queue import SimpleQueue
 from typing import Any
 
@@ -179,3 +180,43 @@ def test_the_peak_is_that_of_one_micro_batch_and_the_outputs(sim: Any) -> None:
     outputs = 64 * 2 * WIDTH * 4
     assert peaks["64 pairs in 8"] <= 1.25 * peaks["8 pairs"] + outputs
     assert peaks["64 pairs in 8"] < 0.3 * peaks["64 pairs"]
+
+
+class DeepPairs(Contrastive):
+    depth = 12
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:  # the first step is also profiled
+            for device in range(self.trainer.num_devices):
+                torch.sim.reset_peak_memory_stats(device)
+
+
+class DeepOneDevice(OneDevice):
+    depth = 12
+
+
+@pytest.mark.parametrize(
+    ("number", "num_devices", "budget", "dropped"),
+    [(1, 1, 150, True), (1, 2, 135, True), (8, 1, 120, False), (4, 2, 120, False)],
+)
+def test_a_budget_holds_where_the_loss_is_one_of_all_rows(
+    sim: Any, number: int, num_devices: int, budget: int, dropped: bool, caplog: Any
+) -> None:
+    """Outputs of all rows, their gradients and the loss of all pairs are there beside a micro-batch and counted."""
+    full = {"limit_train_batches": 2}  # with a row less, tensors are too small to be worth a plan
+    expected = fitted(DeepOneDevice, **full)
+    caplog.set_level("INFO")
+    own = cut(number, num_devices, memory_budget=f"{budget}KiB", plan_cache=False)
+    assert_equal(fitted(DeepPairs, accelerator="sim", **full, **own), expected)
+    for device in range(num_devices):
+        assert sim.max_memory_allocated(device) <= budget * 2**10
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert ("extra time" in said) == dropped
+    shares = [float(share) for share in re.findall(r": (\d\.\d\d) x, peak", said)]
+    assert all(share > 1.1 for share in shares), "the second forward is counted"
+    assert len(shares) == (num_devices if number > 1 else 0)
+
+
+def test_a_loss_of_all_rows_that_does_not_fit_is_refused_however_small_the_micro_batches(sim: Any) -> None:
+    with pytest.raises(dpx.BudgetError, match="cannot be met"):
+        fitted(DeepPairs, accelerator="sim", **cut(8, memory_budget="80KiB", plan_cache=False))

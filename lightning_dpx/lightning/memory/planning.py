@@ -82,6 +82,7 @@ class MemoryPlanning:
         plans: By device, what is followed.
         profiles: By device, the step that leaves least room there, of those that the plan was made for.
         cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
+        runs_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
         tried: Steps of the batch that is planned next, where their profiles are known.
         cache: What earlier runs have found.
 
@@ -118,6 +119,7 @@ class MemoryPlanning:
         self._steps = 0
         self._other_steps = OtherSteps()
         self.cut_costs: dict[torch.device, float] = {}
+        self.runs_forward_twice = False
         self.tried: TriedSteps = {}
 
     @property
@@ -335,7 +337,11 @@ class MemoryPlanning:
                     index = error.device_index
                     self._explain(error, devices[index], held[index], allowed[index], steps[-1].sharing[index])
                 raise
-            plans = self._in_micro_batches(shared.plans, replicas, slices_of[home][0])
+            again = 0.0
+            if self.runs_forward_twice:
+                profile = steps[shared.worst[0]].profiles[0]
+                again = profile.forward_seconds / profile.step_seconds
+            plans = self._in_micro_batches(shared.plans, replicas, slices_of[home][0], again)
             decided[home] = _Decided(tuple(devices), tuple(steps), plans, shared.worst)
             for index, device in enumerate(devices):
                 step = steps[shared.worst[index]]
@@ -352,14 +358,14 @@ class MemoryPlanning:
             rank_zero_info(_announcement(device, self.plans[device], helds[device], limit, sharing, remark))
 
     def _in_micro_batches(
-        self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice
+        self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
     ) -> tuple[MemoryPlan, ...]:
-        """Plans for one micro-batch, with what is known of all of them together."""
+        """Plans for one micro-batch, with what is known of all of them together, such as a share of forwards again."""
         number = replicas.partition.micro_batches[replicas.partition.device_of[largest.replica.index]]
         if number == 1 or not replicas.cuts_slices:
             return plans
         cost = self.cut_costs.get(largest.replica.device, 1.0)
-        shares = [cost * (1 + (plan.recompute_share or 0.0)) for plan in plans]
+        shares = [cost * (1 + again + (plan.recompute_share or 0.0)) for plan in plans]
         pairs = zip(plans, shares, strict=True)
         return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
 

@@ -17,12 +17,14 @@ from lightning_dpx.lightning.lightning_api import (
     rank_zero_info,
 )
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
+from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
-from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
+from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBatch, first_loss
 from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import applied_shift
+from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 Step = Callable[[Any, Any, int], Any]
 _FEWEST_ROWS = 4  # of a step that is extrapolated from two smaller ones
@@ -101,10 +103,11 @@ def _profile_slice(
 ) -> Profile:
     def on_rows(batch: Any, rows: int) -> Profile:
         shadow = _shadow_of(replicas, batch_slice)
+        end = _EndOfSlice(replicas, shadow)
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
                 shadow,
-                lambda: end_of_step(shadow, run(shadow, batch, rows)),
+                lambda: end.loss(run(shadow, batch, rows)),
                 device,
                 accumulates=accumulates,
             )
@@ -155,13 +158,14 @@ def profile_absent_slice(
         PlanError: the step cannot be planned for.
     """
     shadow = _shadow_of(replicas, batch_slice)
+    end = _EndOfSlice(replicas, shadow)
     noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
     with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
         return profile_absent(
             shadow,
             batch_slice.batch,
             target,
-            lambda batch: lambda: end_of_step(shadow, run(shadow, batch, batch_slice.num_rows)),
+            lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows)),
             here=torch.device("cpu"),
             few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
             accumulates=accumulates,
@@ -171,6 +175,78 @@ def profile_absent_slice(
 def end_of_step(shadow: Any, output: Any) -> torch.Tensor | None:
     """What the profile shall run a backward of; a step by hand has run its own."""
     return loss_to_plan_from(output) if shadow.automatic_optimization else None
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+class _EndOfSlice:
+    """What the profile of a slice's step shall run a backward of, also where ``training_step_end`` gives the loss.
+
+    On all rows that is its loss. A slice ends with outputs, whose gradients come from the loss of all: the outputs of
+    all rows are there by then, with their gradients and, on the first device, what that loss takes. It is tried on the
+    outputs of one slice in the place of all others; they count as held, and are not part of what is planned.
+
+    Args:
+        replicas: All of them.
+        shadow: The stand-in that runs the step.
+    """
+
+    def __init__(self, replicas: ReplicaSet, shadow: Any) -> None:
+        self._shadow = shadow
+        self._finish: Callable[[Any], Any] | None = None
+        if shadow.automatic_optimization:
+            self._finish = getattr(shadow, "training_step_end", None)
+        self._num_slices = len(replicas.replicas) if replicas.cuts_batches else 1
+        self._dim = replicas.output_dim
+        self._has_loss = torch.device(shadow.device) == replicas.root.device
+        self._held: list[torch.Tensor] = []
+
+    def loss(self, output: Any) -> torch.Tensor | None:
+        """Of what the step returned.
+
+        Raises:
+            NoLossError: there is none.
+        """
+        self._held.clear()
+        finish = self._finish
+        if finish is None or output is None:
+            return end_of_step(self._shadow, output)
+        if self._num_slices == 1:
+            return end_of_step(self._shadow, self._finished(finish, output))
+        total = sum_of(output)
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            self._hold_all(finish, output)
+        return total
+
+    def _hold_all(self, finish: Callable[[Any], Any], output: Any) -> None:
+        """The outputs of all rows and their gradients, from now until the step is profiled again."""
+        merged = tree_map_only(torch.Tensor, self._of_all_rows, output)
+        leaves = [leaf for leaf in tree_leaves(merged) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if self._has_loss:
+            loss = loss_to_plan_from(self._finished(finish, merged))
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+            for gradient in gradients:
+                if gradient is not None:
+                    self._held += [gradient, gradient.clone()]  # the slices get theirs in parts
+        else:
+            self._held += [torch.zeros_like(leaf) for leaf in leaves]
+        self._held += leaves
+
+    def _finished(self, finish: Callable[[Any], Any], output: Any) -> Any:
+        """What the user's hook makes of it; what it logs goes nowhere."""
+        batch_slice = BatchSlice(Replica(0, self._shadow.device, self._shadow), 1, None)
+        with StepLog(batch_slice).recording(self._shadow):
+            return finish(output)
+
+    def _of_all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.detach()
+        if rows.dim() > self._dim:
+            parts = [rows.clone() for _ in range(self._num_slices)]
+            self._held += parts
+            rows = torch.cat(parts, self._dim)
+        return rows.requires_grad_(tensor.requires_grad)
 
 
 def _shadow_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:

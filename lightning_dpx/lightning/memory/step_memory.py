@@ -310,6 +310,8 @@ class StepMemory(NoStepMemory):
     def _plan(self, step: StepInput, source: str = "") -> None:
         """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
         replicas = self._session.replicas
+        cut = self._session.micro_batches
+        self._planning.runs_forward_twice = cut is not None and cut.two_passes is not None and replicas.cuts_slices
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
             self._planning.decide(replicas, step.args[0], step.slices, run, self._static_memory, source=source)
