@@ -15,7 +15,7 @@ VARIABLE = "LIGHTNING_DPX_TIMING"
 _FULL = "full"
 _QUICK = "quick"
 _SURE = 0.02
-_UNSURE = 1.0
+_UNSURE = 1000.0  # never: what is timed once may be anything
 
 
 def is_quick() -> bool:
