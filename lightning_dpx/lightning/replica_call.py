@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_dpx.lightning.lightning_api import ClosureResult
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.transfers import Transfer
-from lightning_dpx.replicas import BatchSlice, MergeRules
+from lightning_dpx.replicas import BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -76,9 +76,11 @@ class ReplicaCall:
         self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
         state.share()
         metrics.refresh(session.replicas.root.modules)
-        with self._shared_objects(slices):
-            yield
-        state.collect([batch_slice.replica for batch_slice in slices])
+        with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
+            with self._shared_objects(slices):
+                yield
+            state.collect([batch_slice.replica for batch_slice in slices])
+            state.tell_rebound = rules.note_rebound
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
         metrics.end_step()
         for reason in metrics.separate:
@@ -96,6 +98,19 @@ class ReplicaCall:
             if state.has_iterators:
                 stack.enter_context(state.iterators_shared())
             return stack.pop_all()
+
+
+@contextmanager
+def _joined_state(session: "Session", slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
+    """A step on slices in here leaves in lists and attributes what it would on one device, as far as it is known."""
+    root = session.module
+    modules = [batch_slice.replica.module for batch_slice in slices]
+    lists = ListWatch([root, *(module for module in modules if module is not root)], rules.appended)
+    numbers = NumberWatch(modules, root, rules.rebound)
+    yield
+    weights = weights_of(slices)
+    rules.join_appended(lists, weights, session.strategy.root_device)
+    rules.join_rebound(numbers, weights, session.strategy.root_device)
 
 
 def _check_loss(output: Any) -> None:

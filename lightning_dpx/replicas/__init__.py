@@ -2,6 +2,7 @@
 
 from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas import collectives
+from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
@@ -10,6 +11,7 @@ from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.lanes import Execution
 from lightning_dpx.replicas.merging import Weights, weighted_mean
 from lightning_dpx.replicas.micro_batches import MicroBatches, check_micro_batches, parse_micro_batches
+from lightning_dpx.replicas.rebound_numbers import NumberWatch, changed_numbers, numbers_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
     BatchSlice,
@@ -50,8 +52,11 @@ __all__ = [
     "Execution",
     "ExpectedGradient",
     "GeneratorStates",
+    "ListPlace",
+    "ListWatch",
     "MergeRules",
     "MicroBatches",
+    "NumberWatch",
     "Replica",
     "ReplicaRank",
     "ReplicaSet",
@@ -69,14 +74,17 @@ __all__ = [
     "check_choice",
     "check_micro_batches",
     "check_paths",
+    "changed_numbers",
     "children_of",
     "collectives",
     "current_rank",
     "end_failed_step",
+    "find_lists",
     "first_loss",
     "gather",
     "loss_of",
     "make_slicer",
+    "numbers_of",
     "parse_micro_batches",
     "parse_workload",
     "preserve_rng_state",
@@ -90,4 +98,5 @@ __all__ = [
     "synchronize_batch_norm",
     "weighted_mean",
     "weights_of",
+    "without_graphs",
 ]

@@ -3,6 +3,8 @@
 What a rehearsal has found out is merged by rule. Where nothing is known, a value is merged by its type.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,6 +15,7 @@ import torch
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError
+from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, without_graphs
 from lightning_dpx.replicas.merging import (
     NUMBERS,
     Merger,
@@ -25,8 +28,11 @@ from lightning_dpx.replicas.merging import (
 )
 from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
+from lightning_dpx.replicas.rebound_numbers import NumberWatch, increments
 from lightning_dpx.replicas.slicing import PLAIN, children_of, rebuild
 from lightning_dpx.replicas.state import BufferRule
+
+_TOO_OFTEN = 6  # batches
 
 
 @dataclass(slots=True)
@@ -37,6 +43,10 @@ class MergeRules:
         outputs: By path in what a step returns, "result" being all of it.
         logged: By path in what a step logs, its name being the start.
         buffers: By name, the rule by which a buffer that a step writes comes together; the first replica's otherwise.
+        appended: Lists that a step appends to, and how many items; their rules are among the outputs.
+        rebound: Attributes whose numbers a step changes; likewise.
+        seen_attributes: Those that rehearsals have seen change.
+        times_unseen: How many batches have changed others.
         same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
@@ -54,11 +64,20 @@ class MergeRules:
     news: set[str] = field(default_factory=set)
     same_batch_sizes: set[str] = field(default_factory=set)
     buffers: dict[str, BufferRule] = field(default_factory=dict)
+    appended: dict[ListPlace, int] = field(default_factory=dict)
+    rebound: set[str] = field(default_factory=set)
+    seen_attributes: set[str] = field(default_factory=set)
+    times_unseen: Counter[str] = field(default_factory=Counter)
 
     @property
     def decides_buffers(self) -> bool:
         """Whether any buffer comes together by a rule."""
         return bool(self.buffers)
+
+    @property
+    def joins_state(self) -> bool:
+        """Whether what steps leave in lists and attributes comes together by rules."""
+        return bool(self.appended or self.rebound)
 
     def buffer_rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
         """By which rule a buffer comes together; a rehearsal decides it here, by what the rules make of it."""
@@ -93,6 +112,108 @@ class MergeRules:
             self.is_outdated = True
         if path in self.undecided and any(is_numeric(part) and bool(_as_tensor(part).bool().any()) for part in parts):
             self.is_outdated = True
+
+    def join_appended(self, watch: ListWatch, weights: Weights, device: torch.device) -> None:
+        """Puts what one device would have appended to lists in the place of what the slices appended.
+
+        Args:
+            watch: Has seen what they did.
+            weights: Of the slices.
+            device: Where tensors shall live.
+        """
+        num_slices = len(weights.rows)
+        for place, number in list(self.appended.items()):
+            items = watch.appended(place)
+            if num_slices == 1 or not items:
+                continue
+            problem = f"{len(items)} items were appended to it where {number} of each slice were expected"
+            if len(items) == number * num_slices:
+                columns = [items[index::number] for index in range(number)]
+                try:
+                    merged = [
+                        self.merge_appended(f"{place}.{index}", without_graphs(column), weights, device)
+                        for index, column in enumerate(columns)
+                    ]
+                    watch.replace(place, merged)
+                    continue
+                except GatherError as error:
+                    problem = str(error)
+            self._leave_apart(place, problem)
+
+    def merge_appended(self, path: str, parts: list[Any], weights: Weights, device: torch.device) -> Any:
+        """One item from those that the slices appended; a rehearsal decides how.
+
+        Raises:
+            GatherError: they cannot be put together.
+        """
+
+        def by_type(parts: list[Any], path: str) -> Any:
+            self._watch(parts, path, self.outputs.get(path))
+            return _merge(parts, list(weights.rows), device, 0, path)
+
+        merger = Merger(rules=self.outputs, weights=weights, device=device, fallback=by_type)
+        return merger.merge(parts, path)
+
+    def _leave_apart(self, place: ListPlace, problem: str) -> None:
+        """The slices' own items stay in the list, from here on."""
+        del self.appended[place]
+        warnings.warn(
+            f"dpx: {place} has one item of each slice from here on, and not one of the whole batch: {problem}. Append "
+            "in on_train_batch_end and its like, which see the whole batch.",
+            stacklevel=2,
+        )
+
+    def join_rebound(self, watch: NumberWatch, weights: Weights, device: torch.device) -> None:
+        """Gives attributes what one device would have made of them.
+
+        Args:
+            watch: Has seen what the replicas have.
+            weights: Of the slices.
+            device: Where tensors shall live.
+        """
+        for path in sorted(self.rebound):
+            parts = watch.parts(path)
+            if len(parts) > 1:
+                merged = self.merge_rebound(path, watch.before(path), parts, weights, device)
+                watch.replace(path, parts[0] if merged is None else merged)
+
+    def note_rebound(self, paths: set[str]) -> None:
+        """A step has changed numbers of attributes, on other replicas than the first one."""
+        unseen = paths - self.seen_attributes
+        if self.seen is None or not unseen:
+            return
+        self.news.update(f"self.{path}" for path in unseen)
+        self.is_outdated = True
+        self.times_unseen.update(unseen)
+        often = sorted(path for path in unseen if self.times_unseen[path] == _TOO_OFTEN)
+        if often:
+            warnings.warn(
+                f"dpx: self.{', self.'.join(often)} changed in {_TOO_OFTEN} batches and in no rehearsal; of each it "
+                "has the first slice's part only. Compute it in on_train_batch_end and its like, which see the whole "
+                "batch.",
+                stacklevel=2,
+            )
+
+    def merge_rebound(self, path: str, before: Any, parts: list[Any], weights: Weights, device: torch.device) -> Any:
+        """One number from those of the slices; ``None`` where it is the first one's. A rehearsal decides how."""
+        name = f"self.{path}"
+        rule = self.outputs.get(name)
+        if rule is None:
+            return None
+        rules = self.outputs
+        added: list[Any] | None = None
+        if rule.kind == "added":
+            rules = {name: Rule(kind="sum")}
+            added = increments(parts, before)
+            if added is None:
+                return None
+
+        def nothing(parts: list[Any], path: str) -> Any:
+            return None
+
+        merger = Merger(rules=rules, weights=weights, device=device, fallback=nothing)
+        merged = merger.merge(without_graphs(parts if added is None else added), name)
+        return merged if merged is None or added is None else before + merged
 
     def merge_logged(
         self, path: str, values: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str = "mean"

@@ -20,7 +20,7 @@ from lightning_dpx.replicas.tolerance import Tolerance, difference
 
 Kind = Literal[
     "join", "items", "union", "children", "equal", "mean", "loss mean", "sum", "max", "min", "quadratic mean",
-    "geometric mean", "first", "last", "by type",
+    "geometric mean", "first", "last", "by type", "added",
 ]  # fmt: skip
 # The order in which rules that fit alike are preferred: what a user would most likely mean comes first.
 _OF_NUMBERS: tuple[Kind, ...] = (
@@ -38,7 +38,8 @@ class Rule:
 
     Attributes:
         kind: "join" along a dim, "items" of lists one after the other, "union" of mappings and sets with different
-            keys, "children" each by its own rule, the name of a reduction, or "by type" where nothing is known.
+            keys, "children" each by its own rule, the name of a reduction, "by type" where nothing is known, or "added"
+            where what slices add to the value before comes together.
         dim: Of a join.
         blocks: Of a join: every value is as many blocks along the dim, and the n-th blocks of all come together.
     """

@@ -15,7 +15,7 @@ import copy
 import operator
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -32,6 +32,7 @@ from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
+from lightning_dpx.replicas.rebound_numbers import changed_numbers, numbers_of
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without, prepare_memo
@@ -42,6 +43,7 @@ _HOOK_READERS = tuple(map(operator.attrgetter, _HOOKS))
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _MISSING = object()
 _SMALL = 64  # items up to which a shared container is watched item by item; beyond, by its length
+_FEW = 2**16  # elements of a tensor that is copied to other replicas whether they use it or not
 _MOST_WATCHED = 4096  # containers of one attribute that are watched
 
 
@@ -53,6 +55,10 @@ class PythonState:
         private: Names of attributes that belong to the framework.
         skip: Types of submodules that are looked after elsewhere.
         keep: Objects that are shared whatever they hold.
+
+    Attributes:
+        tell_rebound: Gets, when the next step begins, the paths of numbers that other replicas than the first have
+            changed in the last one.
     """
 
     def __init__(
@@ -75,6 +81,8 @@ class PythonState:
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
+        self.tell_rebound: Callable[[set[str]], None] | None = None
+        self._changed: set[tuple[int, str]] = set()  # numbers, by the step that has just ended, on other replicas
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
@@ -115,6 +123,11 @@ class PythonState:
             self._send_changed_hooks()
         for replica in self._others:
             self._restore(replica)
+        if self._changed and self.tell_rebound is not None:
+            paths = self._paths()
+            self.tell_rebound({f"{paths[index]}{key}" for index, key in self._changed})
+        self.tell_rebound = None
+        self._changed.clear()
         self._sync_mirrors()
         self._rebound.clear()
         self._begun = True
@@ -159,7 +172,10 @@ class PythonState:
         self._iterators.note((index, key), value)
         for replica in self._others:
             translated = self._translated(replica, value, lazily=(index, key) in self._rebound)
-            vars(self._modules[replica.index][index])[key] = translated
+            state = vars(self._modules[replica.index][index])
+            if key in state:
+                self._note_changed(index, self._expected[replica.index][index], {key: state[key]})
+            state[key] = translated
             self._expected[replica.index][index][key] = translated
             self._pair((index, key), replica.index, value, translated)
 
@@ -174,9 +190,24 @@ class PythonState:
             if is_as_expected and len(state) - len(expected) == self._num_private(child):
                 watch.note(index)
                 continue
+            self._note_changed(index, expected, {key: state.get(key) for key in expected})
             for key in [key for key in state if key not in self._private and key not in expected]:
                 del state[key]
             state.update(expected)
+
+    def _note_changed(self, index: int, expected: dict[str, Any], state: dict[str, Any]) -> None:
+        """Notes which of a replica's attributes are other numbers than before the step."""
+        if self.tell_rebound is None:
+            return
+        rebound = [(key, value) for key, value in state.items() if expected.get(key, _MISSING) is not value]
+        now = numbers_of(rebound)
+        changed = changed_numbers({key: expected.get(key) for key in now}, now)
+        self._changed.update((index, key) for key in changed)
+
+    def _paths(self) -> list[str]:
+        """What the names of attributes of a submodule begin with, in the order of those that are looked after."""
+        names = {id(child): f"{name}." if name else "" for name, child in self._root.module.named_modules()}
+        return [names.get(id(child), "") for child in self._modules[0]]
 
     def _num_private(self, child: nn.Module) -> int:
         return len(self._private & vars(child).keys())
@@ -329,6 +360,8 @@ class PythonState:
         if isinstance(value, torch.Tensor) and id(value) not in memo:
             plain = value.detach()
             device = device_beside(plain, self._root.device, replica.device)
+            # A step of the first replica may write it in place before another one looks at it.
+            lazily = lazily and plain.numel() > _FEW
             return RemoteTensor(plain, device) if lazily else plain.to(device, copy=True)
 
         def place(tensor: torch.Tensor) -> torch.Tensor:

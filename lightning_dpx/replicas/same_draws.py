@@ -149,10 +149,15 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _keep(target: torch.Tensor, p: float) -> torch.Tensor:
-    """Bernoulli draws; where a row has one of its own, such as stochastic depth, it is kept."""
+    """Bernoulli draws; where they would keep nothing of any row, they keep all: zeros are equal, however they are cut.
+
+    Stochastic depth draws one number for a row, and dropout over a few features may well drop all of them.
+    """
 
     def fill(small: torch.Tensor, generator: torch.Generator) -> None:
-        small.bernoulli_(p, generator=generator) if small.numel() > 1 else small.fill_(p > 0)
+        small.bernoulli_(p, generator=generator)
+        if not bool(small.any()):
+            small.fill_(p > 0)
 
     return _pattern(target, fill)
 

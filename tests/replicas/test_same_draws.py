@@ -41,6 +41,16 @@ def test_all_rows_draw_the_same_numbers_and_a_slice_those_of_the_whole(name: str
     assert whole[0].unique().numel() > 1, "numbers of one row differ"
 
 
+def test_dropout_of_few_features_never_drops_all_of_them() -> None:
+    """Zeros would be equal in slices and as one device, whatever the step does with them."""
+    for seed in range(32):
+        torch.manual_seed(seed)
+        with SameDraws(nothing_shared()):
+            kept = torch.nn.functional.dropout(torch.ones(4, 2), 0.5)
+        assert bool(kept.any())
+        assert torch.equal(kept, kept[:1].expand_as(kept))
+
+
 def test_draws_that_mix_rows_are_left_alone_and_named() -> None:
     with SameDraws(nothing_shared()) as mode:
         assert torch.randperm(8).sort().values.tolist() == list(range(8))

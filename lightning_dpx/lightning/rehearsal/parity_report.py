@@ -1,17 +1,19 @@
 """What a step did as one device and what it did in slices, compared; and the line that says so."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.python_objects.origin import package_of, runs_steps
-from lightning_dpx.replicas import MergeRules, Weights
+from lightning_dpx.replicas import ListPlace, MergeRules, Weights
 from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, describe, mean_of_slices
+from lightning_dpx.replicas.rebound_numbers import increments
 from lightning_dpx.replicas.state import BufferRule
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
@@ -44,6 +46,8 @@ class Observation:
         draws: How many such numbers a row got, draw by draw, in every call of a replica's step.
         left_alone: What else drew random numbers.
         metric_calls: What metrics were given, by one device.
+        appended: What lists got, by one device.
+        rebound: Attributes with numbers that changed, as they were and as they are, by one device.
     """
 
     loss: torch.Tensor | None = None
@@ -56,8 +60,12 @@ class Observation:
     draws: list[tuple[int, ...]] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     metric_calls: CallLog | None = None
+    appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
+    rebound: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
+_OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")
+SETTING = tuple(Rule(kind=kind) for kind in ("mean", "loss mean", "sum", "max", "min", "last"))
 _RULES_OF_BUFFERS: tuple[BufferRule, ...] = ("mean", "sum", "max", "min", "first")
 
 
@@ -87,6 +95,14 @@ class JudgingRules(MergeRules):
         self._decides = decides_loss
         self._unstable = unstable
         self.findings: dict[str, Finding] = {}
+        self.kept_findings: dict[str, Finding] = {}  # of items of lists, and of numbers of attributes
+        self.rebound = set(whole.rebound)
+        self.fitting_numbers: dict[str, tuple[Rule, ...]] = {}  # by attribute, all rules that reproduce its number
+        self.appended = {place: len(items) for place, items in whole.appended.items()}
+        self.left_apart: set[str] = set()  # attributes that lead to lists whose items do not come together
+        self._appended_at: dict[str, Any] = {}
+        for place, items in whole.appended.items():
+            self._appended_at.update({f"{place}.{index}": item for index, item in enumerate(items)})
         self.logged_findings: dict[str, Finding] = {}
         self.fitting_buffers: dict[str, list[BufferRule]] = {}  # by name, all rules that reproduce a buffer
         self.batch_sizes: dict[str, str] = {}  # those that slices cannot give, in words
@@ -107,6 +123,77 @@ class JudgingRules(MergeRules):
             self.findings[found.path] = found
         self.outputs = chosen(self.findings)
         return super().merge_outputs(parts, weights, device, dim)
+
+    def merge_appended(self, path: str, parts: list[Any], weights: Weights, device: torch.device) -> Any:
+        """Decides, then merges."""
+        search = Search(weights=weights, tolerance=self._tolerance, unstable=self._unstable)
+        found = search.examine(self._appended_at[path], parts, path)
+        self.kept_findings.update({one.path: one for one in found})
+        if not all(one.rules for one in found):
+            raise GatherError("no way of putting them together gives what one device appends")
+        self.outputs |= chosen(self.kept_findings)
+        return super().merge_appended(path, parts, weights, device)
+
+    def merge_rebound(self, path: str, before: Any, parts: list[Any], weights: Weights, device: torch.device) -> Any:
+        """Decides, then merges."""
+        whole = self._whole.rebound[path][1]
+        fitting: tuple[Rule, ...] = ()
+        is_stable = not {f"state:{path}", f"structure:{path}"} & self._unstable
+        if is_stable:
+            fitting = self._rules_of_number(path, whole, before, parts, weights)
+        self.settle(path, fitting)
+        return super().merge_rebound(path, before, parts, weights, device)
+
+    def _is_alike(self, whole: Any, part: Any) -> bool:
+        return all(error <= self._tolerance.relative for _, error in compare_trees(whole, part, self._tolerance))
+
+    def _rules_of_number(
+        self, path: str, whole: Any, before: Any, parts: list[Any], weights: Weights
+    ) -> tuple[Rule, ...]:
+        name = f"self.{path}"
+        search = Search(weights=weights, tolerance=self._tolerance)
+        found = search.examine(whole, parts, name)
+        fitting = [rule for one in found for rule in one.rules if rule.kind in _OF_NUMBERS]
+        added = increments(parts, before)
+        of_whole = increments([whole], before)
+        if added is not None and of_whole is not None:
+            found = search.examine(of_whole[0], added, name)
+            if any(rule.kind == "sum" for one in found for rule in one.rules):
+                fitting.insert(0, Rule(kind="added"))
+        if not self._is_alike(whole, parts[0]):
+            return tuple(fitting)
+        # The first slice's will do, unless it looks like a sum of what the others were and of nothing.
+        of_all = [rule for rule in fitting if rule.kind in ("added", "sum")]
+        return (*of_all, Rule(kind="first")) if of_all else ()
+
+    def settle(self, path: str, fitting: Sequence[Rule]) -> None:
+        """These rules fit the number of an attribute; with none of them it is the first replica's."""
+        name = f"self.{path}"
+        self.fitting_numbers[path] = tuple(fitting)
+        self.kept_findings.pop(name, None)
+        self.outputs.pop(name, None)
+        if fitting:
+            by_chance = fitting[0].kind not in ("added", "sum", "mean", "loss mean") or fitting[-1].kind == "first"
+            is_sure = len(fitting) == 1 or not by_chance
+            self.kept_findings[name] = Finding(path=name, rules=tuple(fitting), is_sure=is_sure)
+            self.outputs[name] = fitting[0]
+        else:
+            self.rebound.discard(path)
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Attributes of which one step does not show whether steps add to them, or set them."""
+        return [
+            path
+            for path, fitting in self.fitting_numbers.items()
+            if any(rule.kind == "added" for rule in fitting) and any(rule in SETTING for rule in fitting)
+        ]
+
+    def _leave_apart(self, place: ListPlace, problem: str) -> None:
+        """What the items differ by is told by the comparison; their number, by that of the attributes."""
+        del problem, self.appended[place]
+        if any(not one.rules for one in found_at(place, self.kept_findings)):
+            self.left_apart.add(place.attribute)
 
     def merge_logged(
         self, path: str, values: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str = "mean"
@@ -189,6 +276,16 @@ class JudgingRules(MergeRules):
         return min(self.losses, key=lambda name: abs(self.losses[name] - target))
 
 
+def is_kept(path: str) -> bool:
+    """Whether it is that of what a step keeps, and not of what it returns."""
+    return path.startswith("self.")
+
+
+def found_at(place: ListPlace, findings: Mapping[str, Finding]) -> list[Finding]:
+    """Of those, what was found of the items of a list."""
+    return [found for path, found in findings.items() if path.startswith(f"{place}.")]
+
+
 def chosen(findings: Mapping[str, Finding]) -> dict[str, Rule]:
     """The preferred rule of every value that has one."""
     return {path: found.rules[0] for path, found in findings.items() if found.rules}
@@ -230,6 +327,7 @@ class Comparison:
         notes: What else the user should know.
         kept: Attributes that hold something of one slice after the step.
         apart: Paths of all that slices did not make as one device did; see :class:`Comparer` for their form.
+        changed: Attributes that the step changes.
     """
 
     rows: int
@@ -242,12 +340,18 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     apart: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
 
     def blame_kept(self, what: str) -> None:
         """Adds what a second step in slices does differently because of what the first one kept."""
         named = _more(", ".join(self.kept[:_NAMED]), self.kept)
         text = f"a second step uses what the first one kept in {named}, which is of one slice: {what}"
         self.differences.append(("kept", text))
+
+    def blame_unsettled(self, path: str, whole: Any) -> None:
+        """Adds an attribute of which it is not known whether steps add to it, or set it."""
+        text = f"self.{path} is {describe(whole)} on one device, and steps may add to it or set it"
+        self.differences.append(("state", text))
 
     def blame_sums(self, names: Sequence[str]) -> None:
         """Adds attributes that steps add to, and so have the first slice's part of every step."""
@@ -317,6 +421,10 @@ _WAYS_OUT = {
         "from self.all_gather(...) in the step, or by a torchmetrics metric"
     ),
     "output": "return what belongs to the rows, and compute the rest in {step}_end(outputs)",
+    "kept value": (
+        "append what belongs to the rows, and compute the rest at the epoch's end; or append in on_train_batch_end and "
+        "its like, which see the whole batch"
+    ),
     "kept": (
         "what a step keeps for the next one is that of the first slice; compute it from self.all_gather(...) in the "
         "step, or in on_train_batch_end and its like, which see the whole batch"
@@ -365,7 +473,8 @@ class Comparer:
             text = f"{', '.join(missing)} is logged by one device or by slices, but not by both"
             out.differences.append(("logged value", text))
         self.values("output", judge.findings, out)
-        self._state(before, whole, sliced, out)
+        self.values("kept value", judge.kept_findings, out)
+        self._state(before, whole, sliced, judge.left_apart, out)
 
     def _losses(self, whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison) -> None:
         if whole.loss is None and sliced.loss is None:
@@ -461,6 +570,7 @@ class Comparer:
         before: Mapping[str, Any],
         whole: Observation,
         sliced: Observation,
+        told: Collection[str],
         out: Comparison,
     ) -> None:
         """Values that a step rebinds are the first slice's by design, and only told; counts and lists are not."""
@@ -470,10 +580,14 @@ class Comparer:
         relations = _Relations(self._tolerance)
         for path in dict.fromkeys([*whole.state, *sliced.state]):
             start, mine, theirs = (one.get(path) for one in (before, whole.state, sliced.state))
+            if not relations.same(start, mine) or not relations.same(start, theirs):
+                out.changed.add(path)
             if relations.same(mine, theirs) or _grew_alike(start, mine, theirs, self._tolerance):
                 good += not relations.same(start, mine)
                 continue
             out.apart.add(f"state:{path}")
+            if path in told:
+                continue
             of_a_slice = relations.of_a_slice(mine, theirs)
             if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
                 continue
@@ -557,6 +671,10 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
     found.update(
         path for path, error in compare_trees(one.output, two.output, tolerance, "result") if error > tolerance.relative
     )
+    for place, items in one.appended.items():
+        both_lists = (list(items), two.appended.get(place))
+        errors = compare_trees(*both_lists, tolerance, str(place))
+        found.update(path for path, error in errors if error > tolerance.relative)
     relations = _Relations(tolerance)
     for path, value in one.state.items():
         if path not in two.state or not relations.same(value, two.state[path]):

@@ -34,6 +34,7 @@ from lightning_dpx.lightning.new_replicas import new_replicas, private_attribute
 from lightning_dpx.lightning.processes.connect import gather_objects
 from lightning_dpx.lightning.rehearsal.parity_report import (
     OUTSIDE,
+    SETTING,
     Comparer,
     Comparison,
     JudgingRules,
@@ -42,6 +43,8 @@ from lightning_dpx.lightning.rehearsal.parity_report import (
     changed_again,
     chosen,
     drew_alike,
+    found_at,
+    is_kept,
     python_state,
     refined,
     undecided,
@@ -59,9 +62,19 @@ from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.replicas import BatchSlice, MergeRules, ReplicaSet, first_loss
+from lightning_dpx.replicas import (
+    BatchSlice,
+    ListWatch,
+    MergeRules,
+    ReplicaSet,
+    changed_numbers,
+    find_lists,
+    first_loss,
+    numbers_of,
+    without_graphs,
+)
 from lightning_dpx.replicas.collectives import UnequalShapesError
-from lightning_dpx.replicas.merging import Finding
+from lightning_dpx.replicas.merging import Finding, Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 from lightning_dpx.replicas.tolerance import Tolerance
@@ -296,8 +309,8 @@ class Rehearsals:
             rules.seen = (rules.seen or frozenset()) | news  # once each, whatever the next rehearsal sees of it
             paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
             self._say(
-                f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was merged by "
-                "type there, and the step is checked again now."
+                f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was put "
+                "together unchecked there (an attribute has the first slice's part), and the step is checked again now."
             )
         return news
 
@@ -339,6 +352,12 @@ class Rehearsals:
         known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
         known.same_batch_sizes = outcome.judge.same_batch_sizes
         known.buffers = outcome.judge.buffers
+        for place, number in outcome.judge.appended.items():
+            if all(one.rules for one in found_at(place, findings)):
+                known.appended[place] = number
+        known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
+        known.times_unseen = self._rules[key].times_unseen
+        known.rebound = {path for path in outcome.judge.rebound if f"self.{path}" in outputs}
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
@@ -437,17 +456,19 @@ class _Rehearsal:
         """Both together: rules fit on all rows that were tried, or are none."""
         findings = refined(first.findings, second.findings)
         logged = refined(first.logged, second.logged)
-        of_values = ("logged value", "output")
+        of_values = ("logged value", "output", "kept value")
         seen_later = [one for one in second.comparison.differences if one[0] not in of_values]
         seen_at_once = [one for one in first.comparison.differences if one[0] not in of_values]
         base = second if seen_later and not seen_at_once else first
         comparison = base.comparison
         comparison.differences = seen_at_once or seen_later
+        comparison.changed |= first.comparison.changed | second.comparison.changed
         comparison.notes = [note for note in comparison.notes if "put together" not in note]
         comparison.skipped = [text for text in comparison.skipped if not text.startswith(of_values)]
         comparer = Comparer(self._tolerance, base.unstable)
         comparer.values("logged value", logged, comparison)
-        comparer.values("output", findings, comparison)
+        comparer.values("output", {path: findings[path] for path in findings if not is_kept(path)}, comparison)
+        comparer.values("kept value", {path: findings[path] for path in findings if is_kept(path)}, comparison)
         return Outcome(
             comparison=comparison, judge=base.judge, findings=findings, logged=logged, unstable=base.unstable
         )
@@ -517,13 +538,17 @@ class _Rehearsal:
                 comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
         kinds = {kind for kind, _ in comparison.differences}
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
-        goes_on = comparison.kept or "sum" in judge.buffers.values()  # a decayed count grows like any other from zero
+        # A decayed count grows like any other from zero, and a number that is set looks like one that is added to it.
+        goes_on = comparison.kept or judge.unsettled or "sum" in judge.buffers.values()
         if goes_on and trained_alike and not unstable and not self._by_hand:
             self._compare_second_steps(judge, sizes, comparison, whole)
+        for path in judge.unsettled:
+            comparison.blame_unsettled(path, whole.rebound[path][1])
+            judge.settle(path, ())
         return Outcome(
             comparison=comparison,
             judge=judge,
-            findings=judge.findings,
+            findings={**judge.findings, **judge.kept_findings},
             logged=judge.logged_findings,
             unstable=unstable,
         )
@@ -567,6 +592,12 @@ class _Rehearsal:
             traceback.clear_frames(error.__traceback__)
             out.blame_kept(f"it raises {_described(error).removesuffix('.')}")
             return
+        for path in judge.unsettled:
+            # What steps set is the same after a second one on the same rows.
+            fits = again.fitting_numbers.get(path, ()) if path in whole.rebound else (*SETTING, Rule(kind="first"))
+            judge.settle(path, [rule for rule in judge.fitting_numbers[path] if rule in fits])
+            if path not in judge.rebound:
+                out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
         added_up = self._adding_up(out.kept, first, whole, sizes)
         fitting = again.fitting_buffers
         for name in [name for name, rule in judge.buffers.items() if name in fitting and rule not in fitting[name]]:
@@ -577,7 +608,7 @@ class _Rehearsal:
         sliced.state = {}
         second = self._compare({}, whole, sliced, again, sizes, frozenset())
         known = {kind for kind, _ in out.differences}
-        second.differences = [one for one in second.differences if one[0] not in known]
+        second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
         if second.differences and out.kept:
             out.blame_kept(second.summary())
         elif added_up:
@@ -668,10 +699,18 @@ class _Rehearsal:
                 batch_slice = BatchSlice(replicas.root, num_rows, self._own(rows))
                 writes = self._watch_batch(batch_slice.batch)
                 log = StepLog(batch_slice)
+                lists = ListWatch([shadow], find_lists(_attributes(shadow, private_attributes())))
+                numbers = numbers_of(_own_attributes(shadow))
                 with self._context(), recorded_calls(shadow) as seen.metric_calls:
                     seen.output = replicas.run(call.name, [batch_slice], partial(self._step_of_one, log))[0]
                 with _recording(log, shadow):
                     final = self._session.finished(call.name, seen.output)
+                seen.appended = {}
+                for place in find_lists(_attributes(shadow, private_attributes())):
+                    items = lists.appended(place)
+                    if items:
+                        seen.appended[place] = without_graphs(items)
+                seen.rebound = changed_numbers(numbers, numbers_of(_own_attributes(shadow)))
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
                 self._note_writes(writes, replicas, MergeRules(), seen)
                 self._finish(seen, final, shadow, list(shadow.parameters()))
@@ -973,6 +1012,15 @@ def _attributes(module: Any, private: frozenset[str]) -> Iterator[tuple[str, Any
             if key not in private and not _is_of_a_metric(module, path):
                 yield prefix + key, value
     yield from module.named_buffers()
+
+
+def _own_attributes(module: Any) -> Iterator[tuple[str, Any]]:
+    """The same, but for what metrics and torch look after: metrics' states, and buffers."""
+    private = private_attributes()
+    for path, child in module.named_modules():
+        if not isinstance(child, Metric) and not _is_of_a_metric(module, path):
+            prefix = f"{path}." if path else ""
+            yield from ((prefix + key, value) for key, value in vars(child).items() if key not in private)
 
 
 def _is_of_a_metric(module: Any, path: str) -> bool:

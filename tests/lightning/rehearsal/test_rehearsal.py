@@ -171,16 +171,53 @@ class AddsUpBesideDropout(AddsUp):
     dropout = 0.5
 
 
+@REPLICAS
 @pytest.mark.parametrize("kind", [AddsUp, AddsUpAnew, AddsUpBesideDropout])
-def test_what_steps_add_up_is_named_and_what_they_only_keep_is_not(hardware, fitted, kind) -> None:
-    seen = fitted(kind, 2, verify="first")
-    assert "what steps add up in self.hits is the first slice's part only" in seen.warned
-    assert "self.last_loss" not in seen.warned
+def test_what_steps_add_up_is_that_of_the_whole_batch(hardware, fitted, kind, num_replicas) -> None:
+    seen = fitted(kind, num_replicas)
+    assert "2 kept values" in seen.told
+    assert not seen.warned
     expected = fitted(kind).values
     if kind.dropout:  # drawn by another generator on another device
         assert torch.equal(seen.values["logged/hits"], expected["logged/hits"])
     else:
         assert_equal(seen.values, expected)
+
+
+class AddsUpMuch(AddsUp):
+    """More than is put together, and kept to be looked at beside it."""
+
+    def on_train_epoch_start(self) -> None:
+        self.hits = torch.zeros(2**16 + 1, device=self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hits[: len(batch[0])] += batch[0][:, 0].detach().abs()
+        self.hits[0] += batch[0].abs().max()
+        self.spread = batch[0].std()
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_what_steps_add_up_in_large_tensors_is_named_and_what_they_only_keep_is_not(hardware, fitted) -> None:
+    seen = fitted(AddsUpMuch, 2, verify="first")
+    assert "what steps add up in self.hits is the first slice's part only" in seen.warned
+    assert "self.spread" not in seen.warned
+    assert_equal(seen.values, fitted(AddsUpMuch).values)
+
+
+class Forgets(Model):
+    """What it counts fades."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count = 0.5 * self.count + len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_comes_together_in_a_first_step_alone_is_named(fitted) -> None:
+    assert "self.count comes together from slices in a first step only" in fitted(Forgets, 2).warned
 
 
 # ---- the line ----
@@ -380,7 +417,7 @@ class DropsAndKeeps(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features = F.dropout(self.net(batch[0]), 0.5)
         loss = F.cross_entropy(features, batch[1])
-        self.kept.append(loss.detach())
+        self.kept.append(features.detach().std())  # of the slices' no mean is that of all rows
         return loss
 
 
@@ -394,7 +431,7 @@ class DropsWithoutRows(DropsAndKeeps):
 def test_what_draws_random_numbers_is_compared_where_slices_draw_the_same(hardware, fitted, num_replicas) -> None:
     """One attribute that differs is no reason to leave all the rest out."""
     seen = fitted(DropsAndKeeps, num_replicas)
-    assert "self.kept is +1 items on one device" in seen.warned
+    assert "kept value 'self.kept.0'" in seen.warned
     assert "the loss is" not in seen.warned
     assert "the loss is" in fitted(DropsWithoutRows, num_replicas).warned
 
@@ -825,6 +862,7 @@ def test_state_that_comes_together_is_counted(fitted, num_replicas) -> None:
     assert "3 changed attributes" in seen.told
     assert not seen.warned
     theirs = fitted(Keeps).model
+    assert [len(rows) for rows in seen.model.rows] == [16, 16, 16]
     torch.testing.assert_close(torch.cat(seen.model.rows), torch.cat(theirs.rows))
     assert seen.model.names == theirs.names
     assert seen.model.steps == theirs.steps == 3
@@ -834,21 +872,22 @@ def test_state_that_is_that_of_a_slice_is_named(fitted) -> None:
     class Counts(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.num_rows = 0
+            self.num_pairs = 0
             self.losses: list[torch.Tensor] = []
             self.kept: dict[str, Any] = {"loss": None}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            self.num_rows += len(batch[0])
+            self.num_pairs = len(batch[0]) ** 2
             self.losses.append(loss.detach())
-            self.kept["loss"] = self.last_loss = loss.detach()
+            self.kept["loss"] = loss.detach()
+            self.spread = batch[0].std()
             return loss
 
     warned = fitted(Counts, 2).warned
-    assert "What the step keeps in self.kept, self.last_loss is of one slice" in warned, "by design, so it is only told"
-    assert "self.num_rows is 7 on one device, 4 in slices" in warned
-    assert "self.losses is +1 items on one device, +2 items in slices" in warned
+    assert "What the step keeps in self.kept, self.spread is of one slice" in warned, "by design, so it is only told"
+    assert "self.num_pairs is 49 on one device, 16 in slices" in warned
+    assert "self.losses" not in warned, "its items come together"
 
 
 class Node:
@@ -891,19 +930,18 @@ class Watched(Model):
         self.python = random.Random(5)
         self.register_buffer("seen", torch.zeros(()))
         self.metric = MeanMetric()
-        self.kept: dict[str, list[float]] = {"draws": []}
+        self.kept: dict[str, dict[int, float]] = {"draws": {}}
         self.dropout = nn.Dropout(0.5)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += 1
         batch[0].mul_(1.5)  # the batch is the step's own
-        self.kept["draws"] += [
-            float(self.numpy.random()),
-            self.python.random(),
-            random.random(),
-            float(np.random.rand()),
-        ]
-        self.kept["draws"].append(float(torch.rand(1, generator=self.generator)))
+        draws = self.kept["draws"]
+        draws[len(draws)] = float(self.numpy.random())
+        draws[len(draws)] = self.python.random()
+        draws[len(draws)] = random.random()
+        draws[len(draws)] = float(np.random.rand())
+        draws[len(draws)] = float(torch.rand(1, generator=self.generator))
         loss = F.cross_entropy(self.net(self.dropout(batch[0])), batch[1])
         self.metric.update(loss.detach())
         self.log("metric", self.metric)
@@ -1175,9 +1213,8 @@ class Stateful(Model):
 
 class Remembers(Model):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.last_loss = loss
-        return loss
+        self.features = self.net(batch[0])
+        return F.cross_entropy(self.features, batch[1])
 
 
 class StatefulPrediction(Stateful):
@@ -1244,7 +1281,7 @@ def test_the_item_that_differs_is_named(fitted) -> None:
 
 def test_what_a_step_keeps_and_never_uses_is_only_told(fitted) -> None:
     seen = fitted(Remembers, 2)
-    assert "What the step keeps in self.last_loss is of one slice" in seen.told
+    assert "What the step keeps in self.features is of one slice" in seen.told
     assert not seen.warned
 
 

@@ -1,0 +1,178 @@
+"""Lists that steps append to: what the slices of a batch append comes together as one device would have appended it.
+
+    self.losses = [..., 0.7]      one device appends       1 item:  0.6
+                                  two slices append        2 items: 0.5, 0.9
+                                  their mean by rows is    1 item:  0.6
+
+Since Lightning 2.0 steps keep what an epoch's end needs in lists of their own. An epoch's end that stacks the items, or
+takes their mean, gives other numbers where there is one item for every slice. Which lists a step appends to, and how
+the items of slices become one, is found by a rehearsal.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.python_objects.origin import is_library, runs_steps
+from lightning_dpx.replicas.mirrors import has_attributes
+from lightning_dpx.torch_compat import tree_map_only
+
+_DEEPEST = 4
+_MOST = 2_000  # containers and objects that are looked into
+_LONGEST = 64  # items of a list that are looked into, from its front: lists by loader, or by stage
+
+
+@dataclass(frozen=True, slots=True)
+class ListPlace:
+    """Where a list is.
+
+    Attributes:
+        attribute: The attribute that leads to it, with the path of its submodule.
+        keys: From there on: keys of mappings, indices of lists, names of attributes of objects.
+    """
+
+    attribute: str
+    keys: tuple[Hashable, ...] = ()
+
+    def __str__(self) -> str:
+        return ".".join(["self", self.attribute, *map(str, self.keys)])
+
+    def find(self, module: nn.Module) -> Any:
+        """What is there now; ``None`` if nothing is."""
+        path, _, name = self.attribute.rpartition(".")
+        value = vars(module.get_submodule(path)).get(name)
+        for key in self.keys:
+            value = _item(value, key)
+        return value
+
+
+def find_lists(attributes: Iterable[tuple[str, Any]]) -> dict[ListPlace, Any]:
+    """All lists, and deques, that attributes hold or lead to.
+
+    Args:
+        attributes: Values by path.
+    """
+    found: dict[ListPlace, Any] = {}
+    seen: set[int] = set()
+    waiting = deque((ListPlace(path), value) for path, value in attributes)
+    while waiting and len(seen) < _MOST:
+        place, value = waiting.popleft()
+        if id(value) in seen or not _is_looked_into(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, list | deque):
+            found[place] = value
+        if len(place.keys) < _DEEPEST:
+            waiting.extend((ListPlace(place.attribute, (*place.keys, key)), item) for key, item in _items(value))
+    return found
+
+
+class ListWatch:
+    """Sees what is appended to lists from now on.
+
+    Args:
+        modules: Those of the replicas, the user's first: its attributes lead to the lists, and to what others append
+            as well; but of a list that is not there yet every replica makes its own.
+        places: Where they are, or may be once the step has run.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], places: Iterable[ListPlace]) -> None:
+        self._module = modules[0]
+        self._others = modules[1:]
+        self._before = {place: _Noted.of(place.find(self._module)) for place in places}
+
+    def appended(self, place: ListPlace) -> list[Any]:
+        """What has been; nothing where the list was exchanged, or items were taken from it."""
+        now = place.find(self._module)
+        before = self._before.get(place, _NOTHING)
+        if not isinstance(now, list | deque):
+            return []
+        if before.container is not None:
+            return before.added(now) if before.container is now else []
+        made = {id(now): list(now)}
+        for module in self._others:
+            own = place.find(module)
+            made.setdefault(id(own), list(own) if isinstance(own, list | deque) else [])
+        return list(chain.from_iterable(made.values()))
+
+    def replace(self, place: ListPlace, items: list[Any]) -> None:
+        """Puts other items in the place of what was appended."""
+        now = place.find(self._module)
+        before = self._before.get(place, _NOTHING)
+        if before.items is not None:
+            now.clear()
+            now.extend(before.items)
+        else:
+            for _ in before.added(now):
+                now.pop()
+        now.extend(items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A list as it was.
+
+    Attributes:
+        container: The list itself, or what was in its place; ``None`` if nothing was.
+        length: Of it.
+        items: Of one that drops items at its other end, for which its length says nothing.
+    """
+
+    container: Any
+    length: int
+    items: list[Any] | None = None
+
+    @classmethod
+    def of(cls, container: Any) -> "_Noted":
+        if not isinstance(container, list | deque):
+            return _NOTHING if container is None else cls(container, 0)
+        is_limited = isinstance(container, deque) and container.maxlen is not None
+        return cls(container, len(container), list(container) if is_limited else None)
+
+    def added(self, now: Any) -> list[Any]:
+        if self.items is None:
+            return [now[index] for index in range(self.length, len(now))]
+        for kept in range(len(self.items), -1, -1):  # the last items of before are the first ones of now
+            rest = self.items[len(self.items) - kept :]
+            if kept <= len(now) and all(mine is theirs for mine, theirs in zip(rest, now, strict=False)):
+                return list(now)[kept:]
+        return []
+
+
+_NOTHING = _Noted(None, 0)
+
+
+def without_graphs(items: list[Any]) -> list[Any]:
+    """The same items, whose tensors keep no graph alive."""
+    detached: list[Any] = tree_map_only(torch.Tensor, torch.Tensor.detach, items)
+    return detached
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, list | tuple | deque | Mapping):
+        return True
+    kind = type(value)
+    return has_attributes(value) and not callable(value) and not is_library(kind) and not runs_steps(kind)
+
+
+def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:
+    if isinstance(value, Mapping):
+        return iter(list(value.items()))
+    if isinstance(value, list | tuple | deque):
+        return enumerate(list(value)[:_LONGEST])
+    return iter(list(vars(value).items()))
+
+
+def _item(value: Any, key: Hashable) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(key)
+    if isinstance(value, list | tuple | deque):
+        if isinstance(key, int) and key < len(value):
+            return value[key]
+        return None
+    return getattr(value, "__dict__", {}).get(key)

@@ -1,0 +1,129 @@
+"""Numbers that steps give to attributes: what the slices of a batch make of one comes together as on one device.
+
+    self.num_hits = 40     one device adds 7 to it         47
+                           two slices add 4 and 3          44 and 43, together 40 + 4 + 3
+    self.last_loss         is 0.6 on one device            0.5 and 0.9 of slices, their mean by rows
+
+Of any other attribute that a step rebinds, the first replica's value counts. Which attributes hold such numbers, and
+how those of slices become one, is found by a rehearsal.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dpx.replicas.merging import as_tensor, is_numeric
+from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
+
+_MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
+
+
+def numbers_of(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Copies of all numbers among attributes, and of tensors of a few.
+
+    Args:
+        attributes: Values by path.
+    """
+    return {path: _copied(value) for path, value in attributes if _is_few_numbers(value)}
+
+
+def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Those that are others now, as they were and as they are; the former is ``None`` where nothing was."""
+    pairs = {path: (before.get(path), now) for path, now in after.items()}
+    return {path: (then, now) for path, (then, now) in pairs.items() if not _is_equal(then, now)}
+
+
+class NumberWatch:
+    """Attributes before a step, and what the replicas have made of them after it.
+
+    Args:
+        modules: Of the replicas that take part.
+        root: The user's module, which gets what comes together.
+        paths: Of the attributes.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], root: nn.Module, paths: Iterable[str]) -> None:
+        self._modules = modules
+        self._root = root
+        self._before: dict[str, Any] = {}
+        for path in paths:
+            value = _found(root, path)
+            self._before[path] = _copied(value) if _is_few_numbers(value) else None
+
+    def before(self, path: str) -> Any:
+        """What the attribute was; ``None`` if it was no number."""
+        return self._before[path]
+
+    def parts(self, path: str) -> list[Any]:
+        """What each replica has made of it; nothing where none did, or one has no number."""
+        parts = [_found(module, path) for module in self._modules]
+        if not all(_is_few_numbers(part) for part in parts):
+            return []
+        if all(_is_equal(self._before[path], part) for part in parts):
+            return []
+        return parts
+
+    def replace(self, path: str, value: Any) -> None:
+        """Gives the user's attribute its value for the whole batch."""
+        owner, name = _owner(self._root, path)
+        vars(owner)[name] = value
+
+
+def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
+    """What each replica has added to what was there; ``None`` if that can be no sum."""
+    if before is None or as_tensor(before).dtype == torch.bool:
+        return None
+    if any(type(part) is not type(before) or _shape(part) != _shape(before) for part in parts):
+        return None
+    if isinstance(before, torch.Tensor):
+        return [part.detach().to(before.device) - before for part in parts]
+    return [part - before for part in parts]
+
+
+def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    prefix, _, name = path.rpartition(".")
+    return module.get_submodule(prefix), name
+
+
+def _found(module: nn.Module, path: str) -> Any:
+    owner, name = _owner(module, path)
+    value = vars(owner).get(name)
+    if isinstance(value, RemoteTensor):
+        return source_of(value)
+    return value
+
+
+def _is_few_numbers(value: Any) -> bool:
+    if not is_numeric(value) or isinstance(value, nn.Parameter):
+        return False
+    if isinstance(value, torch.Tensor) and value.ndim and value.requires_grad:
+        return False  # part of a graph that the step, or its hooks, still use
+    return _numel(value) <= _MOST
+
+
+def _numel(value: Any) -> int:
+    shape = _shape(value)
+    return torch.Size(shape).numel()
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    if type(one) is not type(two) or _shape(one) != _shape(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two.detach().to(one.device))
+    return bool(np.array_equal(one, two))

@@ -1,0 +1,163 @@
+"""What steps append to lists is what one device appends, whatever the number of slices; what is not is announced."""
+
+import warnings
+from collections import defaultdict, deque
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from tests.conftest import make_trainer
+
+WAYS = [
+    pytest.param({"execution": "inline"}, 2, id="inline-2"),
+    pytest.param({"execution": "threads"}, 3, id="threads-3"),
+    pytest.param({"micro_batches": 3}, 1, id="micro-batches"),
+    pytest.param({"micro_batches": 2, "execution": "inline"}, 2, id="both"),
+]
+
+
+class Collects(LightningModule):
+    """Rows (B, 8) to logits (B, 3); keeps what its epochs' ends need, as has been usual since Lightning 2.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.step_outputs: dict[str, list[Any]] = {"train": [], "val": []}
+        self.losses: list[torch.Tensor] = []
+        self.numbers = defaultdict[str, list[float]](list)
+        self.latest: deque[torch.Tensor] = deque(maxlen=16)
+        self.made_later: list[float] | None = None
+        self.figures: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch, "val")
+
+    def step(self, batch: Any, stage: str) -> torch.Tensor:
+        rows, labels = batch
+        logits = self.net(rows)
+        loss = F.cross_entropy(logits, labels)
+        hits = (logits.argmax(1) == labels).sum()
+        self.step_outputs[stage].append({"loss": loss.detach(), "hits": hits, "rows": len(rows), "stage": stage})
+        self.losses.append(loss)
+        self.latest.append(loss.detach())
+        self.numbers[stage].append(loss.item())
+        if self.made_later is None:
+            self.made_later = []
+        self.made_later.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.gather("train")
+
+    def on_validation_epoch_end(self) -> None:
+        self.gather("val")
+
+    def gather(self, stage: str) -> None:
+        outputs = self.step_outputs[stage]
+        self.figures += [
+            float(torch.stack([output["loss"] for output in outputs]).mean()),
+            float(sum(output["hits"] for output in outputs)) / sum(output["rows"] for output in outputs),
+            float(torch.stack(self.losses).sum().detach()),
+            float(torch.stack(list(self.latest)).sum()),
+            sum(self.numbers[stage]),
+            sum(self.made_later or []),
+            float(len(outputs)),
+            float(len(self.losses)),
+        ]
+        outputs.clear()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(kind: type[LightningModule], **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(53, 8, generator=generator), torch.arange(53) % 3)
+    make_trainer(max_epochs=2, **options).fit(model, DataLoader(data, 20), DataLoader(data, 30))
+    return model
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_an_epochs_end_finds_the_items_of_one_device(hardware: str, own: Any, num_devices: int, caplog: Any) -> None:
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx")
+        ours = fitted(Collects, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    theirs = fitted(Collects)
+    assert "8 kept values" in caplog.text
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(theirs.figures))
+    assert len(ours.latest) == len(theirs.latest)
+    assert len(ours.made_later) == len(theirs.made_later)
+
+
+class LooksAtDevices(Collects):
+    def gather(self, stage: str) -> None:
+        assert {loss.device for loss in self.losses} == {self.device}, "one cannot stack losses of several devices"
+        assert not any(loss.requires_grad for loss in self.losses)
+
+
+def test_items_are_on_the_first_device_and_keep_no_graph(sim: Any) -> None:
+    ours = fitted(LooksAtDevices, strategy="dpx", devices=3, accelerator="sim")
+    assert len(ours.losses) == 12
+
+
+class KeepsSpread(Collects):
+    """A standard deviation is that of a slice, and nothing puts those of slices together."""
+
+    def step(self, batch: Any, stage: str) -> torch.Tensor:
+        self.losses.append(batch[0].std())
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def gather(self, stage: str) -> None:
+        self.figures.append(float(len(self.losses)))
+
+
+def test_what_does_not_come_together_is_told_with_its_numbers_and_stays_apart() -> None:
+    with pytest.warns(UserWarning, match=r"kept value 'self\.losses\.0': \S+ on one device, \S+ and \S+ from slic"):
+        ours = fitted(KeepsSpread, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert len(ours.losses) == 2 * len(fitted(KeepsSpread).losses)
+    with pytest.raises(dpx.ParityError, match="kept value"):
+        fitted(KeepsSpread, strategy=dpx.DPXStrategy(execution="inline", verify="raise"), devices=2)
+    with pytest.warns(UserWarning, match="gets all of its batches whole"):
+        first = fitted(KeepsSpread, strategy=dpx.DPXStrategy(execution="inline", verify="first"), devices=2)
+    torch.testing.assert_close(first.losses, fitted(KeepsSpread).losses)
+
+
+class AppendsAtTimes(LightningModule):
+    """Appends while its list is short; later, a slice with a large number in its first row does, and no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if batch_idx == 0 or bool(batch[0][0, 0] > 10):
+            self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_another_number_of_items_than_was_seen_is_announced_and_left() -> None:
+    rows = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
+    rows[40] = 20.0  # the first row of the third batch
+    data = DataLoader(TensorDataset(rows, torch.arange(80) % 3), 20)
+    torch.manual_seed(0)
+    model = AppendsAtTimes()
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    with pytest.warns(UserWarning, match=r"self\.losses has one item of each slice from here on.*1 items were"):
+        trainer.fit(model, data)
+    assert len(model.losses) == 2

@@ -1,0 +1,102 @@
+"""Where lists are, and what has been appended to them."""
+
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.history: list[float] = []
+
+
+def holding(**attributes: Any) -> nn.Module:
+    module = nn.Module()
+    module.part = nn.Module()
+    vars(module).update(attributes)
+    return module
+
+
+def test_lists_are_found_through_mappings_lists_and_objects() -> None:
+    attributes = {
+        "losses": [1.0],
+        "by_stage": {"train": [], "val": [[], []]},
+        "holder": Holder(),
+        "latest": deque(maxlen=3),
+        "name": "x",
+        "tensor": torch.zeros(2),
+    }
+    places = [str(place) for place in find_lists(attributes.items())]
+    assert sorted(places) == [
+        "self.by_stage.train",
+        "self.by_stage.val",
+        "self.by_stage.val.0",
+        "self.by_stage.val.1",
+        "self.holder.history",
+        "self.latest",
+        "self.losses",
+    ]
+
+
+def test_circles_end() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    assert len(find_lists([("circle", circle)])) == 1
+
+
+def test_a_place_is_found_in_a_submodule_and_may_be_empty() -> None:
+    module = holding()
+    vars(module.part)["seen"] = {"a": [1]}
+    assert ListPlace("part.seen", ("a",)).find(module) == [1]
+    assert ListPlace("part.seen", ("b",)).find(module) is None
+    assert ListPlace("part.other").find(module) is None
+
+
+def test_what_is_appended_is_replaced() -> None:
+    module = holding(losses=[1, 2], numbers=defaultdict(list))
+    places = [ListPlace("losses"), ListPlace("numbers", ("train",))]
+    watch = ListWatch([module], places)
+    module.losses += [3, 4]
+    module.numbers["train"].append(5)
+    assert [watch.appended(place) for place in places] == [[3, 4], [5]]
+    watch.replace(places[0], [7])
+    assert module.losses == [1, 2, 7]
+
+
+def test_a_list_with_a_limit_has_what_it_dropped_again() -> None:
+    items = [object() for _ in range(6)]
+    module = holding(latest=deque(items[:3], maxlen=3))
+    watch = ListWatch([module], [ListPlace("latest")])
+    module.latest.extend(items[3:5])
+    assert watch.appended(ListPlace("latest")) == items[3:5]
+    watch.replace(ListPlace("latest"), items[5:])
+    assert list(module.latest) == [items[1], items[2], items[5]]
+
+
+def test_another_list_in_its_place_is_none_that_grew() -> None:
+    module = holding(losses=[1])
+    watch = ListWatch([module], [ListPlace("losses")])
+    module.losses = [1, 2]
+    assert watch.appended(ListPlace("losses")) == []
+
+
+def test_of_a_list_that_is_made_in_the_step_every_replica_has_its_own() -> None:
+    modules = [holding(losses=None) for _ in range(3)]
+    watch = ListWatch(modules, [ListPlace("losses")])
+    for index, module in enumerate(modules):
+        module.losses = [index]
+    assert watch.appended(ListPlace("losses")) == [0, 1, 2]
+    watch.replace(ListPlace("losses"), [9])
+    assert modules[0].losses == [9]
+
+
+def test_items_keep_no_graph() -> None:
+    loss = torch.ones(2, requires_grad=True).sum()
+    kept = without_graphs([{"loss": loss}, "x", SimpleNamespace()])
+    assert not kept[0]["loss"].requires_grad
+    assert kept[1] == "x"

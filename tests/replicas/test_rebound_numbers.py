@@ -1,0 +1,70 @@
+"""What the slices of a batch make of a number of the module: which values are looked at, and what was added to them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.replicas.rebound_numbers import NumberWatch, changed_numbers, increments, numbers_of
+
+
+def test_numbers_are_copies_and_no_large_tensors_or_parts_of_graphs() -> None:
+    counts = torch.zeros(3)
+    leaf = torch.ones(3, requires_grad=True)
+    attributes = {
+        "counts": counts,
+        "large": torch.zeros(2**16 + 1),
+        "features": leaf * 2,
+        "loss": (leaf * 2).sum(),
+        "weight": nn.Parameter(torch.zeros(2)),
+        "array": np.zeros(2),
+        "steps": 3,
+        "name": "x",
+        "list": [1],
+    }
+    found = numbers_of(attributes.items())
+    assert list(found) == ["counts", "loss", "array", "steps"]
+    counts += 1
+    assert found["counts"].tolist() == [0, 0, 0]
+    assert not found["loss"].requires_grad
+
+
+def test_what_is_equal_has_not_changed_and_what_was_not_there_has() -> None:
+    before = {"a": 1, "b": torch.ones(2), "c": 2.0, "d": 1}
+    after = {"a": 1, "b": torch.ones(2), "c": 3.0, "d": 1.0, "e": 5}
+    assert changed_numbers(before, after) == {"c": (2.0, 3.0), "d": (1, 1.0), "e": (None, 5)}
+
+
+@pytest.mark.parametrize(
+    ("before", "parts", "expected"),
+    [
+        (10, [13, 11], [3, 1]),
+        (torch.tensor([1.0, 2.0]), [torch.tensor([2.0, 2.0])], [torch.tensor([1.0, 0.0])]),
+        (None, [1, 2], None),
+        (True, [True, False], None),
+        (1, [1.5], None),
+        (torch.zeros(2), [torch.zeros(3)], None),
+    ],
+)
+def test_what_was_added_is_known_for_numbers_of_one_kind(before: Any, parts: Any, expected: Any) -> None:
+    found = increments(parts, before)
+    if expected is None:
+        assert found is None
+    else:
+        torch.testing.assert_close(found, expected)
+
+
+def test_replicas_that_changed_nothing_have_no_parts() -> None:
+    modules = [nn.Module() for _ in range(2)]
+    for module in modules:
+        module.count = 4  # type: ignore[assignment]
+    watch = NumberWatch(modules, modules[0], ["count"])
+    assert watch.parts("count") == []
+    modules[1].count = 6  # type: ignore[assignment]
+    assert watch.parts("count") == [4, 6]
+    watch.replace("count", watch.before("count") + 2)
+    assert modules[0].count == 6
+    del modules[1].count
+    assert watch.parts("count") == []
