@@ -79,8 +79,8 @@ class ReplicaCall:
         with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
             with self._shared_objects(slices):
                 yield
+            state.tell_changed = rules.note_changed if rules.seen is not None else None
             state.collect([batch_slice.replica for batch_slice in slices])
-            state.tell_rebound = rules.note_rebound
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
         metrics.end_step()
         for reason in metrics.separate:

@@ -177,10 +177,10 @@ class MergeRules:
                 merged = self.merge_rebound(path, watch.before(path), parts, weights, device)
                 watch.replace(path, parts[0] if merged is None else merged)
 
-    def note_rebound(self, paths: set[str]) -> None:
-        """A step has changed numbers of attributes, on other replicas than the first one."""
+    def note_changed(self, paths: set[str]) -> None:
+        """A step has changed attributes, on other replicas than the first one."""
         unseen = paths - self.seen_attributes
-        if self.seen is None or not unseen:
+        if not unseen:
             return
         self.news.update(f"self.{path}" for path in unseen)
         self.is_outdated = True
@@ -188,9 +188,9 @@ class MergeRules:
         often = sorted(path for path in unseen if self.times_unseen[path] == _TOO_OFTEN)
         if often:
             warnings.warn(
-                f"dpx: self.{', self.'.join(often)} changed in {_TOO_OFTEN} batches and in no rehearsal; of each it "
-                "has the first slice's part only. Compute it in on_train_batch_end and its like, which see the whole "
-                "batch.",
+                f"dpx: self.{', self.'.join(often)} changed in {_TOO_OFTEN} batches and in no rehearsal: what it holds "
+                "of those is that of a slice, or of each. Change it in on_train_batch_end and its like, which see the "
+                "whole batch.",
                 stacklevel=2,
             )
 

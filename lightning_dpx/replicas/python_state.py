@@ -57,8 +57,8 @@ class PythonState:
         keep: Objects that are shared whatever they hold.
 
     Attributes:
-        tell_rebound: Gets, when the next step begins, the paths of numbers that other replicas than the first have
-            changed in the last one.
+        tell_changed: Gets, when the next step begins, the paths of containers that the last one has changed, and of
+            numbers that other replicas than the first have.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class PythonState:
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
-        self.tell_rebound: Callable[[set[str]], None] | None = None
-        self._changed: set[tuple[int, str]] = set()  # numbers, by the step that has just ended, on other replicas
+        self.tell_changed: Callable[[set[str]], None] | None = None
+        self._changed: set[tuple[int, str]] = set()  # by the step that has just ended: containers, and others' numbers
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
@@ -123,10 +123,10 @@ class PythonState:
             self._send_changed_hooks()
         for replica in self._others:
             self._restore(replica)
-        if self._changed and self.tell_rebound is not None:
+        if self._changed and self.tell_changed is not None:
             paths = self._paths()
-            self.tell_rebound({f"{paths[index]}{key}" for index, key in self._changed})
-        self.tell_rebound = None
+            self.tell_changed({f"{paths[index]}{key}" for index, key in self._changed})
+        self.tell_changed = None
         self._changed.clear()
         self._sync_mirrors()
         self._rebound.clear()
@@ -197,7 +197,7 @@ class PythonState:
 
     def _note_changed(self, index: int, expected: dict[str, Any], state: dict[str, Any]) -> None:
         """Notes which of a replica's attributes are other numbers than before the step."""
-        if self.tell_rebound is None:
+        if self.tell_changed is None:
             return
         rebound = [(key, value) for key, value in state.items() if expected.get(key, _MISSING) is not value]
         now = numbers_of(rebound)
@@ -287,9 +287,12 @@ class PythonState:
                 def translate_back(value: Any, replica: Replica = replica) -> Any:
                     return self._translated_back(replica, value)
 
-                for mirror in list(self._mirrors.values()):
-                    if replica.index in mirror.copies:
-                        mirror.merge(replica.index, translate_back)
+                for place, mirror in list(self._mirrors.items()):
+                    if replica.index in mirror.copies and mirror.merge(replica.index, translate_back):
+                        self._changed.add(self._attribute_of[place])
+        for attribute, entries in self._watched.items():
+            if any(map(_has_grown, entries)):
+                self._changed.add(attribute)
         self._bring_home()
         for index in self._watches[0].suspects():
             seen = self._seen[index]
@@ -521,6 +524,12 @@ def _mark(container: Any) -> Any:
     if len(container) > _SMALL:
         return len(container)
     return list(map(id, container.values() if isinstance(container, dict) else container))
+
+
+def _has_grown(entry: tuple[Any, Any]) -> bool:
+    """Whether a container has another number of items than its mark says."""
+    container, mark = entry
+    return len(container) != (mark if isinstance(mark, int) else len(mark))
 
 
 @dataclass(frozen=True, slots=True)

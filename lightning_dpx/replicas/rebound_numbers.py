@@ -30,10 +30,9 @@ def numbers_of(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {path: _copied(value) for path, value in attributes if _is_few_numbers(value)}
 
 
-def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Those that are others now, as they were and as they are; the former is ``None`` where nothing was."""
-    pairs = {path: (before.get(path), now) for path, now in after.items()}
-    return {path: (then, now) for path, (then, now) in pairs.items() if not _is_equal(then, now)}
+def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The paths of those that are others now, or were not there."""
+    return {path for path, now in after.items() if not _is_equal(before.get(path), now)}
 
 
 class NumberWatch:
@@ -125,5 +124,6 @@ def _is_equal(one: Any, two: Any) -> bool:
     if type(one) is not type(two) or _shape(one) != _shape(two):
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype == two.dtype and torch.equal(one, two.detach().to(one.device))
-    return bool(np.array_equal(one, two))
+        other = two.detach().to(one.device)
+        return one.dtype == other.dtype and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return bool(np.array_equal(one, two, equal_nan=True))

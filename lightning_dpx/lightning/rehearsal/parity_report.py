@@ -47,7 +47,8 @@ class Observation:
         left_alone: What else drew random numbers.
         metric_calls: What metrics were given, by one device.
         appended: What lists got, by one device.
-        rebound: Attributes with numbers that changed, as they were and as they are, by one device.
+        numbers: Of attributes, after the step of one device.
+        changed_numbers: Which of them it has changed.
     """
 
     loss: torch.Tensor | None = None
@@ -61,7 +62,8 @@ class Observation:
     left_alone: list[str] = field(default_factory=list)
     metric_calls: CallLog | None = None
     appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
-    rebound: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    changed_numbers: set[str] = field(default_factory=set)
 
 
 _OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")
@@ -96,7 +98,7 @@ class JudgingRules(MergeRules):
         self._unstable = unstable
         self.findings: dict[str, Finding] = {}
         self.kept_findings: dict[str, Finding] = {}  # of items of lists, and of numbers of attributes
-        self.rebound = set(whole.rebound)
+        self.rebound = set(whole.numbers)
         self.fitting_numbers: dict[str, tuple[Rule, ...]] = {}  # by attribute, all rules that reproduce its number
         self.appended = {place: len(items) for place, items in whole.appended.items()}
         self.left_apart: set[str] = set()  # attributes that lead to lists whose items do not come together
@@ -136,7 +138,7 @@ class JudgingRules(MergeRules):
 
     def merge_rebound(self, path: str, before: Any, parts: list[Any], weights: Weights, device: torch.device) -> Any:
         """Decides, then merges."""
-        whole = self._whole.rebound[path][1]
+        whole = self._whole.numbers[path]
         fitting: tuple[Rule, ...] = ()
         is_stable = not {f"state:{path}", f"structure:{path}"} & self._unstable
         if is_stable:
@@ -162,9 +164,14 @@ class JudgingRules(MergeRules):
                 fitting.insert(0, Rule(kind="added"))
         if not self._is_alike(whole, parts[0]):
             return tuple(fitting)
-        # The first slice's will do, unless it looks like a sum of what the others were and of nothing.
-        of_all = [rule for rule in fitting if rule.kind in ("added", "sum")]
-        return (*of_all, Rule(kind="first")) if of_all else ()
+        # The first slice's will do, unless it does by chance: others may have added nothing, or have less of it.
+        if all(self._is_alike(whole, part) for part in parts):
+            fitting = [rule for rule in fitting if rule.kind in ("added", "sum")]
+        if not fitting:
+            return ()
+        by_chance = [rule for rule in fitting if rule.kind in ("max", "min", "last")]
+        others = [rule for rule in fitting if rule not in by_chance]
+        return (*others, Rule(kind="first"), *by_chance)
 
     def settle(self, path: str, fitting: Sequence[Rule]) -> None:
         """These rules fit the number of an attribute; with none of them it is the first replica's."""
@@ -173,12 +180,16 @@ class JudgingRules(MergeRules):
         self.kept_findings.pop(name, None)
         self.outputs.pop(name, None)
         if fitting:
-            by_chance = fitting[0].kind not in ("added", "sum", "mean", "loss mean") or fitting[-1].kind == "first"
+            by_chance = fitting[0].kind not in ("added", "sum", "mean", "loss mean") or Rule(kind="first") in fitting
             is_sure = len(fitting) == 1 or not by_chance
             self.kept_findings[name] = Finding(path=name, rules=tuple(fitting), is_sure=is_sure)
             self.outputs[name] = fitting[0]
         else:
             self.rebound.discard(path)
+
+    def numbers_among(self, findings: Mapping[str, Finding]) -> list[str]:
+        """The attributes with numbers that there are findings of."""
+        return [path for path in self._whole.numbers if f"self.{path}" in findings]
 
     @property
     def unsettled(self) -> list[str]:
@@ -308,7 +319,8 @@ def refined(first: Mapping[str, Finding], second: Mapping[str, Finding]) -> dict
             continue
         both = tuple(rule for rule in earlier.rules if rule in found.rules)
         text = "" if both else "no way of putting slices together gives it on all rows that were tried"
-        result[path] = Finding(path=path, rules=both, is_sure=bool(both), error=found.error, text=text)
+        is_sure = len(both) == 1 or earlier.is_sure or found.is_sure
+        result[path] = Finding(path=path, rules=both, is_sure=is_sure, error=found.error, text=text)
     return result
 
 
@@ -348,9 +360,9 @@ class Comparison:
         text = f"a second step uses what the first one kept in {named}, which is of one slice: {what}"
         self.differences.append(("kept", text))
 
-    def blame_unsettled(self, path: str, whole: Any) -> None:
+    def blame_unsettled(self, path: str) -> None:
         """Adds an attribute of which it is not known whether steps add to it, or set it."""
-        text = f"self.{path} is {describe(whole)} on one device, and steps may add to it or set it"
+        text = f"self.{path} is the first slice's only, as steps may add to it or set it"
         self.differences.append(("state", text))
 
     def blame_sums(self, names: Sequence[str]) -> None:

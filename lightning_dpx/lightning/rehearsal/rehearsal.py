@@ -88,6 +88,14 @@ if TYPE_CHECKING:
 Verify = Literal["warn", "raise", "first", "off"]
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
+_OTHER_PARTS = (
+    1.0,
+    0.5,
+    0.25,
+    0.75,
+    0.125,
+    0.625,
+)  # of the rows that are left, so many are skipped, where more rows show no more
 
 
 class NotRehearsed(Exception):  # noqa: N818  the step goes on without
@@ -141,11 +149,37 @@ class Outcome:
     logged: dict[str, Finding] = field(default_factory=dict)
     unstable: frozenset[str] = frozenset()
 
+    def settle_numbers(self) -> None:
+        """Of numbers that several rules fit still, and that may be added to or set, none is put together.
+
+        Where others than the first slice have added nothing, the step is rehearsed again as soon as one does.
+        """
+        for path in self.judge.numbers_among(self.findings):
+            rules = self.findings[f"self.{path}"].rules
+            kinds = {rule.kind for rule in rules}
+            if "added" not in kinds or len(kinds) == 1:
+                continue
+            del self.findings[f"self.{path}"]
+            self.judge.settle(path, ())
+            if "first" in kinds:
+                self.comparison.changed.discard(path)
+            else:
+                self.comparison.blame_unsettled(path)
+
     @property
     def is_sure(self) -> bool:
         """Whether more rows could show nothing else."""
+        return not self._unsure
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether other rows could: several rules fit, of values that were not zero."""
+        return any(len(one.rules) > 1 and one.rules[0].kind != "by type" for one in self._unsure)
+
+    @property
+    def _unsure(self) -> list[Finding]:
         found = (*self.findings.values(), *self.logged.values())
-        return all(one.is_sure for one in found if one.path not in self.unstable)
+        return [one for one in found if not one.is_sure and one.path not in self.unstable]
 
 
 class Rehearsals:
@@ -310,7 +344,7 @@ class Rehearsals:
             paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
             self._say(
                 f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was put "
-                "together unchecked there (an attribute has the first slice's part), and the step is checked again now."
+                "together unchecked there (an attribute holds what slices made of it), and the step is checked again."
             )
         return news
 
@@ -357,7 +391,7 @@ class Rehearsals:
                 known.appended[place] = number
         known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
         known.times_unseen = self._rules[key].times_unseen
-        known.rebound = {path for path in outcome.judge.rebound if f"self.{path}" in outputs}
+        known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
@@ -402,6 +436,7 @@ class _Rehearsal:
         self._writes = BatchWrites()
         self._watches_batch = self._session.batch_writes.is_watched
         self._requested = requested
+        self._skipped = 0.0  # of the rows that are not rehearsed, the part in front of those that are
         self.needs_equal_slices = False
         self.metric_rules = copy.deepcopy(self._session.metrics.rules_by_path())
         self._guest = Guest(self._module.trainer, self._module, self._replicas.replicas, self._replicas.devices)
@@ -420,7 +455,13 @@ class _Rehearsal:
                 if not outcome.is_sure:
                     with suppress(NotRehearsed, SlicesFail, ParametersAppear):
                         outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
+                for part in _OTHER_PARTS:
+                    if outcome.is_ambiguous:
+                        self._skipped = part
+                        with suppress(NotRehearsed, SlicesFail, ParametersAppear):
+                            outcome = self._refine(outcome, self._on_rows(1))
                 self._check_iterators()
+                outcome.settle_numbers()
                 return outcome
             except (NotRehearsed, SlicesFail, ParametersAppear):
                 self._check_iterators()
@@ -477,7 +518,7 @@ class _Rehearsal:
         sizes = unequal_sizes(self._call.num_rows, len(self._call.active), factor)
         before = self._state(self._shadow())
         try:
-            whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes))
+            whole = self._whole(self._few_rows(sum(sizes))[0], sum(sizes))
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
@@ -525,7 +566,7 @@ class _Rehearsal:
             )
         if comparison.differences:
             alike = drew_alike(whole, sliced)
-            again = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=not alike)
+            again = self._whole(self._few_rows(sum(sizes))[0], sum(sizes), other_draws=not alike)
             unstable = unstable_between(whole, again, self._tolerance)
             if alike or not (whole.drew or whole.left_alone or again.left_alone):
                 # No draws explain it: something outside the module goes on from run to run, and cannot be put back.
@@ -542,9 +583,6 @@ class _Rehearsal:
         goes_on = comparison.kept or judge.unsettled or "sum" in judge.buffers.values()
         if goes_on and trained_alike and not unstable and not self._by_hand:
             self._compare_second_steps(judge, sizes, comparison, whole)
-        for path in judge.unsettled:
-            comparison.blame_unsettled(path, whole.rebound[path][1])
-            judge.settle(path, ())
         return Outcome(
             comparison=comparison,
             judge=judge,
@@ -557,7 +595,7 @@ class _Rehearsal:
         """Whether the step does something else where the step before has left no gradients, and only then."""
         if self._by_hand or not self._trains:
             return False
-        rows = self._first_rows(sum(sizes))[0]
+        rows = self._few_rows(sum(sizes))[0]
         again = self._whole(rows, sum(sizes))
         if unstable_between(whole, again, self._tolerance):
             return False
@@ -568,7 +606,7 @@ class _Rehearsal:
         """A step whose collectives need tensors of one shape; batches that cannot be cut evenly stay whole then."""
         equal = (min(sizes),) * len(sizes)
         self.needs_equal_slices = True
-        whole = self._whole(self._first_rows(sum(equal))[0], sum(equal))
+        whole = self._whole(self._few_rows(sum(equal))[0], sum(equal))
         return self._with_slices(before, whole, equal)
 
     def _compare_second_steps(
@@ -576,7 +614,7 @@ class _Rehearsal:
     ) -> None:
         """What a step keeps may be of a slice by design; unless the next step uses it, or adds to it."""
         try:
-            whole = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), num_steps=2)
+            whole = self._whole(self._few_rows(sum(sizes))[0], sum(sizes), num_steps=2)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
@@ -593,8 +631,9 @@ class _Rehearsal:
             out.blame_kept(f"it raises {_described(error).removesuffix('.')}")
             return
         for path in judge.unsettled:
-            # What steps set is the same after a second one on the same rows.
-            fits = again.fitting_numbers.get(path, ()) if path in whole.rebound else (*SETTING, Rule(kind="first"))
+            fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
+            if path in whole.changed_numbers:
+                fits = again.fitting_numbers.get(path, ())
             judge.settle(path, [rule for rule in judge.fitting_numbers[path] if rule in fits])
             if path not in judge.rebound:
                 out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
@@ -623,7 +662,7 @@ class _Rehearsal:
         """
         unstable: frozenset[str] = frozenset()
         if second.drew:  # then what changes may be another draw
-            other = self._whole(self._first_rows(sum(sizes))[0], sum(sizes), other_draws=True)
+            other = self._whole(self._few_rows(sum(sizes))[0], sum(sizes), other_draws=True)
             unstable = unstable_between(first, other, self._tolerance)
         return [name for name in changed_again(first, second, unstable, self._tolerance) if name in kept]
 
@@ -652,15 +691,17 @@ class _Rehearsal:
             )
         return comparison
 
-    def _first_rows(self, *sizes: int) -> list[Any]:
-        """The first rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
+    def _few_rows(self, *sizes: int) -> list[Any]:
+        """A few rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
         batch = self._call.args[0]
         rest = self._call.num_rows - sum(sizes)
         if not rest and len(sizes) == 1:
             return [batch]
-        every = [*sizes, rest] if rest else list(sizes)
-        parts: list[Any] = self._replicas.slicer.read(batch).cut(every)
-        return parts[: len(sizes)]
+        skipped = int(self._skipped * rest)
+        every = [skipped, *sizes, rest - skipped]
+        parts: list[Any] = self._replicas.slicer.read(batch).cut([size for size in every if size])
+        first = 1 if skipped else 0
+        return parts[first : first + len(sizes)]
 
     def _shadow(self) -> Any:
         try:
@@ -710,7 +751,8 @@ class _Rehearsal:
                     items = lists.appended(place)
                     if items:
                         seen.appended[place] = without_graphs(items)
-                seen.rebound = changed_numbers(numbers, numbers_of(_own_attributes(shadow)))
+                seen.numbers = numbers_of(_own_attributes(shadow))
+                seen.changed_numbers = changed_numbers(numbers, seen.numbers)
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}
                 self._note_writes(writes, replicas, MergeRules(), seen)
                 self._finish(seen, final, shadow, list(shadow.parameters()))
@@ -801,7 +843,7 @@ class _Rehearsal:
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
                 merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
                 with self._pointing_at(shadow, session, rules, seen):
-                    writes = self._watch_batch(self._own(self._first_rows(sum(sizes))[0]))
+                    writes = self._watch_batch(self._own(self._few_rows(sum(sizes))[0]))
                     session.batch_writes = writes
                     with _recording(merged_log, shadow):
                         final = self._step_of_replicas(session, slices)
@@ -826,7 +868,7 @@ class _Rehearsal:
             raise SlicesFail(reason, found.advice_for(self._call.name))
 
     def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
-        parts = self._own(self._first_rows(*sizes))
+        parts = self._own(self._few_rows(*sizes))
         active = self._call.active
         return [
             BatchSlice(replicas.replicas[index], size, part)

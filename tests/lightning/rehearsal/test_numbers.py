@@ -1,0 +1,213 @@
+"""Numbers that a step counts, adds up or keeps are those of one device, whatever the number of slices."""
+
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from tests.conftest import make_trainer
+
+WAYS = [
+    pytest.param({"execution": "inline"}, 2, id="inline-2"),
+    pytest.param({"execution": "threads"}, 3, id="threads-3"),
+    pytest.param({"micro_batches": 3}, 1, id="micro-batches"),
+    pytest.param({"micro_batches": 2, "execution": "inline"}, 2, id="both"),
+]
+
+
+class Model(LightningModule):
+    """Rows (B, 8) to logits (B, 3); its figures are looked at after every batch."""
+
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.figures: list[list[float]] = []
+        self.begin()
+
+    def begin(self) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        logits = self.net(F.dropout(rows, self.dropout))
+        loss = F.cross_entropy(logits, labels)
+        self.keep(rows, labels, logits, loss, batch_idx)
+        return loss
+
+    def keep(
+        self, rows: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor, loss: torch.Tensor, batch_idx: int
+    ) -> None: ...
+
+    def kept(self) -> list[Any]:
+        return []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.figures.append([float(value) for value in self.kept()])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Sums(Model):
+    """By hand, without torchmetrics; what is counted begins anew with every epoch."""
+
+    def begin(self) -> None:
+        self.num_hits = 0
+        self.num_rows = 0
+        self.num_steps = 0
+        self.loss_sum = 0.0
+        self.confusions = torch.zeros(3, 3)
+        self.in_place = torch.zeros(3)
+        self.array = np.zeros(3, dtype=np.int64)
+
+    def on_train_epoch_start(self) -> None:
+        self.begin()
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        found = logits.argmax(1)
+        self.num_hits += (found == labels).sum().item()
+        self.num_rows += len(rows)
+        self.num_steps += 1
+        self.loss_sum += loss.item() * len(rows)
+        pairs = F.one_hot(found, 3).float().T @ F.one_hot(labels, 3).float()
+        self.confusions = self.confusions + pairs.cpu()
+        self.in_place += logits.detach().sum(0).cpu()
+        self.array += np.bincount(labels.cpu().numpy(), minlength=3)
+
+    def kept(self) -> list[Any]:
+        counts = [self.num_hits, self.num_rows, self.num_steps, self.loss_sum]
+        return [*counts, *self.confusions.flatten(), *self.in_place, *self.array]
+
+
+class SumsBesideDropout(Sums):
+    """Draws are compared where they can be made equal; counts of rows are no matter of draws."""
+
+    dropout = 0.3
+
+    def kept(self) -> list[Any]:
+        return [self.num_rows, self.num_steps, *self.array]
+
+
+class Latest(Model):
+    """Set anew by each step, and not added to."""
+
+    def begin(self) -> None:
+        self.loss: Any = 0.0
+        self.size = 0
+        self.largest = -1e9
+        self.average: float | None = None
+        self.first_label = 0
+        self.last_label = 0
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.loss = loss
+        self.size = len(rows)
+        self.largest = max(self.largest, rows.max().item())
+        self.average = loss.item() if self.average is None else 0.9 * self.average + 0.1 * loss.item()
+        self.first_label = int(labels[0])
+        self.last_label = int(labels[-1])
+
+    def on_after_backward(self) -> None:
+        assert torch.is_tensor(self.loss)
+
+    def kept(self) -> list[Any]:
+        return [self.loss.detach(), self.size, self.largest, self.average, self.first_label, self.last_label]
+
+
+def fitted(kind: type[Model], labels: torch.Tensor | None = None, **options: Any) -> Model:
+    torch.manual_seed(0)
+    model = kind()
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(103, 8, generator=generator)
+    drawn = torch.randint(0, 3, (103,), generator=generator)
+    data = TensorDataset(rows, drawn if labels is None else labels)
+    make_trainer(max_epochs=2, **options).fit(model, DataLoader(data, 20))
+    return model
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+@pytest.mark.parametrize("kind", [Sums, SumsBesideDropout, Latest])
+def test_after_every_batch_they_are_those_of_one_device(
+    hardware: str, own: Any, num_devices: int, kind: type[Model]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The training_step draws random numbers on the CPU")
+        ours = fitted(kind, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(kind).figures))
+
+
+class Positives(Sums):
+    """There are none in the batches that are rehearsed first."""
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.num_hits += int((labels == 1).sum())
+
+    def kept(self) -> list[Any]:
+        return [self.num_hits]
+
+
+def test_what_was_zero_in_the_rehearsal_is_rehearsed_when_it_no_longer_is(caplog: Any) -> None:
+    labels = torch.zeros(103, dtype=torch.long)
+    labels[30::2] = 1
+    with caplog.at_level("INFO"):
+        ours = fitted(Positives, labels, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert re.search(r"done more in the last batch than when it was checked \(self\.num_hits\)", caplog.text)
+    theirs = fitted(Positives, labels)
+    assert ours.figures[0] == theirs.figures[0]
+    assert ours.figures[6:] == theirs.figures[6:], "the second epoch"
+
+
+class Windows(Model):
+    """Slices see each other's items in a list that one device would not have by then."""
+
+    def begin(self) -> None:
+        self.window: list[float] = []
+        self.means: list[float] = []
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.window.append(loss.item())
+        if len(self.window) == 3:
+            self.means.append(sum(self.window) / 3)
+            self.window = []
+
+    def kept(self) -> list[Any]:
+        return [len(self.means)]
+
+
+def test_a_list_that_no_rehearsal_has_seen_grow_is_announced(caplog: Any) -> None:
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="is not what it is on one device"):
+        ours = fitted(Windows, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert "than when it was checked (self.means)" in caplog.text
+    assert ours.figures != fitted(Windows).figures, "the premise"
+
+
+class AtTimes(Model):
+    """Counts in a few batches, in which a rehearsal never falls."""
+
+    def begin(self) -> None:
+        self.count = 0
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        if bool((rows > 50).any()):
+            self.count += int((rows > 50).sum())
+
+
+def test_what_no_rehearsal_ever_sees_is_warned_of_once() -> None:
+    torch.manual_seed(0)
+    model = AtTimes()
+    rows = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
+    rows[[15, 35, 75, 115, 155, 195, 235, 275]] = 60.0
+    data = DataLoader(TensorDataset(rows, torch.arange(400) % 3), 20)
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline", verify="warn"), devices=2)
+    with pytest.warns(UserWarning, match=r"self\.count changed in 6 batches and in no rehearsal") as caught:
+        trainer.fit(model, data)
+    assert sum("in no rehearsal" in str(one.message) for one in caught) == 1
