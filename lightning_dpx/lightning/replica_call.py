@@ -76,6 +76,7 @@ class ReplicaCall:
         self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
         state.share()
         metrics.refresh(session.replicas.root.modules)
+        metrics.gives_slices = rules.metrics_give_slices
         with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
             with self._shared_objects(slices):
                 yield

@@ -47,6 +47,8 @@ class MergeRules:
         rebound: Attributes whose numbers a step changes; likewise.
         seen_attributes: Those that rehearsals have seen change.
         times_unseen: How many batches have changed others.
+        metrics_give_slices: Whether a metric that is called as a function gives each slice its own value, or that of
+            all, which slices wait for.
         same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
@@ -68,6 +70,7 @@ class MergeRules:
     rebound: set[str] = field(default_factory=set)
     seen_attributes: set[str] = field(default_factory=set)
     times_unseen: Counter[str] = field(default_factory=Counter)
+    metrics_give_slices: bool = False
 
     @property
     def decides_buffers(self) -> bool:

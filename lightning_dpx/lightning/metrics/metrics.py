@@ -4,7 +4,8 @@ A metric need not be additive: ``RunningMean`` counts its updates, ``BootStrappe
 ``MinMaxMetric`` compares values of whole batches. So the states of copies are never merged. During a step the metric's
 methods collect what every replica gives them, and the user's metric is called once with the joined arguments, in the
 order of the rows: ``update`` and ``reset``, which return nothing, after the step; ``forward`` and ``compute``, whose
-value the step may use, where the replicas meet in them. Only the user ever resets a metric.
+value the step may use, where the replicas meet in them. Only the user ever resets a metric. Micro-batches do not meet
+in ``forward`` where their own values, merged, are those of one device; see ``slice_values``.
 """
 
 import types
@@ -22,6 +23,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.metrics.arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
+from lightning_dpx.lightning.metrics.slice_values import SliceMetrics
 from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
 from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.reachable import reachable
@@ -93,6 +95,7 @@ class ReplicaMetrics:
         separate: Why, in the last step, calls were made once per replica, as one device would not have made them.
         example: What one device gave its metrics on the rows of the step that is under way, where that is known: how
             arguments are joined is learned from it.
+        gives_slices: Whether ``forward`` gives each replica the value of its own slice.
     """
 
     def __init__(self, module: nn.Module, number: str = "mean") -> None:
@@ -107,6 +110,8 @@ class ReplicaMetrics:
         self.named: dict[str, nn.Module] = {}
         self.separate: list[str] = []
         self.example: CallLog | None = None
+        self.gives_slices = False
+        self._of_slices = SliceMetrics()
         self.find()
 
     def __bool__(self) -> bool:
@@ -203,12 +208,18 @@ class ReplicaMetrics:
         key = id(call.metric), call.method
         number = step.counts[rank.rank].get(key, 0)
         step.counts[rank.rank][key] = number + 1
-        if call.method in AT_ONCE:
+        is_of_slice = call.method == "forward" and self.gives_slices
+        if call.method in AT_ONCE and not is_of_slice:
             return self._call_at_once(call, number, rank, step)
         # The step may go on to change in place what it gave away.
         args, kwargs = tree_map_only(Tensor, _copied, (call.args, call.kwargs))
         step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs)
-        return call.metric if call.method in MOVES else None
+        if is_of_slice:
+            device = step.slices[rank.rank].replica.device
+            return self._of_slices.value(call.metric, device, call.args, call.kwargs)
+        if call.method in MOVES:
+            return call.metric
+        return None
 
     def _call_own(self, metric: Any, method: str, arguments: Arguments) -> Any:
         """The method of the user's metric, with everything as it is outside a step."""

@@ -386,6 +386,7 @@ class Rehearsals:
         known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
         known.same_batch_sizes = outcome.judge.same_batch_sizes
         known.buffers = outcome.judge.buffers
+        known.metrics_give_slices = outcome.judge.metrics_give_slices
         for place, number in outcome.judge.appended.items():
             if all(one.rules for one in found_at(place, findings)):
                 known.appended[place] = number
@@ -421,6 +422,8 @@ class _Rehearsal:
         metric_rules: How arguments of metrics are joined, as was learned.
         needs_equal_slices: Whether the step runs in slices of one size only.
         norms: Batch norms that normalize by their slice.
+        gives_slices: Whether metrics that are called as functions give each micro-batch its own value.
+        waits: Whether slices have waited for each other.
     """
 
     def __init__(self, strategy: Any, call: Call, loss_reduction: str, requested: list[str]) -> None:
@@ -436,6 +439,8 @@ class _Rehearsal:
         self._writes = BatchWrites()
         self._watches_batch = self._session.batch_writes.is_watched
         self._requested = requested
+        self.gives_slices = self._trains and not self._by_hand and self._replicas.cuts_slices
+        self.waits = False
         self._skipped = 0.0  # of the rows that are not rehearsed, the part in front of those that are
         self.needs_equal_slices = False
         self.metric_rules = copy.deepcopy(self._session.metrics.rules_by_path())
@@ -451,15 +456,7 @@ class _Rehearsal:
         """
         with self._guest.visit(calls_hooks=self._by_hand):
             try:
-                outcome = self._on_rows(1)
-                if not outcome.is_sure:
-                    with suppress(NotRehearsed, SlicesFail, ParametersAppear):
-                        outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
-                for part in _OTHER_PARTS:
-                    if outcome.is_ambiguous:
-                        self._skipped = part
-                        with suppress(NotRehearsed, SlicesFail, ParametersAppear):
-                            outcome = self._refine(outcome, self._on_rows(1))
+                outcome = self._on_own_values() or self._on_all_rows()
                 self._check_iterators()
                 outcome.settle_numbers()
                 return outcome
@@ -473,10 +470,38 @@ class _Rehearsal:
                 self._check_iterators()
                 raise NotRehearsed(f"the rehearsal failed with {_described(error)}") from None
 
+    def _on_own_values(self) -> Outcome | None:
+        """What is found where micro-batches wait for no value of a metric; ``None`` if it is not as on one device."""
+        if not (self.gives_slices and self._session.metrics):
+            return None
+        with suppress(NotRehearsed, SlicesFail):
+            outcome = self._on_all_rows()
+            if not outcome.comparison.differences:
+                return outcome
+        self.gives_slices = False
+        return None
+
+    def _on_all_rows(self) -> Outcome:
+        """What is found on a few rows, and on more and other ones where those show too little."""
+        self._skipped = 0.0
+        self.waits = False
+        outcome = self._on_rows(1)
+        if not outcome.is_sure:
+            with suppress(NotRehearsed, SlicesFail, ParametersAppear):
+                outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
+        for part in _OTHER_PARTS:
+            if outcome.is_ambiguous:
+                self._skipped = part
+                with suppress(NotRehearsed, SlicesFail, ParametersAppear):
+                    outcome = self._refine(outcome, self._on_rows(1))
+        return outcome
+
     def what_micro_batches_change(self, outcome: Outcome) -> str:
         """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""
         if self.norms:
             return f"{', '.join(self.norms[:3])} would normalize by micro-batch."
+        if self.waits:
+            return "they wait for each other in the step (a collective, or a metric's value), so all are held at once."
         found = outcome.comparison
         return f"on {found.rows} rows, {found.summary()}." if found.differences else ""
 
@@ -818,6 +843,7 @@ class _Rehearsal:
             loss_reduction="sum" if loss_reduction == "sum" else "mean",
             unstable=unstable,
         )
+        judge.metrics_give_slices = self.gives_slices
         shadow = self._shadow()
         forget_shift(shadow)  # of the first replica; each gets its own
         parameters = () if self._by_hand else shared_parameters(self._replicas, shadow)
@@ -853,6 +879,7 @@ class _Rehearsal:
                     self._finish(seen, final, shadow, step.owner_parameters, step)
         self._note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
+        self.waits |= replicas.has_met
         for replica in replicas.replicas:
             self._forget_gradients(replica.module.parameters())
         return judge, seen
