@@ -22,6 +22,7 @@ from lightning_dpx.memory.plan.micro_batches import (
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.units import format_bytes
 
 MicroBatchNumber = int | Literal["auto"]
 ProfileOf = Callable[[int, bool], Profile]  # of so many rows, and whether gradients are added to earlier ones
@@ -123,7 +124,7 @@ def plan_in_micro_batches(
             try:
                 known[candidate.number] = plan_of(candidate.profile, candidate.budget)
             except BudgetError as error:
-                known[candidate.number] = error
+                known[candidate.number] = _in_all(error, candidate, aside)
         found = known[candidate.number]
         if isinstance(found, BudgetError):
             raise found
@@ -148,6 +149,16 @@ def plan_in_micro_batches(
         exact = candidate_of(profiles, chosen.number, chosen.budget)
         candidates = [exact if one.number == chosen.number else one for one in candidates]
         del known[chosen.number]
+
+
+def _in_all(error: BudgetError, candidate: Candidate, aside: int) -> BudgetError:
+    """The refusal of micro-batches, with what they need beside their activations."""
+    if candidate.number == 1 or error.smallest is None:
+        return error
+    where = f"In {candidate.number} micro-batches of {candidate.rows} rows"
+    if aside:
+        where += f", beside {format_bytes(aside)} of gradients that earlier ones leave"
+    return BudgetError(f"{where}: {error.message}", error.smallest + aside, error.device_index)
 
 
 def _with_figures(

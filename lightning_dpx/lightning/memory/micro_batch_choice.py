@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dpx.errors import DPXError
+from lightning_dpx.errors import BudgetError, DPXError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
@@ -65,7 +65,13 @@ class MicroBatchChooser:
         return bool(self.choices) and not self.session.strategy.planning.knows(batch)
 
     def numbers(
-        self, slices: list[BatchSlice], run: Step, room_of: RoomOf, planner: Any, aside_of: RoomOf
+        self,
+        slices: list[BatchSlice],
+        run: Step,
+        room_of: RoomOf,
+        planner: Any,
+        aside_of: RoomOf,
+        explain: Callable[[BudgetError, torch.device], None],
     ) -> list[int]:
         """Micro-batches of every device, 1 where its slice had better stay in one piece.
 
@@ -75,6 +81,7 @@ class MicroBatchChooser:
             room_of: What is allowed.
             planner: Who plans.
             aside_of: What micro-batches need beside their activations, and a step in one piece does not.
+            explain: Adds to a refusal what else the device holds.
 
         Raises:
             BudgetError: a budget cannot be met, whatever the number.
@@ -88,7 +95,12 @@ class MicroBatchChooser:
         largest = {home: here[0] for home, here in by_device(slices).items()}
         try:
             for home, batch_slice in largest.items():
-                self.choices[home] = self._choice(batch_slice, run, room_of(home), planner, aside_of(home))
+                room = room_of(home)
+                try:
+                    self.choices[home] = self._choice(batch_slice, run, room, planner, aside_of(home))
+                except BudgetError as error:
+                    explain(error, home)
+                    raise
         except UncuttableBatch as error:
             self.why_whole = error.reason
             self.choices.clear()
@@ -189,7 +201,7 @@ class MicroBatchChooser:
         """After a rehearsal: micro-batches are not what one device gives, so steps stay in one piece.
 
         Args:
-            reason: What differs.
+            reason: What speaks against them, in a sentence that begins with "they".
 
         Returns:
             Whether they had been chosen here; what the user chose stays.
@@ -200,8 +212,8 @@ class MicroBatchChooser:
         self.is_left = True
         if self._raised:
             rank_zero_warn(
-                f"dpx: {self._raised} micro-batches would need less memory, but they are not what one device gives: "
-                f"{reason} So the step stays in one piece; micro_batches={self._raised} cuts it all the same."
+                f"dpx: {self._raised} micro-batches would need less memory, but {reason} "
+                f"So the step stays in one piece; micro_batches={self._raised} cuts it all the same."
             )
             session.cut_slices([1] * len(session.replicas.devices))
             return True
@@ -209,8 +221,8 @@ class MicroBatchChooser:
         number = max(choice.candidate.number for choice in self.choices.values())
         self.choices.clear()
         rank_zero_info(
-            f"dpx: {number} micro-batches would be {expected:.2f} x the time of a plain step, but they are not what "
-            f"one device gives: {reason} So the step stays in one piece, with a memory plan for all of its rows; "
+            f"dpx: {number} micro-batches would be {expected:.2f} x the time of a plain step, but {reason} "
+            "So the step stays in one piece, with a memory plan for all of its rows; "
             f"micro_batches={number} cuts it all the same."
         )
         session.cut_slices([1] * len(session.replicas.devices))

@@ -44,7 +44,7 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
-from lightning_dpx.units import format_mib, format_part
+from lightning_dpx.units import format_bytes, format_mib, format_part
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
 _TOLERANCE = 0.05  # of a predicted peak
@@ -380,11 +380,24 @@ class MemoryPlanning:
                 self.profiles[device] = decided.seen[decided.worst[index]].profiles[index]
 
     def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
-        least = format_mib(held + sharing * (error.smallest or 0))
+        least = format_bytes(held + sharing * (error.smallest or 0))
         error.add_note(
-            f"On {device}, {self.budgets.describe(device)} allows {format_mib(limit)} in all, of which parameters, "
-            f"gradients, their reduction and optimizer state take {format_mib(held)}; it must allow at least {least}."
+            f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which parameters, "
+            f"gradients, their reduction and optimizer state take {format_bytes(held)}; it must allow at least {least}."
         )
+
+    def explain(
+        self,
+        replicas: ReplicaSet,
+        slices: Sequence[BatchSlice],
+        static: StaticMemory,
+        error: BudgetError,
+        device: torch.device,
+    ) -> None:
+        """Adds to the refusal of a replica's activations what else is on ``device``."""
+        limit = self.budgets.limit(device, replicas.devices)
+        held = static.beside_activations(device)
+        self._explain(error, device, held, limit, len(by_device(slices)[device]))
 
     def room_of_replica(
         self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device
@@ -402,10 +415,10 @@ class MemoryPlanning:
         held = static.beside_activations(device)
         most = max(held, static.after_backward(device))
         if most >= limit:
-            moving = format_mib(static.moving.get(device, 0))
+            moving = format_bytes(static.moving.get(device, 0))
             raise BudgetError(
-                f"{self.budgets.describe(device)} allows {format_mib(limit)} on {device}, and parameters, gradients "
-                f"and optimizer state alone take {format_mib(most)}, with {moving} that the reduction of gradients "
+                f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and parameters, gradients "
+                f"and optimizer state alone take {format_bytes(most)}, with {moving} that the reduction of gradients "
                 "needs beside them. Allow more, or use more gradient_buckets, reducer='colocate' or shifts."
             )
         return limit - held

@@ -141,9 +141,13 @@ class StepMemory(NoStepMemory):
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(StepInput(slices, args, kwargs), peeked)
             static = self._static_memory(slices)
-            room_of = partial(self._planning.room_of_replica, replicas, slices, static)
             numbers = chooser.numbers(
-                slices, run, room_of, self._planning.planner, partial(self._aside, slices, static)
+                slices,
+                run,
+                partial(self._planning.room_of_replica, replicas, slices, static),
+                self._planning.planner,
+                partial(self._aside, slices, static),
+                partial(self._planning.explain, replicas, slices, static),
             )
         present = replicas.partition.micro_batches
         numbers = list(map(max, numbers, present))

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
 Verify = Literal["warn", "raise", "first", "off"]
+_NOT_ALIKE = "they are not what one device gives: "
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
 _OTHER_PARTS = (
@@ -276,7 +277,7 @@ class Rehearsals:
                 rehearsal = _Rehearsal(strategy, call, self._loss_reduction, requested)
                 outcome = rehearsal.run()
         except SlicesFail as failure:
-            if self._left_micro_batches(call, failure.reason) or self._left_slices(call, failure):
+            if self._left_micro_batches(call, _NOT_ALIKE + failure.reason) or self._left_slices(call, failure):
                 return
             strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
@@ -499,11 +500,11 @@ class _Rehearsal:
     def what_micro_batches_change(self, outcome: Outcome) -> str:
         """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""
         if self.norms:
-            return f"{', '.join(self.norms[:3])} would normalize by micro-batch."
+            return f"{_NOT_ALIKE}{', '.join(self.norms[:3])} would normalize by micro-batch."
         if self.waits:
             return "they wait for each other in the step (a collective, or a metric's value), so all are held at once."
         found = outcome.comparison
-        return f"on {found.rows} rows, {found.summary()}." if found.differences else ""
+        return f"{_NOT_ALIKE}on {found.rows} rows, {found.summary()}." if found.differences else ""
 
     def _check_iterators(self) -> None:
         """What came of a rehearsal says nothing about a step that takes items which cannot be given back.

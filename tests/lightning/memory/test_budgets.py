@@ -48,7 +48,7 @@ def test_what_is_no_budget_is_refused_by_name(budget: Any, said: str) -> None:
     [
         ({"sim:0": "5MiB"}, "says nothing of sim:1, where replicas live"),
         ({"sim:0": "5MiB", "sim:1": "5MiB", "sim:3": "0.25MiB"}, "names sim:3, but the run is on sim:0, sim:1"),
-        ({"sim:0": "5MiB", "sim:1": "0.25MiB"}, r"memory_budget\['sim:1'\]=262144 allows 0.2 MiB on sim:1"),
+        ({"sim:0": "5MiB", "sim:1": "0.25MiB"}, r"memory_budget\['sim:1'\]=262144 allows 256.00 KiB on sim:1"),
     ],
 )  # fmt: skip
 def test_devices_that_are_not_there_or_missing(budget: Any, said: str) -> None:

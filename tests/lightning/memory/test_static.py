@@ -120,5 +120,5 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
 
 
 def test_a_budget_that_the_reduction_breaks_is_refused_with_both_numbers() -> None:
-    with pytest.raises(dpx.BudgetError, match=r"alone take .* with 1\.6 MiB that the reduction .* gradient_buckets"):
+    with pytest.raises(dpx.BudgetError, match=r"alone take .* with 1\.60 MiB that the reduction .* gradient_buckets"):
         trained(tower(dropout=0.0), 2, memory_budget="3MiB", reducer="collective", gradient_buckets=0)

@@ -142,6 +142,14 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
     assert (choice.candidate.rows, plan.micro_batches) == (3, 8)
 
 
+def test_a_refusal_counts_what_micro_batches_leave_beside_them() -> None:
+    aside = WHOLE.peak // 2
+    with pytest.raises(dpx.BudgetError, match=r"In \d+ micro-batches of \d+ rows, beside .* of gradients") as refused:
+        plan_in_micro_batches(ROWS, lambda rows, _adds: part(rows, 0.0), keep_all, aside + 1, aside=aside)
+    assert refused.value.smallest is not None
+    assert refused.value.smallest > aside + 1
+
+
 def test_one_piece_is_taken_where_it_takes_nearly_as_long() -> None:
     candidates = candidates_of(profiles(8.0), budget(0.5))
     fastest = choose_micro_batches(candidates, planned)
