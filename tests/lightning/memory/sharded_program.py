@@ -1,4 +1,4 @@
-"""One of two processes that train a sharded module, without a plan and with one; prints what it found as JSON."""
+"""One of two processes that train a module, sharded or copied, with a plan and without; prints its findings as JSON."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,22 +37,51 @@ class Sharded(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(callbacks: list[Any]) -> list[torch.Tensor]:
+class Copied(Sharded):
+    """Every process has all of it, and a branch that every second step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(WIDTH, 4)
+
+    def configure_model(self) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        found = self.net(batch[0])
+        takes_branch = batch_idx % 2 == 0 or not self.trainer.strategy.skips_branch
+        return (found + self.branch(batch[0]) if takes_branch else found).square().mean()
+
+
+class OptionsOfDDP(DDPStrategy):
+    """Parameters may go unused where DDP was told to look for them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(process_group_backend="gloo", **options)
+        self.skips_branch = "find_unused_parameters" in options
+
+
+OPTIONS = [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+
+
+def trained(
+    callbacks: list[Any], kind: type[LightningModule] = Sharded, strategy: Strategy | None = None
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    module = Sharded()
+    module = kind()
     rows = torch.randn(2048, WIDTH, generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ModelParallelStrategy(),
+        strategy=strategy or ModelParallelStrategy(),
         callbacks=callbacks,
         max_epochs=1,
         enable_progress_bar=False,
         **options,
     )
     trainer.fit(module, DataLoader(TensorDataset(rows), 512))
-    return [parameter.to_local().clone() for parameter in module.parameters()]
+    own = [parameter.to_local() if kind is Sharded else parameter for parameter in module.parameters()]
+    return [parameter.detach().clone() for parameter in own]
 
 
 def main(rank: int, port: str) -> None:
@@ -67,6 +96,13 @@ def main(rank: int, port: str) -> None:
         "dropped": sorted(planner.plan.dropped | planner.plan.replayed),
         "peaks": [planner.profile.peak, planner.plan.budget] if planner.profile is not None else [],
     }
+    found["copied"] = []
+    for options in OPTIONS:
+        planner = dpx.ActivationPlanner(budget=0.5)
+        without = trained([], Copied, OptionsOfDDP(**options))
+        planned = trained([planner], Copied, OptionsOfDDP(**options))
+        dropped = bool(planner.plan.dropped | planner.plan.replayed)
+        found["copied"].append([all(map(torch.equal, without, planned)), dropped])
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 

@@ -1,4 +1,4 @@
-"""The callback under a strategy that shards the module."""
+"""The callback under strategies of several processes, which shard the module or give each a copy."""
 
 import json
 import socket
@@ -36,3 +36,9 @@ def test_all_processes_follow_the_plan_of_the_first(found: list[dict[str, Any]])
     assert first["dropped"]
     unplanned, budget = first["peaks"]
     assert budget == unplanned // 2
+
+
+def test_copies_train_to_the_same_bits_with_a_plan_whatever_ddp_is_told(found: list[dict[str, Any]]) -> None:
+    """As it is, with a static graph, with parameters that go unused, and with gradients in its buckets."""
+    for one in found:
+        assert one["copied"] == [[True, True]] * 4
