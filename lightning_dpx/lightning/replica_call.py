@@ -80,7 +80,8 @@ class ReplicaCall:
         with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
             with self._shared_objects(slices):
                 yield
-            state.tell_changed = rules.note_changed if rules.seen is not None else None
+            if rules.seen is not None:
+                state.unseen.begin(rules.note_changed, rules.seen_attributes)
             state.collect([batch_slice.replica for batch_slice in slices])
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
         metrics.end_step()

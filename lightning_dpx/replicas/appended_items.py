@@ -12,7 +12,7 @@ the items of slices become one, is found by a rehearsal.
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lightning_dpx.torch_compat import tree_map_only
 _DEEPEST = 4
 _MOST = 2_000  # containers and objects that are looked into
 _LONGEST = 64  # items of a list that are looked into, from its front: lists by loader, or by stage
+_LARGEST = 1_024  # keys of a mapping; a vocabulary has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,9 @@ def _is_looked_into(value: Any) -> bool:
 
 def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:
     if isinstance(value, Mapping):
-        return iter(list(value.items()))
+        return iter(list(islice(value.items(), _LARGEST)))
     if isinstance(value, list | tuple | deque):
-        return enumerate(list(value)[:_LONGEST])
+        return enumerate(list(islice(value, _LONGEST)))
     return iter(list(vars(value).items()))
 
 

@@ -15,7 +15,7 @@ import copy
 import operator
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -32,11 +32,11 @@ from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
-from lightning_dpx.replicas.rebound_numbers import changed_numbers, numbers_of
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without, prepare_memo
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
+from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_READERS = tuple(map(operator.attrgetter, _HOOKS))
@@ -57,8 +57,7 @@ class PythonState:
         keep: Objects that are shared whatever they hold.
 
     Attributes:
-        tell_changed: Gets, when the next step begins, the paths of containers that the last one has changed, and of
-            numbers that other replicas than the first have.
+        unseen: What steps change.
     """
 
     def __init__(
@@ -81,8 +80,7 @@ class PythonState:
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
-        self.tell_changed: Callable[[set[str]], None] | None = None
-        self._changed: set[tuple[int, str]] = set()  # by the step that has just ended: containers, and others' numbers
+        self.unseen = UnseenChanges(self._root.module)
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
@@ -123,11 +121,7 @@ class PythonState:
             self._send_changed_hooks()
         for replica in self._others:
             self._restore(replica)
-        if self._changed and self.tell_changed is not None:
-            paths = self._paths()
-            self.tell_changed({f"{paths[index]}{key}" for index, key in self._changed})
-        self.tell_changed = None
-        self._changed.clear()
+        self.unseen.end(self._modules[0])
         self._sync_mirrors()
         self._rebound.clear()
         self._begun = True
@@ -174,7 +168,8 @@ class PythonState:
             translated = self._translated(replica, value, lazily=(index, key) in self._rebound)
             state = vars(self._modules[replica.index][index])
             if key in state:
-                self._note_changed(index, self._expected[replica.index][index], {key: state[key]})
+                expected = self._expected[replica.index][index]
+                self.unseen.note_numbers(index, expected, {key: state[key]}, self._modules[0])
             state[key] = translated
             self._expected[replica.index][index][key] = translated
             self._pair((index, key), replica.index, value, translated)
@@ -190,24 +185,11 @@ class PythonState:
             if is_as_expected and len(state) - len(expected) == self._num_private(child):
                 watch.note(index)
                 continue
-            self._note_changed(index, expected, {key: state.get(key) for key in expected})
+            now = {key: state.get(key) for key in expected}
+            self.unseen.note_numbers(index, expected, now, self._modules[0])
             for key in [key for key in state if key not in self._private and key not in expected]:
                 del state[key]
             state.update(expected)
-
-    def _note_changed(self, index: int, expected: dict[str, Any], state: dict[str, Any]) -> None:
-        """Notes which of a replica's attributes are other numbers than before the step."""
-        if self.tell_changed is None:
-            return
-        rebound = [(key, value) for key, value in state.items() if expected.get(key, _MISSING) is not value]
-        now = numbers_of(rebound)
-        changed = changed_numbers({key: expected.get(key) for key in now}, now)
-        self._changed.update((index, key) for key in changed)
-
-    def _paths(self) -> list[str]:
-        """What the names of attributes of a submodule begin with, in the order of those that are looked after."""
-        names = {id(child): f"{name}." if name else "" for name, child in self._root.module.named_modules()}
-        return [names.get(id(child), "") for child in self._modules[0]]
 
     def _num_private(self, child: nn.Module) -> int:
         return len(self._private & vars(child).keys())
@@ -289,10 +271,10 @@ class PythonState:
 
                 for place, mirror in list(self._mirrors.items()):
                     if replica.index in mirror.copies and mirror.merge(replica.index, translate_back):
-                        self._changed.add(self._attribute_of[place])
+                        self.unseen.note_container(*self._attribute_of[place])
         for attribute, entries in self._watched.items():
             if any(map(_has_grown, entries)):
-                self._changed.add(attribute)
+                self.unseen.note_container(*attribute)
         self._bring_home()
         for index in self._watches[0].suspects():
             seen = self._seen[index]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.replicas.merging import as_tensor, is_numeric
-from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
+from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
 
@@ -48,9 +48,11 @@ class NumberWatch:
         self._modules = modules
         self._root = root
         self._before: dict[str, Any] = {}
+        self._noted: dict[str, list[tuple[Any, int]]] = {}  # by path, what each replica has, and its version
         for path in paths:
             value = _found(root, path)
             self._before[path] = _copied(value) if _is_few_numbers(value) else None
+            self._noted[path] = [_noted(_found(module, path)) for module in modules]
 
     def before(self, path: str) -> Any:
         """What the attribute was; ``None`` if it was no number."""
@@ -61,7 +63,7 @@ class NumberWatch:
         parts = [_found(module, path) for module in self._modules]
         if not all(_is_few_numbers(part) for part in parts):
             return []
-        if all(_is_equal(self._before[path], part) for part in parts):
+        if all(_is_as_noted(part, noted) for part, noted in zip(parts, self._noted[path], strict=True)):
             return []
         return parts
 
@@ -95,11 +97,28 @@ def _found(module: nn.Module, path: str) -> Any:
     return value
 
 
+def _noted(value: Any) -> tuple[Any, int]:
+    return value, version_of(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _is_as_noted(value: Any, noted: tuple[Any, int]) -> bool:
+    """Asked in every step, and so never of the values of tensors: a device would be waited for."""
+    before, version = noted
+    if isinstance(value, torch.Tensor):
+        return value is before and version_of(value) == version
+    if isinstance(value, np.ndarray):
+        return False  # it may have been written in place
+    return bool(value is before or (type(value) is type(before) and value == before))
+
+
 def _is_few_numbers(value: Any) -> bool:
-    if not is_numeric(value) or isinstance(value, nn.Parameter):
+    if not is_numeric(value):
         return False
-    if isinstance(value, torch.Tensor) and value.ndim and value.requires_grad:
-        return False  # part of a graph that the step, or its hooks, still use
+    if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor or value.is_meta or value.is_quantized:
+            return False
+        if value.ndim and value.requires_grad:
+            return False  # part of a graph that the step, or its hooks, still use
     return _numel(value) <= _MOST
 
 
