@@ -87,19 +87,39 @@ class ListWatch:
         self._others = modules[1:]
         self._before = {place: _Noted.of(place.find(self._module)) for place in places}
 
-    def appended(self, place: ListPlace) -> list[Any]:
-        """What has been; nothing where the list was exchanged, or items were taken from it."""
+    def appended(self, place: ListPlace, expected: int = 0) -> list[Any]:
+        """What has been; nothing where the list was exchanged, or items were taken from it.
+
+        Args:
+            place: Where the list is.
+            expected: So many items of all replicas; where the user's list has them, those of others are among them.
+        """
         now = place.find(self._module)
         before = self._before.get(place, _NOTHING)
         if not isinstance(now, list | deque):
             return []
         if before.container is not None:
             return before.added(now) if before.container is now else []
+        if len(now) == expected:
+            return list(now)
         made = {id(now): list(now)}
         for module in self._others:
             own = place.find(module)
             made.setdefault(id(own), list(own) if isinstance(own, list | deque) else [])
         return list(chain.from_iterable(made.values()))
+
+    def grown(self, places: Iterable[ListPlace]) -> dict[ListPlace, list[Any]]:
+        """What has been appended to those of the lists that have got something, but for lists inside of new items."""
+        found = {place: self.appended(place) for place in places if not self._is_in_new_item(place)}
+        return {place: items for place, items in found.items() if items}
+
+    def _is_in_new_item(self, place: ListPlace) -> bool:
+        for depth, key in enumerate(place.keys):
+            outer = ListPlace(place.attribute, place.keys[:depth])
+            length = self._before.get(outer, _NOTHING).length
+            if isinstance(key, int) and isinstance(outer.find(self._module), list | deque) and key >= length:
+                return True
+        return False
 
     def replace(self, place: ListPlace, items: list[Any]) -> None:
         """Puts other items in the place of what was appended."""

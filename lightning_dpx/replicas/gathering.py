@@ -126,7 +126,7 @@ class MergeRules:
         """
         num_slices = len(weights.rows)
         for place, number in list(self.appended.items()):
-            items = watch.appended(place)
+            items = watch.appended(place, expected=number * num_slices)
             if num_slices == 1 or not items:
                 continue
             problem = f"{len(items)} items were appended to it where {number} of each slice were expected"

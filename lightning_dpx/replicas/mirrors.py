@@ -221,10 +221,27 @@ class MappingMirror(Mirror):
     def _set(self, key: Any, value: Any, *, is_new: bool, translate_back: Translate) -> None:
         theirs = translate_back(value)
         mine = self.source.get(key)
-        if is_new and isinstance(mine, list) and isinstance(theirs, list):  # made in this step by several replicas
-            mine.extend(theirs)
+        if is_new and _is_made_by_several(mine, theirs):
+            _add_all(mine, theirs)
         elif not (is_new and key in self.source and isinstance(theirs, torch.Tensor)):
             self.source[key] = theirs  # of a cache that all replicas fill, the first one's entry stays
+
+
+def _is_made_by_several(mine: Any, theirs: Any) -> bool:
+    """Whether several replicas have made a container in this step, each its own."""
+    return any(isinstance(mine, kind) and isinstance(theirs, kind) for kind in (list, dict))
+
+
+def _add_all(mine: Any, theirs: Any) -> None:
+    """To what one replica has made, all that another one has in its place; of single values the first one's stays."""
+    if isinstance(mine, list):
+        mine.extend(theirs)
+        return
+    for key, value in theirs.items():
+        if key not in mine:
+            mine[key] = value
+        elif _is_made_by_several(mine[key], value):
+            _add_all(mine[key], value)
 
 
 class SetMirror(Mirror):

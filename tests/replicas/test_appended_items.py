@@ -95,6 +95,25 @@ def test_of_a_list_that_is_made_in_the_step_every_replica_has_its_own() -> None:
     assert modules[0].losses == [9]
 
 
+def test_what_all_replicas_have_appended_to_one_list_is_counted_once() -> None:
+    """Theirs are mirrors of it, which hold their own items as well."""
+    modules = [holding(by_stage={}) for _ in range(2)]
+    place = ListPlace("by_stage", ("train",))
+    watch = ListWatch(modules, [place])
+    modules[0].by_stage["train"] = [1, 2]
+    modules[1].by_stage["train"] = [2]
+    assert watch.appended(place, expected=2) == [1, 2]
+
+
+def test_lists_inside_of_new_items_are_no_lists_that_grow() -> None:
+    module = holding(pairs=[[1]])
+    watch = ListWatch([module], find_lists(vars(module).items()))
+    module.pairs.append([2, 3])
+    module.pairs[0].append(4)
+    grown = watch.grown(find_lists([("pairs", module.pairs)]))
+    assert {str(place): items for place, items in grown.items()} == {"self.pairs": [[2, 3]], "self.pairs.0": [4]}
+
+
 def test_items_keep_no_graph() -> None:
     loss = torch.ones(2, requires_grad=True).sum()
     kept = without_graphs([{"loss": loss}, "x", SimpleNamespace()])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dpx.replicas.mirrors import make_mirror, mirrored_pairs
+from lightning_dpx.replicas.mirrors import MappingMirror, make_mirror, mirrored_pairs
 
 
 def same(value: Any) -> Any:
@@ -63,6 +63,20 @@ def test_an_item_that_a_replica_removed_from_a_dict_or_a_set_is_gone() -> None:
         copied.pop("a") if isinstance(copied, dict) else copied.remove("a")
         mirror.merge(1, same)
         assert list(source) == ["b"]
+
+
+def test_what_several_replicas_have_made_in_one_step_holds_the_items_of_all() -> None:
+    source: dict[str, Any] = {}
+    mirror = MappingMirror(source)
+    copies: list[dict[str, Any]] = [{}, {}]
+    for replica, copied in enumerate(copies, start=1):
+        mirror.add(replica, copied)
+    source["val"] = {"loss": [0], "name": "root"}
+    copies[0]["val"] = {"loss": [1], "name": "first"}
+    copies[1]["val"] = {"loss": [2], "extra": [3]}
+    for replica in (1, 2):
+        mirror.merge(replica, lambda value: value)
+    assert source == {"val": {"loss": [0, 1, 2], "name": "root", "extra": [3]}}
 
 
 def test_containers_in_containers_and_attributes_are_paired_once_each() -> None:

@@ -772,11 +772,8 @@ class _Rehearsal:
                     seen.output = replicas.run(call.name, [batch_slice], partial(self._step_of_one, log))[0]
                 with _recording(log, shadow):
                     final = self._session.finished(call.name, seen.output)
-                seen.appended = {}
-                for place in find_lists(_attributes(shadow, private_attributes())):
-                    items = lists.appended(place)
-                    if items:
-                        seen.appended[place] = without_graphs(items)
+                grown = lists.grown(find_lists(_attributes(shadow, private_attributes())))
+                seen.appended = {place: without_graphs(items) for place, items in grown.items()}
                 seen.numbers = numbers_of(_own_attributes(shadow))
                 seen.changed_numbers = changed_numbers(numbers, seen.numbers)
                 seen.logged = {path_of(key): _logged(*entry) for key, entry in log.entries.items()}

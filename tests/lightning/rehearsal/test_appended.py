@@ -100,6 +100,51 @@ def test_an_epochs_end_finds_the_items_of_one_device(hardware: str, own: Any, nu
     assert len(ours.made_later) == len(theirs.made_later)
 
 
+class CollectsDeeply(Collects):
+    """Lists inside of what steps make as they need it, of what was there before, and of items themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_stage = defaultdict[str, list[torch.Tensor]](list)
+        self.by_name = defaultdict[str, dict[str, list[torch.Tensor]]](lambda: {"loss": [], "logits": []})
+        self.pair: tuple[list[Any], list[Any]] = ([], [])
+        self.afresh: list[torch.Tensor] | None = None
+
+    def step(self, batch: Any, stage: str) -> torch.Tensor:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.by_stage[stage].append(loss.detach())
+        self.by_name[stage]["loss"].append(loss.detach())
+        self.by_name[stage]["logits"].append(logits.detach())
+        self.pair[1].append({"both": [logits.detach(), batch[1]]})
+        if self.afresh is None:
+            self.afresh = []
+        self.afresh.append(loss.detach())
+        return loss
+
+    def gather(self, stage: str) -> None:
+        self.figures += [
+            float(torch.stack(self.by_stage[stage]).sum()),
+            float(torch.stack(self.by_name[stage]["loss"]).sum()),
+            float(torch.cat(self.by_name[stage]["logits"]).sum()),
+            float(sum(item["both"][0].sum() for item in self.pair[1])),
+            float(torch.stack(self.afresh or []).sum()),
+            float(len(self.pair[1])),
+        ]
+        del self.by_stage[stage]
+        if stage == "train":
+            self.afresh = None
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_lists_of_any_depth_have_the_items_of_one_device(hardware: str, own: Any, num_devices: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx")
+        ours = fitted(CollectsDeeply, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    theirs = fitted(CollectsDeeply)
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(theirs.figures), atol=3e-5, rtol=1e-5)
+
+
 class LooksAtDevices(Collects):
     def gather(self, stage: str) -> None:
         assert {loss.device for loss in self.losses} == {self.device}, "one cannot stack losses of several devices"
