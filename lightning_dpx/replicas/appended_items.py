@@ -110,8 +110,12 @@ class ListWatch:
 
     def grown(self, places: Iterable[ListPlace]) -> dict[ListPlace, list[Any]]:
         """What has been appended to those of the lists that have got something, but for lists inside of new items."""
-        found = {place: self.appended(place) for place in places if not self._is_in_new_item(place)}
-        return {place: items for place, items in found.items() if items}
+        found: dict[ListPlace, list[Any]] = {}
+        for place in places:
+            items = self.appended(place)
+            if items and not self._is_in_new_item(place):
+                found[place] = items
+        return found
 
     def _is_in_new_item(self, place: ListPlace) -> bool:
         for depth, key in enumerate(place.keys):

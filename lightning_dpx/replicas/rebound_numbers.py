@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.merging import as_tensor, is_numeric
+from lightning_dpx.replicas.merging import is_numeric
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
@@ -45,14 +45,17 @@ class NumberWatch:
     """
 
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module, paths: Iterable[str]) -> None:
-        self._modules = modules
-        self._root = root
         self._before: dict[str, Any] = {}
         self._noted: dict[str, list[tuple[Any, int]]] = {}  # by path, what each replica has, and its version
-        for path in paths:
-            value = _found(root, path)
+        places = {path: path.rpartition(".")[::2] for path in paths}
+        owners = {owner for owner, _ in places.values()}
+        self._places = places
+        self._root = _attributes_of(root, owners)
+        self._replicas = [_attributes_of(module, owners) for module in modules]
+        for path, (owner, name) in places.items():
+            value = _found(self._root[owner], name)
             self._before[path] = _copied(value) if _is_few_numbers(value) else None
-            self._noted[path] = [_noted(_found(module, path)) for module in modules]
+            self._noted[path] = [_noted(_found(replica[owner], name)) for replica in self._replicas]
 
     def before(self, path: str) -> Any:
         """What the attribute was; ``None`` if it was no number."""
@@ -60,7 +63,8 @@ class NumberWatch:
 
     def parts(self, path: str) -> list[Any]:
         """What each replica has made of it; nothing where none did, or one has no number."""
-        parts = [_found(module, path) for module in self._modules]
+        owner, name = self._places[path]
+        parts = [_found(replica[owner], name) for replica in self._replicas]
         if not all(_is_few_numbers(part) for part in parts):
             return []
         if all(_is_as_noted(part, noted) for part, noted in zip(parts, self._noted[path], strict=True)):
@@ -69,13 +73,13 @@ class NumberWatch:
 
     def replace(self, path: str, value: Any) -> None:
         """Gives the user's attribute its value for the whole batch."""
-        owner, name = _owner(self._root, path)
-        vars(owner)[name] = value
+        owner, name = self._places[path]
+        self._root[owner][name] = value
 
 
 def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
     """What each replica has added to what was there; ``None`` if that can be no sum."""
-    if before is None or as_tensor(before).dtype == torch.bool:
+    if before is None or _is_truth(before):
         return None
     if any(type(part) is not type(before) or _shape(part) != _shape(before) for part in parts):
         return None
@@ -84,14 +88,18 @@ def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
     return [part - before for part in parts]
 
 
-def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    prefix, _, name = path.rpartition(".")
-    return module.get_submodule(prefix), name
+def _is_truth(value: Any) -> bool:
+    dtype = getattr(value, "dtype", type(value))
+    return dtype in (bool, torch.bool, np.dtype(bool))
 
 
-def _found(module: nn.Module, path: str) -> Any:
-    owner, name = _owner(module, path)
-    value = vars(owner).get(name)
+def _attributes_of(module: nn.Module, owners: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Of each submodule by its path, the attributes; they are looked up once, as there may be thousands of them."""
+    return {path: vars(module.get_submodule(path)) for path in owners}
+
+
+def _found(attributes: dict[str, Any], name: str) -> Any:
+    value = attributes.get(name)
     if isinstance(value, RemoteTensor):
         return source_of(value)
     return value

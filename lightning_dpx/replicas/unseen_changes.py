@@ -51,9 +51,12 @@ class UnseenChanges:
         """Attributes of a submodule as they are on another replica, and as they were before the step."""
         if self._tell is None:
             return
-        rebound = [(name, value) for name, value in state.items() if expected.get(name, _MISSING) is not value]
-        unknown = [(name, value) for name, value in rebound if self._path(place, name, modules) not in self._known]
-        now = numbers_of(unknown)
+        unknown: dict[str, Any] = {}
+        for name, value in state.items():
+            is_rebound = expected.get(name, _MISSING) is not value
+            if is_rebound and self._path(place, name, modules) not in self._known:
+                unknown[name] = value
+        now = numbers_of(unknown.items())
         before = {name: expected.get(name) for name in now}
         self._changed.update((place, name) for name in changed_numbers(before, now))
 

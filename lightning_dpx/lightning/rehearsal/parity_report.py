@@ -169,9 +169,8 @@ class JudgingRules(MergeRules):
             fitting = [rule for rule in fitting if rule.kind in ("added", "sum")]
         if not fitting:
             return ()
-        by_chance = [rule for rule in fitting if rule.kind in ("max", "min", "last")]
-        others = [rule for rule in fitting if rule not in by_chance]
-        return (*others, Rule(kind="first"), *by_chance)
+        fitting.append(Rule(kind="first"))
+        return tuple(sorted(fitting, key=lambda rule: rule.kind in ("max", "min", "last")))  # what may be by chance
 
     def settle(self, path: str, fitting: Sequence[Rule]) -> None:
         """These rules fit the number of an attribute; with none of them it is the first replica's."""
@@ -194,11 +193,11 @@ class JudgingRules(MergeRules):
     @property
     def unsettled(self) -> list[str]:
         """Attributes of which one step does not show whether steps add to them, or set them."""
-        return [
-            path
-            for path, fitting in self.fitting_numbers.items()
-            if any(rule.kind == "added" for rule in fitting) and any(rule in SETTING for rule in fitting)
-        ]
+        found: list[str] = []
+        for path, fitting in self.fitting_numbers.items():
+            if Rule(kind="added") in fitting and not set(SETTING).isdisjoint(fitting):
+                found.append(path)
+        return found
 
     def _leave_apart(self, place: ListPlace, problem: str) -> None:
         """What the items differ by is told by the comparison; their number, by that of the attributes."""

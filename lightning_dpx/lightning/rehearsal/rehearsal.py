@@ -89,14 +89,8 @@ Verify = Literal["warn", "raise", "first", "off"]
 _NOT_ALIKE = "they are not what one device gives: "
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
-_OTHER_PARTS = (
-    1.0,
-    0.5,
-    0.25,
-    0.75,
-    0.125,
-    0.625,
-)  # of the rows that are left, so many are skipped, where more rows show no more
+# Where more rows show no more, other rows: those after so large a part of what is left.
+_OTHER_PARTS = (1.0, 0.5, 0.25, 0.75, 0.125, 0.625)
 
 
 class NotRehearsed(Exception):  # noqa: N818  the step goes on without
