@@ -67,9 +67,11 @@ class NumberWatch:
         parts = [_found(replica[owner], name) for replica in self._replicas]
         if not all(_is_few_numbers(part) for part in parts):
             return []
-        if all(_is_as_noted(part, noted) for part, noted in zip(parts, self._noted[path], strict=True)):
-            return []
-        return parts
+        before = self._before[path]
+        for part, noted in zip(parts, self._noted[path], strict=True):
+            if not _is_as_noted(part, noted, before):
+                return parts
+        return []
 
     def replace(self, path: str, value: Any) -> None:
         """Gives the user's attribute its value for the whole batch."""
@@ -109,13 +111,13 @@ def _noted(value: Any) -> tuple[Any, int]:
     return value, version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-def _is_as_noted(value: Any, noted: tuple[Any, int]) -> bool:
+def _is_as_noted(value: Any, noted: tuple[Any, int], copied: Any) -> bool:
     """Asked in every step, and so never of the values of tensors: a device would be waited for."""
     before, version = noted
     if isinstance(value, torch.Tensor):
         return value is before and version_of(value) == version
     if isinstance(value, np.ndarray):
-        return False  # it may have been written in place
+        return _is_equal(copied, value)  # it may have been written in place
     return bool(value is before or (type(value) is type(before) and value == before))
 
 

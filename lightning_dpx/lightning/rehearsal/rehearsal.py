@@ -152,11 +152,12 @@ class Outcome:
         for path in self.judge.numbers_among(self.findings):
             rules = self.findings[f"self.{path}"].rules
             kinds = {rule.kind for rule in rules}
-            if "added" not in kinds or len(kinds) == 1:
+            adds_nothing = "first" in kinds and not kinds.isdisjoint({"added", "sum"})
+            if not adds_nothing and ("added" not in kinds or len(kinds) == 1):
                 continue
             del self.findings[f"self.{path}"]
             self.judge.settle(path, ())
-            if "first" in kinds:
+            if adds_nothing:
                 self.comparison.changed.discard(path)
             else:
                 self.comparison.blame_unsettled(path)

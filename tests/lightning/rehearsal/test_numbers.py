@@ -166,6 +166,28 @@ def test_what_was_zero_in_the_rehearsal_is_rehearsed_when_it_no_longer_is(caplog
     assert ours.figures[6:] == theirs.figures[6:], "the second epoch"
 
 
+class Flags(Model):
+    """Zero in the first batches, and the same for all slices later: no sum of theirs."""
+
+    def begin(self) -> None:
+        self.flag = torch.zeros(())
+        self.shared = np.zeros(3)
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.flag = torch.tensor(float(batch_idx > 1))
+        if batch_idx > 1:
+            np.add.at(self.shared, labels.cpu().numpy(), 1.0)
+
+    def kept(self) -> list[Any]:
+        return [self.flag, *self.shared]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_zeros_are_no_sums(hardware: str, own: Any, num_devices: int) -> None:
+    ours = fitted(Flags, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    assert ours.figures == fitted(Flags).figures
+
+
 class Windows(Model):
     """Slices see each other's items in a list that one device would not have by then."""
 
