@@ -8,7 +8,7 @@ import torch
 
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM
-from lightning_dpx.lightning.rehearsal.rehearsal import Verify
+from lightning_dpx.lightning.rehearsal.rehearsals import Verify
 from lightning_dpx.reducers import REDUCERS, GradientReducer
 from lightning_dpx.replicas import (
     BufferMode,

@@ -23,7 +23,7 @@ from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batches import MicroBatchSteps
 from lightning_dpx.lightning.options import StrategyOptions
 from lightning_dpx.lightning.owners import begin_optimizers, load_states, move_optimizers, optimize_owners
-from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals
+from lightning_dpx.lightning.rehearsal.rehearsals import Rehearsals
 from lightning_dpx.lightning.run import Run
 from lightning_dpx.lightning.slices import Slices
 from lightning_dpx.lightning.thread_choice import ThreadChoice

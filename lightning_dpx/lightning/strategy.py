@@ -20,7 +20,7 @@ from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
 from lightning_dpx.lightning.ranks import Ranks
-from lightning_dpx.lightning.rehearsal.rehearsal import Rehearsals, Verify
+from lightning_dpx.lightning.rehearsal.rehearsals import Rehearsals, Verify
 from lightning_dpx.lightning.run import OneDevice
 from lightning_dpx.lightning.session import Session
 from lightning_dpx.memory import MemoryPlan, Planner, Profile

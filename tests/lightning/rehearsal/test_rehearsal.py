@@ -22,9 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.rehearsal.parity_report import Observation, python_state, unstable_between
-from lightning_dpx.lightning.rehearsal.rehearsal import unequal_sizes
-from lightning_dpx.replicas.tolerance import Tolerance
 from tests.conftest import assert_equal, make_loader, make_trainer, places
 
 REPLICAS = pytest.mark.parametrize("num_replicas", [2, 3])
@@ -97,25 +94,6 @@ def fitted(caplog: pytest.LogCaptureFixture) -> Callable[..., Seen]:
         return Seen(values, "\n".join(ours), "\n".join(told), model, predictions)
 
     return fit
-
-
-# ---- how many rows ----
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_slices", "sizes"),
-    [
-        (16, 2, (4, 3)),
-        (16, 3, (3, 2, 2)),
-        (64, 2, (9, 8)),
-        (1000, 4, (9, 8, 8, 8)),
-        (64, 8, (3, 2, 2, 2, 2, 2, 2, 2)),
-        (4, 2, (3, 1)),
-        (3, 2, (2, 1)),
-    ],
-)
-def test_slices_have_unequal_rows_and_all_together_no_more_than_one_of_the_batch(num_rows, num_slices, sizes) -> None:
-    assert unequal_sizes(num_rows, num_slices) == sizes
 
 
 class OverPositives(Model):
@@ -888,33 +866,6 @@ def test_state_that_is_that_of_a_slice_is_named(fitted) -> None:
     assert "What the step keeps in self.kept, self.spread is of one slice" in warned, "by design, so it is only told"
     assert "self.num_pairs is 49 on one device, 16 in slices" in warned
     assert "self.losses" not in warned, "its items come together"
-
-
-class Node:
-    """Knows its parent and all of its siblings, as nodes of configurations do."""
-
-    asked = 0
-
-    def __init__(self, siblings: list[Any]) -> None:
-        self.siblings = siblings
-        self.parent = {"children": siblings, "again": siblings}
-        self.number = 1
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-def test_objects_that_refer_to_each_other_are_looked_at_once_each() -> None:
-    """By way of six containers a thousand nodes lead to 10^12 places."""
-    siblings = list[Any]()
-    siblings += [Node(siblings) for _ in range(1000)]
-    first = python_state(iter([("config", siblings), ("again", siblings)]))
-    siblings[-1].number = 2
-    second = python_state(iter([("config", siblings), ("again", siblings)]))
-    before = Observation(state=first)
-    tolerance = Tolerance.of(torch.float32, 1)
-    assert unstable_between(before, Observation(state=second), tolerance) >= {"state:config", "state:again"}
-    assert not unstable_between(before, Observation(state=first), tolerance)
 
 
 # ---- a guest ----

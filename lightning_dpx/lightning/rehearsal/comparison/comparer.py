@@ -1,0 +1,255 @@
+"""Compares a step in slices with the same step as one device: loss, gradients, logs, outputs and what it changed."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, Observation
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, and_more, short
+from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, items_of, pairs_of
+from lightning_dpx.replicas.merging import Finding, compare_trees, describe
+from lightning_dpx.replicas.tolerance import Tolerance, difference
+
+
+class Comparer:
+    """Compares what slices did with what one device did.
+
+    Args:
+        tolerance: How far they may be apart.
+        unstable: What changes from run to run and may be apart: "loss"; a path of an output, or of a logged value;
+            "gradient", "new weight" or "state" with a path after a colon; with "structure", not in numbers only.
+    """
+
+    def __init__(self, tolerance: Tolerance, unstable: frozenset[str] = frozenset()) -> None:
+        self._tolerance = tolerance
+        self._unstable = unstable
+
+    def compare(
+        self, before: Mapping[str, Any], whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison
+    ) -> None:
+        """Fills in ``out``."""
+        self._losses(whole, sliced, judge, out)
+        self._tensors("gradient", whole.gradients, sliced.gradients, out)
+        self._weights(whole, sliced, out)
+        self.values("logged value", judge.logged_findings, out)
+        for name, text in judge.batch_sizes.items():
+            out.differences.append(("logged value", f"logged value '{name}': {text}"))
+        missing = [repr(name) for name in whole.logged if name not in sliced.logged]
+        missing += [repr(name) for name in sliced.logged if name not in whole.logged]
+        if missing:
+            text = f"{', '.join(missing)} is logged by one device or by slices, but not by both"
+            out.differences.append(("logged value", text))
+        self.values("output", judge.findings, out)
+        self.values("kept value", judge.kept_findings, out)
+        self._state(before, whole, sliced, judge.left_apart, out)
+
+    def _losses(self, whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison) -> None:
+        if whole.loss is None and sliced.loss is None:
+            return
+        if whole.loss is None or sliced.loss is None:
+            out.apart.add("loss")
+            if "loss" in self._unstable:
+                out.skipped.append("loss (it depends on random draws)")
+                return
+            out.differences.append(("loss", "the loss is None on one device or in slices, but not on both"))
+            return
+        error = difference(whole.loss.double().reshape(()), sliced.loss.double().reshape(()), self._tolerance)
+        if error <= self._tolerance.relative:
+            out.counts["loss"] = 1
+            out.largest = max(out.largest, error)
+            return
+        out.apart.add("loss")
+        if "loss" in self._unstable:
+            out.skipped.append("loss (it depends on random draws)")
+            return
+        numbers = [f"{value:.6g} as the {name}" for name, value in judge.losses.items()]
+        of_slices = " and ".join(numbers) or f"{float(sliced.loss):.6g}"
+        text = f"the loss is {float(whole.loss):.6g} on one device, {of_slices} of the slices'"
+        out.differences.append(("loss", text))
+
+    def _tensors(
+        self, kind: str, whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor], out: Comparison
+    ) -> None:
+        errors = self._errors(kind, whole, sliced)
+        wrong = {name: error for name, error in errors.items() if error > self._tolerance.relative}
+        out.counts[kind] = len(errors) - len(wrong)
+        out.largest = max([out.largest, *(error for name, error in errors.items() if name not in wrong)])
+        out.apart.update(f"{kind}:{name}" for name in wrong)
+        skipped = [name for name in wrong if f"{kind}:{name}" in self._unstable]
+        if skipped:
+            out.skipped.append(f"{len(skipped)} {kind}s (they depend on random draws)")
+        for name in skipped:
+            del wrong[name]
+        if wrong:
+            worst = sorted(wrong, key=lambda name: -wrong[name])
+            named = ", ".join(f"{name} by {short(wrong[name])}" for name in worst[:NAMED])
+            text = f"{len(wrong)} of {len(errors)} {kind}s differ, relatively: {and_more(named, worst)}"
+            out.differences.append((kind, text))
+
+    def _errors(
+        self, kind: str, whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        both = [*whole.values(), *sliced.values()]
+        scale = max((_largest(value) for value in both), default=0.0)
+        errors = {}
+        for name in dict.fromkeys([*whole, *sliced]):
+            # What one of both lacks, such as the gradient of a parameter that was not used, counts as zeros.
+            mine = whole[name] if name in whole else torch.zeros_like(sliced[name])
+            theirs = sliced[name] if name in sliced else torch.zeros_like(whole[name])
+            errors[name] = difference(mine, theirs, self._tolerance, scale)
+        return errors
+
+    def _weights(self, whole: Observation, sliced: Observation, out: Comparison) -> None:
+        """New weights may differ where a normalizing optimizer blew up the rounding of a gradient that is zero."""
+        if not whole.weights:
+            return
+        gradients = self._errors("gradient", whole.gradients, sliced.gradients)
+        rounding = {name for name in whole.weights if _explained(name, gradients, self._tolerance)}
+        mine = {name: value for name, value in whole.weights.items() if name not in rounding}
+        theirs = {name: value for name, value in sliced.weights.items() if name not in rounding}
+        self._tensors("new weight", mine, theirs, out)
+        out.counts["new weight"] += len(rounding)
+
+    def values(self, kind: str, findings: Mapping[str, Finding], out: Comparison) -> None:
+        """Of what is logged or returned, by what was found."""
+        leaves = [found for found in findings.values() if not found.rules or found.rules[0].kind != "children"]
+        wrong = [found for found in leaves if not found.rules]
+        unseen = [found for found in leaves if found.path in self._unstable]
+        good = [found for found in leaves if found.rules and found.path not in self._unstable]
+        out.counts[kind] = len(good)
+        out.apart.update(found.path for found in (*wrong, *unseen))
+        out.largest = max([out.largest, *(found.error for found in good)])
+        if unseen:
+            named = ", ".join(_name_of(found.path) for found in unseen[:NAMED])
+            out.skipped.append(f"{kind} {named} (random draws)")
+        for found in good:
+            if found.rules[0].kind in ("quadratic mean", "geometric mean", "first", "last"):
+                out.notes.append(
+                    f"{kind} {_name_of(found.path)} is put together as the {found.rules[0].kind} of slices"
+                )
+        for found in wrong[:NAMED]:
+            out.differences.append((kind, f"{kind} {_name_of(found.path)}: {found.text}"))
+        if len(wrong) > NAMED:
+            out.differences.append((kind, f"{len(wrong) - NAMED} more {kind}s"))
+
+    def _state(
+        self,
+        before: Mapping[str, Any],
+        whole: Observation,
+        sliced: Observation,
+        told: Collection[str],
+        out: Comparison,
+    ) -> None:
+        """Values that a step rebinds are the first slice's by design, and only told; counts and lists are not."""
+        wrong: list[str] = []
+        rebound: list[str] = []
+        good = 0
+        relations = Relations(self._tolerance)
+        for path in dict.fromkeys([*whole.state, *sliced.state]):
+            start, mine, theirs = (one.get(path) for one in (before, whole.state, sliced.state))
+            if not relations.same(start, mine) or not relations.same(start, theirs):
+                out.changed.add(path)
+            if relations.same(mine, theirs) or grew_alike(start, mine, theirs, self._tolerance):
+                good += not relations.same(start, mine)
+                continue
+            out.apart.add(f"state:{path}")
+            if path in told:
+                continue
+            of_a_slice = relations.of_a_slice(mine, theirs)
+            if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
+                continue
+            if of_a_slice:
+                rebound.append(_shown(path))
+            else:
+                wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))
+        out.counts["changed attribute"] = good
+        out.kept = rebound
+        out.differences += [("state", text) for text in wrong[:NAMED]]
+        if len(wrong) > NAMED:
+            out.differences.append(("state", f"{len(wrong) - NAMED} more attributes"))
+
+
+def drew_alike(whole: Observation, sliced: Observation) -> bool:
+    """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference."""
+    return not whole.left_alone and not sliced.left_alone and len({*whole.draws, *sliced.draws}) == 1
+
+
+def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -> frozenset[str]:
+    """What two runs of one device on the same rows do not agree on."""
+    found: set[str] = set()
+    both = one.loss is not None and two.loss is not None
+    if both and difference(one.loss, two.loss, tolerance) > tolerance.relative:  # type: ignore[arg-type]
+        found.add("loss")
+    for kind, mine, theirs in (
+        ("gradient", one.gradients, two.gradients),
+        ("new weight", one.weights, two.weights),
+    ):
+        for name, value in mine.items():
+            if name not in theirs or difference(value, theirs[name], tolerance) > tolerance.relative:
+                found.add(f"{kind}:{name}")
+    for name, logged in one.logged.items():
+        other = two.logged.get(name)
+        values = (logged.value, None if other is None else other.value)
+        found.update(path for path, error in compare_trees(*values, tolerance, name) if error > tolerance.relative)
+    found.update(
+        path for path, error in compare_trees(one.output, two.output, tolerance, "result") if error > tolerance.relative
+    )
+    for place, items in one.appended.items():
+        both_lists = (list(items), two.appended.get(place))
+        errors = compare_trees(*both_lists, tolerance, str(place))
+        found.update(path for path, error in errors if error > tolerance.relative)
+    relations = Relations(tolerance)
+    for path, value in one.state.items():
+        if path not in two.state or not relations.same(value, two.state[path]):
+            found.add(f"state:{path}")
+            if not relations.of_a_slice(value, two.state.get(path)):
+                found.add(f"structure:{path}")
+    return frozenset(found)
+
+
+def changed_again(one: Observation, two: Observation, unstable: frozenset[str], tolerance: Tolerance) -> list[str]:
+    """Attributes that are others after two steps than after one, but for those that no two runs agree on."""
+    found = list[str]()
+    relations = Relations(tolerance)
+    for path, value in two.state.items():
+        if f"state:{path}" not in unstable and not relations.same(one.state.get(path), value):
+            found.append(_shown(path))
+    return found
+
+
+def _explained(name: str, gradients: Mapping[str, float], tolerance: Tolerance) -> bool:
+    """Whether all gradients that an optimizer was given for this parameter agree."""
+    own = [error for key, error in gradients.items() if key.partition("@")[0] == name]
+    return bool(own) and all(error <= tolerance.relative for error in own)
+
+
+def _largest(value: torch.Tensor) -> float:
+    finite = value[value.isfinite()] if value.is_floating_point() else value
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _name_of(path: str) -> str:
+    name = path.removeprefix("result.") if path != "result" else "what it returns"
+    return f"'{name}'" if path != "result" else name
+
+
+def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> str:
+    """What differs, down to the first item of a container that does."""
+    relations = Relations(tolerance)
+    for key, mine, theirs in pairs_of(whole, sliced):
+        if not relations.of_a_slice(mine, theirs):
+            earlier = dict(items_of(start)).get(key)
+            return _words_of(f"{path}.{key}", earlier, mine, theirs, tolerance)
+    return f"{path} is {_changed(start, whole)} on one device, {_changed(start, sliced)} in slices"
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix(OUTSIDE) if path.startswith(OUTSIDE) else f"self.{path}"
+
+
+def _changed(before: Any, after: Any) -> str:
+    if isinstance(before, list | dict) and isinstance(after, list | dict):
+        return f"{len(after) - len(before):+} items"
+    return describe(after)

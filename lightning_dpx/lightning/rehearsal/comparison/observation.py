@@ -1,0 +1,155 @@
+"""What can be seen of one run of a step: copies of it, which can be compared with another run's later."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+from lightning_dpx.lightning.lightning_compat import states_of
+from lightning_dpx.lightning.metrics.metrics import CallLog
+from lightning_dpx.lightning.new_replicas import private_attributes
+from lightning_dpx.python_objects.origin import package_of, runs_steps
+from lightning_dpx.replicas import ListPlace
+
+OUTSIDE = "@"  # begins the path of what is no attribute of the module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """A value as a step logged it, with the batch size that the step named."""
+
+    value: Any
+    reduce_fx: str
+    batch_size: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Observation:
+    """All that can be seen of one run of a step.
+
+    Attributes:
+        loss: After merging, and after the user's hook over the whole batch; on the host.
+        output: What the step itself returned.
+        gradients: Of the owners, by parameter; on the host. In manual optimization, of every optimizer step.
+        weights: After a step of manual optimization, by parameter; on the host.
+        logged: By name.
+        state: Python state and buffers, by path.
+        drew: Whether random numbers were made equal for all rows.
+        draws: How many such numbers a row got, draw by draw, in every call of a replica's step.
+        left_alone: What else drew random numbers.
+        metric_calls: What metrics were given, by one device.
+        appended: What lists got, by one device.
+        numbers: Of attributes, after the step of one device.
+        changed_numbers: Which of them it has changed.
+    """
+
+    loss: torch.Tensor | None = None
+    output: Any = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    logged: dict[str, Logged] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    drew: bool = False
+    draws: list[tuple[int, ...]] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+    metric_calls: CallLog | None = None
+    appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    changed_numbers: set[str] = field(default_factory=set)
+
+
+_LONGEST = 10_000  # items of a container beyond which only their number is compared
+_DEEPEST = 6
+
+
+def python_state(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+    """Values that can be compared later, by path: numbers, text, copies of tensors, and containers and objects of them.
+
+    Args:
+        named: Attributes by path.
+    """
+    freezer = _Freezer()
+    return {path: freezer.frozen(value, _DEEPEST) for path, value in named}
+
+
+class _Freezer:
+    """Copies of what values hold; of what several of them hold, one for all."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Any, Any]] = {}  # by id and depth; an id is its own while it is held
+
+    def frozen(self, value: Any, depth: int) -> Any:
+        """What ``value`` holds, through so many containers and objects."""
+        if isinstance(value, torch.Tensor):
+            return host_copy(value)
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            return value
+        if hasattr(type(value), "dtype") and hasattr(type(value), "copy"):  # asked of the type: others answer slowly
+            return value.copy()
+        if depth == 0:
+            return type(value).__name__
+        key = id(value), depth
+        if key not in self._known:
+            self._known[key] = value, self._content(value, depth - 1)
+        return self._known[key][1]
+
+    def _content(self, value: Any, depth: int) -> Any:
+        if isinstance(value, list | tuple | deque | dict | set | frozenset) and len(value) > _LONGEST:
+            return len(value)
+        if isinstance(value, list | tuple | deque):
+            return [self.frozen(item, depth) for item in value]
+        if isinstance(value, dict):
+            return {str(key): self.frozen(item, depth) for key, item in value.items()}
+        if isinstance(value, set | frozenset):
+            is_plain = all(isinstance(item, str | int | float | tuple) for item in value)
+            return sorted(map(repr, value)) if is_plain else None
+        if isinstance(value, torch.nn.Module) or callable(value) or not hasattr(value, "__dict__"):
+            return type(value).__name__
+        if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
+            return type(value).__name__
+        return {key: self.frozen(item, depth) for key, item in vars(value).items()}
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor as they are now, dense and on the CPU."""
+    dense = tensor.detach()
+    if dense.layout != torch.strided and not dense.is_nested:
+        dense = dense.to_dense()
+    return dense.to("cpu", copy=True)
+
+
+def attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
+    """What a step may have changed: attributes of all submodules, states of metrics, and buffers."""
+    private = private_attributes()
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(child, Metric):
+            for key in states_of(child):
+                value = getattr(child, key)
+                yield prefix + key, dim_zero_cat(value) if isinstance(value, list) and value else value
+            continue
+        for key, value in vars(child).items():
+            if key not in private and not _is_of_a_metric(module, path):
+                yield prefix + key, value
+    yield from module.named_buffers()
+
+
+def own_attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
+    """The same, but for what metrics and torch look after: metrics' states, and buffers."""
+    private = private_attributes()
+    for path, child in module.named_modules():
+        if not isinstance(child, Metric) and not _is_of_a_metric(module, path):
+            prefix = f"{path}." if path else ""
+            yield from ((prefix + key, value) for key, value in vars(child).items() if key not in private)
+
+
+def _is_of_a_metric(module: Any, path: str) -> bool:
+    while path:
+        if isinstance(module.get_submodule(path), Metric):
+            return True
+        path = path.rpartition(".")[0]
+    return False

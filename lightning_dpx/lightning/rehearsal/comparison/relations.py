@@ -1,0 +1,95 @@
+"""How a value of one device and a value of slices are related: the same, one slice's part of it, or something else."""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from lightning_dpx.replicas import Weights
+from lightning_dpx.replicas.merging import Search, compare_trees
+from lightning_dpx.replicas.tolerance import Tolerance
+
+_JOINED = ("join", "items", "union", "children", "equal")  # what an item of a growing list may be put together by
+
+
+class Relations:
+    """How values of one device and of slices are related; a pair of containers that many others hold is asked once.
+
+    Args:
+        tolerance: How far numbers may be apart.
+    """
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self._tolerance = tolerance
+        self._known: dict[tuple[int, int], _Relation] = {}  # by ids of what the observations hold
+
+    def same(self, one: Any, two: Any) -> bool:
+        """Whether all that both hold is within the tolerance."""
+        return self._of(one, two) is _Relation.SAME
+
+    def of_a_slice(self, one: Any, two: Any) -> bool:
+        """Whether both have one structure, and differ in tensors and floating-point numbers only."""
+        return self._of(one, two) is not _Relation.OTHER
+
+    def _of(self, one: Any, two: Any) -> "_Relation":
+        if type(one) is not type(two) or not isinstance(one, list | dict):
+            return self._of_leaves(one, two)
+        key = id(one), id(two)
+        if key not in self._known:
+            pairs = pairs_of(one, two)
+            found = _Relation.SAME if len(pairs) == len(one) == len(two) else _Relation.OTHER
+            for _, mine, theirs in pairs:
+                found = max(found, self._of(mine, theirs))
+            self._known[key] = found
+        return self._known[key]
+
+    def _of_leaves(self, one: Any, two: Any) -> "_Relation":
+        if all(error <= self._tolerance.relative for _, error in compare_trees(one, two, self._tolerance)):
+            return _Relation.SAME
+        is_float = isinstance(one, torch.Tensor | float) or hasattr(type(one), "dtype")
+        return _Relation.OF_A_SLICE if is_float and type(one) is type(two) else _Relation.OTHER
+
+
+class _Relation(IntEnum):
+    SAME = 0
+    OF_A_SLICE = 1
+    OTHER = 2
+
+
+def pairs_of(one: Any, two: Any) -> list[tuple[Any, Any, Any]]:
+    """The items of two containers with the same keys; none of other values."""
+    mine = dict(items_of(one))
+    theirs = dict(items_of(two))
+    return [(key, value, theirs[key]) for key, value in mine.items()] if mine.keys() == theirs.keys() else []
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and items of a dict, or of a list; none of other values."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
+
+
+def grew_alike(before: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> bool:
+    """Whether what slices appended to a list is what one device appended, row after row."""
+    if isinstance(whole, dict) and isinstance(sliced, dict) and isinstance(before, dict):
+        return whole.keys() == sliced.keys() and all(
+            Relations(tolerance).same(value, sliced[key])
+            or grew_alike(before.get(key, []), value, sliced[key], tolerance)
+            for key, value in whole.items()
+        )
+    if not all(isinstance(value, list) for value in (before, whole, sliced)):
+        return False
+    mine = whole[len(before) :]
+    theirs = sliced[len(before) :]
+    if not mine or len(theirs) % len(mine) or len(theirs) == len(mine):
+        return False
+    num_slices = len(theirs) // len(mine)
+    weights = Weights(rows=[1] * num_slices, of_loss=[1] * num_slices)
+    search = Search(weights=weights, tolerance=tolerance)
+    for index, item in enumerate(mine):
+        of_slices = theirs[index :: len(mine)]
+        for found in search.examine(item, of_slices, "item"):
+            if not found.rules or found.rules[0].kind not in _JOINED:
+                return False
+    return True

@@ -1,0 +1,80 @@
+"""The few rows of a batch on which its step is rehearsed, whole and in parts."""
+
+import copy
+from typing import Any
+
+from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, in_one_line
+from lightning_dpx.replicas import ReplicaSet
+
+
+class FewRows:
+    """Takes a few rows of a batch.
+
+    Args:
+        call: What the trainer called, with the batch.
+        replicas: By whose slicer it is cut.
+
+    Attributes:
+        skipped: Of the rows that are not taken, the part in front of those that are, in [0, 1].
+    """
+
+    def __init__(self, call: Call, replicas: ReplicaSet) -> None:
+        self._batch = call.args[0]
+        self._num_rows = call.num_rows
+        self._num_slices = len(call.active)
+        self._replicas = replicas
+        self.skipped = 0.0
+
+    def unequal_sizes(self, factor: int) -> tuple[int, ...]:
+        """How many rows each slice has in a rehearsal, times ``factor`` where that many are there."""
+        return unequal_sizes(self._num_rows, self._num_slices, factor)
+
+    @property
+    def real_sizes(self) -> tuple[int, ...]:
+        """How many rows each slice has in a step of the run."""
+        return tuple(size for size in self._replicas.sizes(self._num_rows) if size)
+
+    def whole(self, num_rows: int) -> Any:
+        """So many rows as one batch, of the step's own."""
+        return self._own(self._parts(num_rows)[0])
+
+    def slices(self, sizes: tuple[int, ...]) -> list[Any]:
+        """The same rows in slices."""
+        parts: list[Any] = self._own(self._parts(*sizes))
+        return parts
+
+    def _parts(self, *sizes: int) -> list[Any]:
+        """A few rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
+        batch = self._batch
+        rest = self._num_rows - sum(sizes)
+        if not rest and len(sizes) == 1:
+            return [batch]
+        skipped = int(self.skipped * rest)
+        every = [skipped, *sizes, rest - skipped]
+        parts: list[Any] = self._replicas.slicer.read(batch).cut([size for size in every if size])
+        first = 1 if skipped else 0
+        return parts[first : first + len(sizes)]
+
+    def _own(self, rows: Any) -> Any:
+        """A step may write its batch in place; the real one must find what the loader gave."""
+        try:
+            return copy.deepcopy(rows)
+        except Exception as error:  # noqa: BLE001  whatever the class of an item says to being copied
+            raise NotRehearsed(f"its batch cannot be copied ({in_one_line(error)})") from None
+
+
+def unequal_sizes(num_rows: int, num_slices: int, factor: int = 1) -> tuple[int, ...]:
+    """Rows of each slice, and one more for the first, so that no dim fits by chance; fewer where there are few.
+
+    The more rows, the less a loss over something else than rows (positives, tokens) looks like a mean over them by
+    chance: as many as all together take no more room on one device than a slice of the batch does, eight at the most,
+    but two in any case.
+    """
+    largest = num_rows // num_slices
+    usual = max(2 * factor, min(8, (largest - 1) // num_slices))
+    if num_rows >= usual * num_slices + 1:
+        return (usual + 1, *(usual,) * (num_slices - 1))
+    least, more = divmod(num_rows, num_slices)
+    if not more and least > 1:  # 3 and 1 rather than 2 and 2
+        return (least + 1, *(least,) * (num_slices - 2), least - 1)
+    return tuple(least + (index < more) for index in range(num_slices))

@@ -1,0 +1,102 @@
+"""What a rehearsal is asked for, and what it finds."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
+from lightning_dpx.replicas.merging import Finding
+
+
+class NotRehearsed(Exception):  # noqa: N818  the step goes on without
+    """The step cannot be rehearsed; the message says why."""
+
+
+class ParametersAppear(Exception):  # noqa: N818  one batch goes whole, the next one is rehearsed
+    """The step makes parameters, which replicas would draw each for itself; the message names them."""
+
+
+class SlicesFail(Exception):  # noqa: N818  the stage goes on with whole batches
+    """The step runs on the whole batch, but not on its slices."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the trainer called.
+
+    Attributes:
+        name: Of the step.
+        args: The batch and the indices.
+        kwargs: What else was given.
+        active: Indices of the replicas that take part.
+        num_rows: Of the batch.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    active: tuple[int, ...]
+    num_rows: int
+
+    @property
+    def dataloader_idx(self) -> int:
+        """Of an evaluation with several loaders."""
+        return self.args[2] if self.name != "training_step" and len(self.args) > 2 else 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a rehearsal on some rows has shown."""
+
+    comparison: Comparison
+    judge: JudgingRules
+    findings: dict[str, Finding] = field(default_factory=dict)
+    logged: dict[str, Finding] = field(default_factory=dict)
+    unstable: frozenset[str] = frozenset()
+
+    def settle_numbers(self) -> None:
+        """Of numbers that several rules fit still, and that may be added to or set, none is put together.
+
+        Where others than the first slice have added nothing, the step is rehearsed again as soon as one does.
+        """
+        for path in self.judge.numbers_among(self.findings):
+            rules = self.findings[f"self.{path}"].rules
+            kinds = {rule.kind for rule in rules}
+            adds_nothing = "first" in kinds and not kinds.isdisjoint({"added", "sum"})
+            if not adds_nothing and ("added" not in kinds or len(kinds) == 1):
+                continue
+            del self.findings[f"self.{path}"]
+            self.judge.settle(path, ())
+            if adds_nothing:
+                self.comparison.changed.discard(path)
+            else:
+                self.comparison.blame_unsettled(path)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether more rows could show nothing else."""
+        return not self._unsure
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether other rows could: several rules fit, of values that were not zero."""
+        return any(len(one.rules) > 1 and one.rules[0].kind != "by type" for one in self._unsure)
+
+    @property
+    def _unsure(self) -> list[Finding]:
+        found = (*self.findings.values(), *self.logged.values())
+        return [one for one in found if not one.is_sure and one.path not in self.unstable]
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type of a foreign error and the first line of what it says."""
+    try:
+        text = str(error).partition("\n")[0]
+    except Exception:  # noqa: BLE001  the user's own class
+        text = ""
+    return f"{type(error).__name__}: {text}".rstrip(": ").rstrip(".") + "."

@@ -1,0 +1,264 @@
+"""The rehearsals of a run: when a step is rehearsed, what follows from what was found, and what is said of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning_dpx.errors import ParityError
+from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.processes.connect import gather_objects
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import (
+    JudgingRules,
+    chosen,
+    found_at,
+    refined,
+    undecided,
+)
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
+from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
+from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
+from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.python_objects.overrides import overridden
+from lightning_dpx.replicas import BatchSlice, MergeRules
+from lightning_dpx.replicas.merging import Finding
+from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
+
+Verify = Literal["warn", "raise", "first", "off"]
+_AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
+
+
+class Rehearsals:
+    """The rehearsals of a run, and the rules that they found.
+
+    Args:
+        strategy: Whose steps are rehearsed.
+        verify: What happens when they differ from one device.
+        loss_reduction: As given.
+    """
+
+    def __init__(self, strategy: Any, verify: Verify, loss_reduction: str) -> None:
+        self._strategy = strategy
+        self._verify = verify
+        self._loss_reduction = loss_reduction
+        self._done: set[tuple[str, int]] = set()
+        self._rules: dict[tuple[str, int], MergeRules] = {}
+        self._found: dict[tuple[str, int], tuple[dict[str, Finding], dict[str, Finding]]] = {}
+        self._again: dict[tuple[str, int], int] = {}  # how often a stage was rehearsed again
+        self._said: set[str] = set()
+        self._agreed = False
+
+    def forget(self) -> None:
+        """The run is over."""
+        self._done.clear()
+        self._rules.clear()
+        self._found.clear()
+        self._again.clear()
+        self._agreed = False
+
+    def reopen(self, name: str) -> None:
+        """The next step of this stage is rehearsed, as its first one was."""
+        for key in [key for key in self._done if key[0] == name]:
+            self._done.discard(key)
+            self._found.pop(key, None)
+            self._again.pop(key, None)
+
+    def rules(self, name: str, dataloader_idx: int) -> MergeRules:
+        """How the results of a stage are merged."""
+        key = name, dataloader_idx
+        if key not in self._rules:
+            self._rules[key] = MergeRules(loss_reduction="sum" if self._loss_reduction == "sum" else "mean")
+        return self._rules[key]
+
+    @contextmanager
+    def judged_by(self, call: Call, judge: JudgingRules | None) -> Iterator[None]:
+        """For a while, results of this step are merged by ``judge``; no rule that is found meanwhile remains."""
+        rules = dict(self._rules)
+        if judge is not None:
+            rules[call.name, call.dataloader_idx] = judge
+        with overridden(self, _rules=rules):
+            yield
+
+    def before_step(
+        self, name: str, slices: Sequence[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Rehearses the step, if it is the first one on several replicas; says whether it did.
+
+        Raises:
+            ParityError: it is not what it is on one device, and ``verify="raise"``.
+        """
+        idx = args[2] if name != "training_step" and len(args) > 2 else 0
+        key = name, idx
+        is_open = key not in self._done or self._is_outdated(key)
+        rehearses = is_open and len(slices) > 1 and self._verify != "off"
+        if rehearses:
+            self._again[key] = self._again.get(key, -1) + 1
+            self._done.add(key)
+            rows = sum(batch_slice.num_rows for batch_slice in slices)
+            active = tuple(batch_slice.replica.index for batch_slice in slices)
+            self._rehearse(Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=rows))
+        elif key not in self._done and len(slices) > 1:
+            self._done.add(key)
+            self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
+        if name == "training_step" and not self._agreed:
+            self._agreed = True
+            self._agree()
+        return rehearses
+
+    def _is_outdated(self, key: tuple[str, int]) -> bool:
+        """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""
+        return key in self._rules and self._rules[key].is_outdated and self._again.get(key, 0) < _AT_MOST
+
+    def _agree(self) -> None:
+        """Of several processes, all take the loss for a sum if one of them saw that it is."""
+        strategy = self._strategy
+        if self._loss_reduction != "auto" or strategy.num_processes == 1:
+            return
+        rules = strategy.session.step.rules
+        mine = rules.loss_reduction
+        if "sum" in gather_objects("agreeing on the loss", mine):
+            rules.loss_reduction = "sum"
+
+    def _rehearse(self, call: Call) -> None:
+        strategy = self._strategy
+        key = (call.name, call.dataloader_idx)
+        before = self.rules(*key)
+        before.is_outdated = False
+        news = self._take_news(call.name, before)
+        try:
+            requested: list[str] = []
+            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
+                rehearsal = Rehearsal(strategy, call, self._loss_reduction, requested)
+                outcome = rehearsal.run()
+        except SlicesFail as failure:
+            if self._left_micro_batches(call, NOT_ALIKE + failure.reason) or self._left_slices(call, failure):
+                return
+            strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
+            return
+        except ParametersAppear as made:
+            self.reopen(call.name)
+            strategy.session.whole_batches.give_next_whole(
+                call.name, f"The step makes parameters in it: {made}.", "Make them before fit, or in configure_model."
+            )
+            return
+        except NotRehearsed as reason:
+            if self._left_micro_batches(call, f"they could not be checked: {reason}"):
+                return
+            self._say(f"dpx: {call.name} was not checked against one device: {reason}")
+            return
+        except BaseException as error:  # such as Ctrl-C; any other error of the step is announced, and ends nothing
+            error.add_note(f"In the rehearsal of {call.name}, which checks its slices against one device.")
+            raise
+        if self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
+            return
+        if rehearsal.needs_equal_slices:
+            strategy.session.whole_batches.keep_unequal(call.name)
+        rules = self._joined(key, outcome, news)
+        if self._again[key] and not (news and strategy.num_processes == 1):
+            rules.loss_reduction = before.loss_reduction
+        self._rules[key] = rules
+        strategy.session.metrics.take_rules(rehearsal.metric_rules)
+        if call.name == "training_step":
+            strategy.session.step.rules = rules
+        if self._verify == "first" and rehearsal.norms and not outcome.comparison.differences:
+            norms = ", ".join(rehearsal.norms[:3])
+            strategy.session.whole_batches.give_whole(
+                call.name,
+                f"{norms} would normalize by slice, and not by batch as on one device.",
+                "Trainer(sync_batchnorm=True) makes it the whole batch's; verify='warn' runs slices all the same.",
+            )
+        else:
+            self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+
+    def _left_micro_batches(self, call: Call, reason: str) -> bool:
+        """Micro-batches that nobody asked for are given up where there is a reason."""
+        if not reason or call.name != "training_step":
+            return False
+        left: bool = self._strategy.session.memory.leave_micro_batches(reason)
+        return left
+
+    def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
+        """Where micro-batches fail, slices of several devices may not: those are rehearsed instead."""
+        replicas = self._strategy.session.replicas
+        if not replicas.cuts_slices or len(replicas.devices) == 1:
+            return False
+        replicas.partition.leave_slices(training=call.name == "training_step")
+        self._say(f"dpx: {call.name} has its slices in one piece, not in micro-batches: {failure.reason}")
+        sizes = replicas.sizes(call.num_rows)
+        active = tuple(index for index, size in enumerate(sizes) if size)
+        if len(active) > 1:
+            self._rehearse(replace(call, active=active))
+        return True
+
+    def _take_news(self, name: str, rules: MergeRules) -> frozenset[str]:
+        """What a step has logged or returned for the first time since it was rehearsed, which is said here."""
+        news = frozenset(rules.news)
+        rules.news.clear()
+        if news:
+            rules.seen = (rules.seen or frozenset()) | news  # once each, whatever the next rehearsal sees of it
+            paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
+            self._say(
+                f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was put "
+                "together unchecked there (an attribute holds what slices made of it), and the step is checked again."
+            )
+        return news
+
+    def _tell(self, name: str, comparison: Comparison, *, is_first: bool) -> None:
+        """Says what was found, or acts on it."""
+        if not comparison.differences:
+            if is_first:
+                self._say(comparison.line())
+        elif self._verify == "raise":
+            raise ParityError(comparison.complaint())
+        elif self._verify == "first":
+            text = f"on {comparison.rows} rows its slices differ from one device: {comparison.summary()}."
+            self._strategy.session.whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
+        else:
+            rank_zero_warn(comparison.complaint())
+
+    def _joined(self, key: tuple[str, int], outcome: Outcome, news: frozenset[str]) -> MergeRules:
+        """The rules that a rehearsal found, together with those of an earlier one that saw only zeros, or not all."""
+        findings = outcome.findings
+        logged = outcome.logged
+        earlier = self._found.get(key)
+        if earlier is not None and news:
+            earlier = tuple({path: one for path, one in own.items() if path not in news} for own in earlier)  # type: ignore[assignment]
+        if earlier is not None:
+            findings = refined(earlier[0], findings)
+            logged = refined(earlier[1], logged)
+            found = {path: one.rules[0].kind for path, one in {**findings, **logged}.items() if one.rules}
+            sums = [path.removeprefix("result.") for path in self._rules[key].undecided if found.get(path) == "sum"]
+            if sums:
+                rank_zero_warn(
+                    f"dpx: {', '.join(sums)} of {key[0]} had been zero until the last batch, so its values were merged "
+                    "by their type there; they add up, as is seen now."
+                )
+        self._found[key] = findings, logged
+        outputs = chosen(findings)
+        values = chosen(logged)
+        known = MergeRules(outputs, values, outcome.judge.loss_reduction)
+        known.undecided = undecided(findings) | undecided(logged)
+        known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
+        known.same_batch_sizes = outcome.judge.same_batch_sizes
+        known.buffers = outcome.judge.buffers
+        known.metrics_give_slices = outcome.judge.metrics_give_slices
+        for place, number in outcome.judge.appended.items():
+            if all(one.rules for one in found_at(place, findings)):
+                known.appended[place] = number
+        known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
+        known.times_unseen = self._rules[key].times_unseen
+        known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
+        if known.undecided and self._again[key] == _AT_MOST:
+            names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
+            rank_zero_warn(
+                f"dpx: {names} of {key[0]} was zero in {_AT_MOST + 1} rehearsals and not in batches, so nothing is "
+                "known about whether it adds up over slices; it is merged by its type (floating-point numbers are "
+                "averaged, integers added)."
+            )
+            known.undecided = frozenset()
+        return known
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            rank_zero_info(text)
+        self._said.add(text)

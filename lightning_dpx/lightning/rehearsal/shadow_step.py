@@ -1,0 +1,265 @@
+"""A step on a shadow of the user's module: how the strategy runs it there, and what is seen of it."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
+from lightning_dpx.lightning.gradient_hooks import GradientHooks
+from lightning_dpx.lightning.lightning_api import pl
+from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
+from lightning_dpx.lightning.logging import StepLog
+from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.new_replicas import new_replicas
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.observation import (
+    OUTSIDE,
+    Logged,
+    Observation,
+    attributes_of,
+    host_copy,
+    python_state,
+)
+from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
+from lightning_dpx.lightning.rehearsal.shadow import (
+    Guest,
+    ShadowReplicas,
+    make_shadow,
+    pointing_at_shadow,
+    with_copied_optimizers,
+)
+from lightning_dpx.python_objects.overrides import overridden
+from lightning_dpx.replicas import MergeRules, ReplicaSet, first_loss
+from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.step import TrainingStep
+from lightning_dpx.torch_compat import tree_leaves
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class ShadowStep:
+    """A step of the trainer that runs on shadows; what its runs, as one device and in slices, have in common.
+
+    Args:
+        strategy: Whose step it is.
+        call: What the trainer called.
+        requested: Gets the iterators that were asked for an item, though it could not be given back.
+
+    Attributes:
+        trains: Whether it is a training step.
+        by_hand: Whether its optimizers step inside of it.
+        guest: Puts back what the runs change.
+        norms: Batch norms that normalize by their slice.
+        tolerance: How far two runs may be apart.
+    """
+
+    def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
+        self.strategy = strategy
+        self.call = call
+        self.session: Session = strategy.session
+        self.replicas = self.session.replicas
+        module: pl.LightningModule = strategy.lightning_module
+        self._module = module
+        self._requested = requested
+        self.trains = call.name == "training_step"
+        self.by_hand = self.trains and not module.automatic_optimization
+        self.guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
+        self.norms: list[str] = []
+        self.tolerance = _tolerance_of(strategy, module, call)
+
+    def adopt_precision(self) -> None:
+        """A run has shown in which dtypes the step computes."""
+        self.tolerance = _tolerance_of(self.strategy, self._module, self.call, self.guest.low_precision)
+
+    def make_shadow(self) -> Any:
+        """A stand-in for the user's module.
+
+        Raises:
+            NotRehearsed: none can be made.
+        """
+        try:
+            shadow, self.norms = make_shadow(self.replicas, self._requested, own_parameters=self.by_hand)
+        except ReplicationError as error:
+            raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
+        return shadow
+
+    def replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:
+        """Replicas of a shadow, which run under the guest's eyes."""
+        options = {"beyond": None, "check_every": 0, **changes}
+        metrics = ReplicaMetrics(shadow, number=self.strategy.options.number_rule)
+        replicas = new_replicas(self.strategy, shadow, devices, metrics, ShadowReplicas, **options)
+        assert isinstance(replicas, ShadowReplicas), "that kind was requested for"
+        replicas.metrics = metrics
+        metrics.dim = replicas.output_dim
+        replicas.guest = self.guest
+        for replica in replicas.replicas[1:]:
+            copied: Any = replica.module
+            set_trainer(copied, trainer_of(shadow))  # LightningModule drops it from its copies
+        return replicas
+
+    @contextmanager
+    def pointing_at(
+        self, shadow: Any, session: "Session | None", judge: JudgingRules | None, seen: Observation
+    ) -> Iterator[None]:
+        """The strategy, and through it the trainer, has the shadow for its module for a while.
+
+        Args:
+            shadow: Stands in for the user's module.
+            session: Of its replicas; ``None`` as on one device.
+            judge: Finds out how results are merged.
+            seen: Gets the gradients that optimizers are given.
+        """
+        strategy = self.strategy
+        attributes = pointing_at_shadow(strategy, shadow)
+        if session is not None:
+            attributes |= {"session": session, "ranks": strategy.ranks.of_shadow(len(session.replicas.replicas))}
+        if self.by_hand:
+            attributes |= self._optimizers_for(shadow, session, seen)
+            if session is not None:
+                session.gradient_hooks = GradientHooks()
+                session.gradient_hooks.begin(shadow, session.replicas, session.step)
+        with overridden(strategy, **attributes), strategy.rehearsals.judged_by(self.call, judge):
+            yield
+
+    def _optimizers_for(self, shadow: Any, session: "Session | None", seen: Observation) -> dict[str, Any]:
+        """Copies of the optimizers and schedulers that act on the shadow; they tell what gradients they were given."""
+        strategy = self.strategy
+        mine = list(shadow.parameters()) if session is None else session.step.owner_parameters
+        modules = [shadow] if session is None else [replica.module for replica in session.replicas.replicas]
+        owners = self.session.step.owner_parameters
+        copies = with_copied_optimizers(strategy, self._module, modules, owners, mine)
+        names = {id(own): name for (name, _), own in zip(shadow.named_parameters(), mine, strict=True)}
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names.get(id(parameter))
+                    if name is not None and parameter.grad is not None:
+                        number = sum(key.partition("@")[0] == name for key in seen.gradients)
+                        seen.gradients[f"{name}@{number}"] = host_copy(parameter.grad)
+
+        for optimizer in copies["_optimizers"]:
+            optimizer.register_step_pre_hook(note)
+        return copies
+
+    def context(self) -> Any:
+        """That of the precision plugin, round a step."""
+        precision = self.strategy.precision_plugin
+        return precision.train_step_context() if self.trains else precision.val_step_context()
+
+    def finish(
+        self, seen: Observation, final: Any, shadow: Any, owners: list[Any], step: TrainingStep | None = None
+    ) -> None:
+        """Backward, and then all that can be seen of the run."""
+        names = [name for name, _ in shadow.named_parameters()]
+        if self.by_hand:
+            seen.weights = {name: host_copy(one) for name, one in zip(names, owners, strict=True)}
+        elif self.trains:
+            loss = first_loss(final)
+            if isinstance(loss, torch.Tensor):
+                forget_gradients(owners)  # Lightning zeroes them between a step and its backward
+                if loss.requires_grad:
+                    with self.guest.in_step("backward"):
+                        shadow.backward(loss)
+                    if step is not None:
+                        step.backward(last=True)
+                        step.reduce()
+                seen.loss = loss.detach().cpu()
+            seen.gradients = {
+                name: host_copy(one.grad) for name, one in zip(names, owners, strict=True) if one.grad is not None
+            }
+        seen.state = self.state(shadow)
+
+    def state(self, shadow: Any) -> dict[str, Any]:
+        """Python state and buffers of a shadow, and what its code reaches outside of it."""
+        outside = ((f"{OUTSIDE}{path}", value) for path, value in self.guest.surroundings.values())
+        return python_state(chain(attributes_of(shadow), outside))
+
+    def leave_gradients(self, owners: Iterable[torch.Tensor]) -> None:
+        """A step begins with the gradients of the one before, where optimizers take them; any numbers will do."""
+        if self.trains and not self.by_hand:
+            for parameter in owners:
+                parameter.grad = parameter.detach() + 0.01 if parameter.requires_grad else None
+
+    def watch_batch(self, rows: Any) -> BatchWrites:
+        """Sees what the next run writes into its batch, if hooks of the real run look at that."""
+        writes = BatchWrites()
+        if self.session.batch_writes.is_watched:
+            writes.show(rows)
+        return writes
+
+    def note_writes(self, writes: BatchWrites, replicas: ReplicaSet, rules: MergeRules, seen: Observation) -> None:
+        """What was written is compared as a logged value is.
+
+        Raises:
+            SlicesFail: it cannot be put together.
+        """
+        problem = writes.finish(rules, self.strategy.root_device, replicas.output_dim)
+        if problem is not None:
+            raise SlicesFail(*unlike_one_batch(problem))
+        for name, value in writes.values.items():
+            seen.logged[name] = Logged(value=value, reduce_fx="mean", batch_size=None)
+
+    def note_draws(self, seen: Observation) -> None:
+        """The random numbers of the last run."""
+        seen.draws = self.guest.draws
+        seen.left_alone = self.guest.left_alone
+
+
+def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """A shadow is in reference cycles and may live on for a while; what is large must not."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def recording(log: StepLog, shadow: Any) -> AbstractContextManager[None]:
+    """What is logged on the whole batch's behalf; the replicas' own logs take its place while their steps run."""
+
+    def record(*args: Any, **options: Any) -> None:
+        log.record(*args, **options)
+
+    return overridden(shadow, log=record)
+
+
+def logged_value(value: Any, options: Mapping[str, Any]) -> Logged:
+    """A value as it was logged; those of metrics are compared by their states."""
+    reduce_fx = options.get("reduce_fx", "mean")
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    whole = None if isinstance(value, Metric) else value
+    return Logged(value=whole, reduce_fx=name, batch_size=options.get("batch_size"))
+
+
+def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: Iterable[torch.dtype] = ()) -> Tolerance:
+    """By the coarsest dtype that the step computes in, or that gradients travel in."""
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
+    dtypes.append(torch.float32 if not dtypes else dtypes[0])
+    dtypes.extend(seen)
+    if strategy.options.wire_dtype is not None:
+        dtypes.append(strategy.options.wire_dtype)
+    context = copy.copy(strategy.precision_plugin.wrapped).train_step_context()  # a user's own may count its calls
+    kind = strategy.root_device.type
+    with context:
+        if torch.is_autocast_enabled(kind):
+            dtypes.append(torch.get_autocast_dtype(kind))
+    eps = {dtype: torch.finfo(dtype).eps for dtype in dtypes}
+    coarsest = max(eps, key=lambda dtype: eps[dtype])
+    if kind == "cuda" and coarsest == torch.float32 and _uses_tf32():
+        coarsest = torch.float16  # ten bits of mantissa, as TF32
+    numbers = [leaf.numel() for leaf in tree_leaves(call.args[0]) if isinstance(leaf, torch.Tensor)]
+    largest = max((parameter.numel() for parameter in module.parameters()), default=1)
+    return Tolerance.of(coarsest, max([largest, *numbers]))
+
+
+def _uses_tf32() -> bool:
+    try:
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # the process has used torch's other way of asking for it
+        return True

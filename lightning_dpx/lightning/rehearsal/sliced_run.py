@@ -1,0 +1,149 @@
+"""The step in slices of unequal size, on replicas of a shadow: how it will run, on a few rows."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_dpx.lightning.logging import StepLog, path_of
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
+from lightning_dpx.lightning.rehearsal.few_rows import FewRows
+from lightning_dpx.lightning.rehearsal.outcome import SlicesFail
+from lightning_dpx.lightning.rehearsal.shadow import shared_parameters
+from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep, forget_gradients, logged_value, recording
+from lightning_dpx.lightning.whole_batches import WholeBatches
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
+from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
+from lightning_dpx.step import TrainingStep
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class SlicedRun:
+    """Runs the step in slices, and finds the rules by which they give what one device does.
+
+    Args:
+        step: On a shadow.
+        rows: Of the batch.
+
+    Attributes:
+        gives_slices: Whether metrics that are called as functions give each micro-batch its own value.
+        has_waited: Whether slices have waited for each other.
+        metric_rules: How arguments of metrics are joined, as was learned.
+    """
+
+    def __init__(self, step: ShadowStep, rows: FewRows) -> None:
+        self._step = step
+        self._rows = rows
+        self.gives_slices = step.trains and not step.by_hand and step.replicas.cuts_slices
+        self.has_waited = False
+        self.metric_rules = copy.deepcopy(step.session.metrics.rules_by_path())
+
+    def observe(
+        self,
+        sizes: tuple[int, ...],
+        whole: Observation,
+        loss_reduction: str,
+        unstable: frozenset[str] = frozenset(),
+        earlier: Sequence[JudgingRules] = (),
+    ) -> tuple[JudgingRules, Observation]:
+        """What a step in slices does, after as many others as there are rules of ``earlier`` ones.
+
+        Args:
+            sizes: Rows of each slice.
+            whole: What one device does with the same rows.
+            loss_reduction: "auto", "mean" or "sum".
+            unstable: What changes from run to run, as in :class:`JudgingRules`.
+            earlier: Rules by which the slices of earlier steps are merged, a step each.
+
+        Raises:
+            SlicesFail: it cannot be run in slices.
+        """
+        step = self._step
+        judge = JudgingRules(
+            whole,
+            step.tolerance,
+            decides_loss=loss_reduction == "auto" and not step.by_hand,
+            loss_reduction="sum" if loss_reduction == "sum" else "mean",
+            unstable=unstable,
+        )
+        judge.metrics_give_slices = self.gives_slices
+        shadow = step.make_shadow()
+        replicas = self._replicas_of(shadow)
+        training = self._training_step(replicas)
+        session = step.session.for_shadow(replicas, replicas.metrics, training)
+        seen = Observation()
+        replicas.metrics.take_rules(self.metric_rules)
+        with ExitStack() as stack:
+            stack.enter_context(step.guest.run(shadow))
+            stack.callback(replicas.close)
+            stack.callback(training.close)
+            for rules in (*earlier, judge):
+                replicas.metrics.example = whole.metric_calls if rules is judge else None
+                for replica in replicas.replicas:
+                    forget_gradients(replica.module.parameters())
+                step.leave_gradients(training.owner_parameters)
+                training.rules = rules
+                slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
+                merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
+                with step.pointing_at(shadow, session, rules, seen):
+                    writes = step.watch_batch(self._rows.whole(sum(sizes)))
+                    session.batch_writes = writes
+                    with recording(merged_log, shadow):
+                        final = self._forward(session, slices)
+                    self._check_left_whole(session.whole_batches)
+                    seen.logged = {path_of(key): logged_value(*entry) for key, entry in merged_log.entries.items()}
+                    step.note_writes(writes, replicas, rules, seen)
+                    step.finish(seen, final, shadow, training.owner_parameters, training)
+        step.note_draws(seen)
+        self.metric_rules = replicas.metrics.rules_by_path()
+        self.has_waited |= replicas.has_met
+        for replica in replicas.replicas:
+            forget_gradients(replica.module.parameters())
+        return judge, seen
+
+    def _replicas_of(self, shadow: Any) -> Any:
+        """As the real ones are: on their devices, with as many micro-batches, shifted alike."""
+        step = self._step
+        forget_shift(shadow)  # of the first replica; each gets its own
+        parameters = () if step.by_hand else shared_parameters(step.replicas, shadow)
+        micro_batches = step.replicas.partition.micro_batches
+        devices = list(step.replicas.devices)
+        replicas = step.replicas_of(shadow, devices, existing=parameters, workload="even", micro_batches=micro_batches)
+        for real, copied in zip(step.replicas.replicas, replicas.replicas, strict=True):
+            shift = applied_shift(real.module)
+            if shift is not None:
+                shift_like(copied.module, shift)
+        return replicas
+
+    def _training_step(self, replicas: ReplicaSet) -> TrainingStep:
+        options = self._step.strategy.options
+        reducer = options.reducer if isinstance(options.reducer, str) else "auto"
+        return TrainingStep(replicas, reducer, "mean", options.wire_dtype, options.gradient_buckets, None)
+
+    def _check_left_whole(self, found: WholeBatches) -> None:
+        """What a step on slices has found out may be a reason against slices.
+
+        Raises:
+            SlicesFail: it is.
+        """
+        name = self._step.call.name
+        reason = found.reason_for(name)
+        if reason is not None:
+            raise SlicesFail(reason, found.advice_for(name))
+
+    def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
+        parts = self._rows.slices(sizes)
+        slices: list[BatchSlice] = []
+        for index, size, part in zip(self._step.call.active, sizes, parts, strict=True):
+            slices.append(BatchSlice(replicas.replicas[index], size, part))
+        return slices
+
+    def _forward(self, session: "Session", slices: list[BatchSlice]) -> Any:
+        call = self._step.call
+        if self._step.trains:
+            return session.training.forward(slices, call.args, call.kwargs)
+        return session.evaluation.forward(call.name, slices, call.args, call.kwargs)

@@ -1,0 +1,101 @@
+"""The step as one device does it, on a few rows: what slices are compared with."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from lightning_dpx.lightning.batch_writes import BatchWrites
+from lightning_dpx.lightning.logging import StepLog, path_of
+from lightning_dpx.lightning.metrics.metrics import recorded_calls
+from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, attributes_of, own_attributes_of
+from lightning_dpx.lightning.rehearsal.few_rows import FewRows
+from lightning_dpx.lightning.rehearsal.outcome import ParametersAppear
+from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep, forget_gradients, logged_value, recording
+from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.replicas import (
+    BatchSlice,
+    ListWatch,
+    MergeRules,
+    changed_numbers,
+    find_lists,
+    numbers_of,
+    without_graphs,
+)
+
+
+class WholeRun:
+    """Runs the step on the first device.
+
+    Args:
+        step: On a shadow.
+        rows: Of the batch.
+    """
+
+    def __init__(self, step: ShadowStep, rows: FewRows) -> None:
+        self._step = step
+        self._rows = rows
+
+    def observe(
+        self, num_rows: int, *, other_draws: bool = False, num_steps: int = 1, after_a_step: bool = True
+    ) -> Observation:
+        """What the last of ``num_steps`` steps on the same rows does.
+
+        Args:
+            num_rows: Of the batch.
+            other_draws: Whether it draws other random numbers than every other run.
+            num_steps: One after the other.
+            after_a_step: Whether gradients of an earlier step are there.
+
+        Raises:
+            NotRehearsed: there is no shadow of the module, or no copy of the batch.
+            ParametersAppear: the step makes some.
+        """
+        step = self._step
+        shadow = step.make_shadow()
+        replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
+        seen = Observation()
+        known = {name for name, _ in shadow.named_parameters()}
+        with ExitStack() as stack:
+            stack.enter_context(step.pointing_at(shadow, None, None, seen))
+            stack.enter_context(step.guest.run(shadow, other_draws=other_draws))
+            stack.callback(replicas.close)
+            for _ in range(num_steps):
+                forget_gradients(shadow.parameters())
+                if after_a_step:
+                    step.leave_gradients(shadow.parameters())
+                batch_slice = BatchSlice(replicas.root, num_rows, self._rows.whole(num_rows))
+                writes = step.watch_batch(batch_slice.batch)
+                log = StepLog(batch_slice)
+                lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
+                numbers = numbers_of(own_attributes_of(shadow))
+                with step.context(), recorded_calls(shadow) as seen.metric_calls:
+                    call = partial(self._call, log, writes)
+                    seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
+                with recording(log, shadow):
+                    final = step.session.finished(step.call.name, seen.output)
+                grown = lists.grown(find_lists(attributes_of(shadow)))
+                seen.appended = {place: without_graphs(items) for place, items in grown.items()}
+                seen.numbers = numbers_of(own_attributes_of(shadow))
+                seen.changed_numbers = changed_numbers(numbers, seen.numbers)
+                seen.logged = {path_of(key): logged_value(*entry) for key, entry in log.entries.items()}
+                step.note_writes(writes, replicas, MergeRules(), seen)
+                step.finish(seen, final, shadow, list(shadow.parameters()))
+        made = [name for name, _ in shadow.named_parameters() if name not in known]
+        if made:
+            raise ParametersAppear(", ".join(made))
+        forget_gradients(shadow.parameters())
+        step.adopt_precision()
+        seen.drew = step.guest.drew
+        step.note_draws(seen)
+        return seen
+
+    def _call(self, log: StepLog, writes: BatchWrites, batch_slice: BatchSlice) -> Any:
+        """The user's step."""
+        step = self._step
+        call = step.call
+        shadow: Any = batch_slice.replica.module
+        with log.recording(shadow), step.session.context(shadow):
+            transfer = Transfer(shadow.trainer, shadow, call.dataloader_idx)
+            batch = transfer.to_replica(batch_slice)
+            writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
+            return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
