@@ -31,7 +31,7 @@ from lightning_dpx.memory.plan.make_plan import plan_candidates
 from lightning_dpx.memory.plan.plan import MemoryPlan, from_mapping, to_mapping
 from lightning_dpx.memory.plan.plan_file import MOST_BYTES, write_whole
 from lightning_dpx.memory.plan.problem import Planner
-from lightning_dpx.memory.profile import profiler as profiles_module
+from lightning_dpx.memory.profile import data as profiles_module
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.python_objects.digest import Digest
 from lightning_dpx.units import MIB

@@ -1,0 +1,84 @@
+"""What a profile finds out about the values of a step, and the storages that they are in."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.profile.data import SavedValue
+from lightning_dpx.memory.tracing.memory_trace import Allocation
+
+_OFFLOADED = "it cannot be made again, and a step that runs a backward of its own offloads nothing"
+_NOT_IN_GRAPH = "it does not come from the graph"
+
+
+class DeadValue:
+    """A value that forward itself let go, because nothing leads from it to the loss.
+
+    Args:
+        value: It.
+        span: Its memory.
+        refused: Why it cannot be made again.
+    """
+
+    def __init__(self, value: Value, span: Allocation, refused: str) -> None:
+        self.name = value.name
+        self.operator = value.operator
+        self.num_bytes = value.held().nbytes
+        self.span = span
+        self.sources = [weakref.ref(source) for source in value.sources]
+        self.refused = "" if value.make is not None else refused or _NOT_IN_GRAPH
+
+
+class FoundValues:
+    """Values and storages of a step, numbered in the order in which they were found.
+
+    Attributes:
+        values: For planners; each after those that it is made from.
+        saved: The event before which each was saved, by name.
+        memories: The name of the first value in each storage, and its memory.
+        storages: The number of a storage, by the id of its memory.
+        dead: What forward itself let go.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[SavedValue] = []
+        self.saved: dict[str, int] = {}
+        self.memories: list[tuple[str, Allocation]] = []
+        self.storages: dict[int, int] = {}
+        self.dead: list[DeadValue] = []
+
+    def storage_of(self, name: str, span: Allocation) -> int:
+        """The number of the storage that has that memory; values in one storage get the same."""
+        if id(span) not in self.storages:
+            self.storages[id(span)] = len(self.memories)
+            self.memories.append((name, span))
+        return self.storages[id(span)]
+
+    def add_dead(self, order: Mapping[Value, int]) -> None:
+        """Those that forward let go, which may be dropped for nothing: nobody asks for them, so nobody makes them.
+
+        Args:
+            order: The numbers of the others.
+        """
+        for dead in self.dead:
+            sources = [reference() for reference in dead.sources]
+            self.values.append(
+                SavedValue(
+                    dead.name,
+                    dead.operator,
+                    dead.num_bytes,
+                    self.storage_of(dead.name, dead.span),
+                    tuple(order[source] for source in sources if source is not None and source in order),
+                    0.0,
+                    dead.refused,
+                    saved=self.saved[dead.name],
+                )
+            )
+
+    def offload_nothing(self) -> None:
+        """A copy to the host's memory is awaited when the forward is over, and here a backward may come before that."""
+        for number, value in enumerate(self.values):
+            if value.copying:
+                refused = _OFFLOADED if value.offloaded else value.refused
+                self.values[number] = replace(value, copying=0.0, offloaded=False, refused=refused)

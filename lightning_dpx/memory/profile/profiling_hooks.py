@@ -1,0 +1,234 @@
+"""Saved-tensor hooks that keep everything, note who asks for it, and make each value once more to see how."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.devices import synchronize
+from lightning_dpx.memory.execute.calls import Argument
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
+from lightning_dpx.memory.execute.sharded_units import ShardedUnits
+from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe
+from lightning_dpx.memory.profile.autograd_log import AutogradLog
+from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.data import Hold, SavedCall
+from lightning_dpx.memory.profile.found_values import DeadValue, FoundValues
+from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
+from lightning_dpx.memory.profile.trials import try_values
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
+
+_IN_CODE = "compiled code saves it, too"
+
+
+class _Held:
+    """What autograd holds in place of a value: tells when it lets go of it."""
+
+    __slots__ = ("entry", "hooks", "index")
+
+    def __init__(self, entry: Value | View, index: int, hooks: "ProfilingHooks") -> None:
+        self.entry = entry
+        self.index = index
+        self.hooks = hooks
+
+    def __del__(self) -> None:
+        self.hooks.released(self.index, self.entry)
+
+
+class ProfilingHooks(Rematerialisation):
+    """Keep everything, and try how it can be made again.
+
+    Args:
+        names: Tells which module call is running.
+        trace: Tells of the memory.
+        meter: Tries values.
+        units: What may be made again where parameters are sharded.
+
+    Attributes:
+        found: What was found out about values.
+        log: When autograd has asked for them.
+        calls: Of modules, which may be replayed as a whole.
+        is_over: Whether the backward that comes is the step's last one.
+    """
+
+    def __init__(self, names: CallNames, trace: MemoryTrace, meter: CostModel, units: ShardedUnits) -> None:
+        super().__init__(names)
+        self.kinds = meter.kinds
+        self._trace = trace
+        self._meter = meter
+        self.found = FoundValues()
+        self.log = AutogradLog(trace)
+        self.calls = NotedCalls(names, trace, self._saved_as, units)
+        self.is_over = False
+        # Weak, because the step lets go of values as it would without anybody watching.
+        self._new: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()
+        self._tried: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # their numbers
+        self._untried: list[tuple[int, weakref.ref[Value]]] = []  # of what autograd holds
+        self._holders: dict[str, int] = {}  # how often autograd holds a value
+
+    def _saved_as(self, tensor: torch.Tensor) -> Value | None:
+        """The value that is that tensor, if autograd has saved it."""
+        known = self._values.get(identity_of(tensor))
+        return None if known is None else known()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = self._packed(tensor)
+        if self.names.in_compiled_code and tensor.layout is torch.strided:
+            self._note_in_code(tensor)
+        if isinstance(packed, _Held):
+            value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
+            self.calls.packed(tensor, packed.entry, packed.index, value.name)
+            return packed
+        held = self.calls.part(tensor, packed)
+        self.calls.packed(tensor, packed, -1, "")
+        return held
+
+    def _packed(self, tensor: torch.Tensor) -> "Unnamed | _Held":
+        base = view_base(tensor)
+        if isinstance(tensor if base is None else base, nn.Parameter):  # a fake one has no type, a frozen one no name
+            return Unnamed(tensor.detach(), version_counter(tensor))
+        packed = super().pack(tensor)
+        if isinstance(packed, Unnamed):
+            return packed
+        value = packed if isinstance(packed, Value) else packed.value
+        if value.name not in self.found.saved:
+            self._new[value] = self._trace.allocation_of(tensor.untyped_storage())
+            self.found.saved[value.name] = self._trace.now
+        self._holders[value.name] = self._holders.get(value.name, 0) + 1
+        index = self.log.note_saved()
+        self._untried.append((index, weakref.ref(value)))
+        return _Held(packed, index, self)
+
+    def _note_in_code(self, tensor: torch.Tensor) -> None:
+        """Compiled code saves it: to drop it elsewhere would make no room."""
+        base = view_base(tensor)
+        identity = identity_of(tensor if base is None else base)
+        self.calls.in_code.add(identity)
+        known = self._values.get(identity)
+        value = None if known is None else known()
+        if value is not None and value.make is not None:
+            forget_recipe(value)
+            self.refused[value.name] = _IN_CODE
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        """It is kept, and its recipe noted."""
+        if value.identity in self.calls.in_code:
+            self.refused[value.name] = _IN_CODE
+        elif value not in self._tried:
+            self.find_recipe(value, node, output)
+            units = self.calls.units
+            if units.paths and value.make is not None and not units.allows(value, value.name.rpartition(":")[0]):
+                forget_recipe(value)
+                self.refused[value.name] = "it is made from parameters of another unit of fully_shard"
+        return False
+
+    def keep_constant(self, tensor: torch.Tensor) -> Value:
+        value = super().keep_constant(tensor)
+        self._new[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
+        return value
+
+    def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
+        """A copy of it that is not counted, so that the tensor itself goes when it would go without a plan."""
+        with disable_current_modes(), torch.no_grad():
+            argument.watch(tensor)
+            value = super().keep_argument(argument, copy_as_it_lies(tensor))
+        self._new[value] = self._trace.allocation_of(tensor.untyped_storage())
+        return value
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, SmallPart):
+            saved.asked()
+            return super().unpack(saved.entry)
+        if not isinstance(saved, _Held):
+            return super().unpack(saved)
+        self.try_new_values()
+        event = self.log.note_asked(saved.index)
+        tensor = super().unpack(saved.entry)
+        return tensor if self.is_over else self._copy_for(event, saved.entry, tensor)
+
+    def _copy_for(self, event: int, entry: Value | View, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that is not counted, for a backward that may not be the last one.
+
+        Args:
+            event: Of the request.
+            entry: What was asked for.
+            tensor: It.
+        """
+        value = entry if isinstance(entry, Value) else entry.value
+        if value.tensor is None:
+            return tensor
+        with disable_current_modes(), torch.no_grad():
+            copied = value.tensor.clone()
+            given = copied if isinstance(entry, Value) else entry.look(copied)
+        if torch.is_grad_enabled():
+            self.know_again(value, copied)
+        self.log.watch_use(event, copied)
+        return given
+
+    def packed(self, node: Any, saved: Any) -> Any:
+        held = super().packed(node, saved)
+        return held.entry if isinstance(held, _Held | SmallPart) else held
+
+    def released(self, index: int, entry: Value | View) -> None:
+        """Autograd lets go of what it held."""
+        self.log.note_released(index)
+        value = entry if isinstance(entry, Value) else entry.value
+        if value in self._new:  # which no backward has begun to need
+            self._let_die(value)
+
+    def _let_die(self, value: Value) -> None:
+        """A part of the graph goes while forward still runs: nothing leads from it to the loss.
+
+        What only that part has saved goes as well, unless others are made from it.
+        """
+        self._holders[value.name] -= 1
+        value.num_uses -= 1
+        if self._holders[value.name] or value.num_uses:
+            return
+        span = self._new.pop(value)
+        if span is not None:
+            self.found.dead.append(DeadValue(value, span, self.refused.get(value.name, "")))
+
+    def try_new_values(self) -> None:
+        """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
+        if not self._untried:
+            return
+        self._holders.clear()
+        synchronize(self._meter.device)
+        try:
+            with disable_current_modes(), self._meter.trying():
+                tried = try_values(dict(self._new), self.refused, self._tried, self.found, self._meter)
+                if self.is_over:
+                    # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
+                    self.found.add_dead({**self._tried})
+                if self.is_over and not self.log.asks:
+                    self.calls.try_all(self._meter)
+        finally:
+            self._new.clear()  # also where memory runs out: then all that is held goes
+        for index, reference in self._untried:
+            value = reference()
+            if value is not None and value in self._tried:
+                self.log.values[index] = self._tried[value]
+        self._untried.clear()
+        for value in tried:
+            value.learn(None, ())  # they would keep each other longer than autograd does
+
+    def calls_of(self, end: int) -> tuple[tuple[SavedCall, ...], tuple[Hold, ...]]:
+        """What can be replayed as a whole in a step of ``end`` events, and what autograd holds."""
+        asked, ends = self.log.held(end)
+        calls = self.calls.calls(ends, self.found.storages, end)
+        return calls, self.calls.holds(asked, ends) if calls else ()
+
+
+def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of ``tensor``: what a call makes of its arguments may depend on them."""
+    whole = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            whole = whole.narrow(dim, 0, 1)
+    # Where windows overlap, each place is written several times with the same number.
+    copied = tensor.new_empty_strided(whole.size(), whole.stride())  # of a fake a fake one
+    return copied.copy_(whole).expand(tensor.size())

@@ -1,0 +1,320 @@
+"""Makes values again whose tensors are all there: what that takes, and whether the same comes out."""
+
+import statistics
+import traceback
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_dpx.memory.execute.calls import Replay, select_output
+from lightning_dpx.memory.execute.recipes import NotRecomputable
+from lightning_dpx.memory.execute.values import Unnamed, Value, forget_recipe, used
+from lightning_dpx.memory.profile.call_course import CallCourse
+from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.data import SavedValue
+from lightning_dpx.memory.profile.found_values import FoundValues
+from lightning_dpx.memory.tracing.memory_trace import Allocation
+from lightning_dpx.progress import at
+from lightning_dpx.torch_compat import key_of
+
+
+def try_values(
+    spans: dict[Value, Allocation | None],
+    refused: Mapping[str, str],
+    tried: "weakref.WeakKeyDictionary[Value, int]",
+    found: FoundValues,
+    meter: CostModel,
+) -> list[Value]:
+    """Makes every value again that can be; in the order of backward, because that is when it will happen.
+
+    Args:
+        spans: The values, with their memory.
+        refused: Why there is no recipe for some of them, by name.
+        tried: The numbers of those of earlier backwards; gets those of the new ones.
+        found: Gets what is found out.
+        meter: Tries them.
+
+    Returns:
+        The new values, with those that are not saved on the way to them.
+    """
+    compact, seconds = _compressed_masks(spans, meter)
+    order: dict[Value, int] = dict(tried)
+    new = _in_order(spans, order, len(found.values))
+    trials = _Trials(order, meter)
+    trials.compact = compact
+    trials.seconds.update(seconds)
+    for value in new:
+        trials.refused[value] = "" if value.make is not None else refused.get(value.name, "")
+    _try_all(spans, trials, meter)
+    _judge_calls(spans, trials.refused)
+    if meter.offloads:
+        _offload_refused(spans, trials, meter)
+    trials.seconds = _typical(trials.seconds, trials.sizes)
+    _number_storages(spans, trials, found, meter.device)
+    for value in new:
+        why = trials.refused[value] if value in spans else ""  # on the way to others, it is made again whatever it is
+        found.values.append(trials.saved_value(value, why, found.saved.get(value.name, 0)))
+    tried.update((value, order[value]) for value in new)
+    return new
+
+
+class _Trials:
+    """What is found out about values when they are made again.
+
+    Args:
+        order: Their numbers.
+        meter: Tries them.
+
+    Attributes:
+        order: Likewise.
+        seconds: That they take.
+        sizes: Their bytes on the device.
+        refused: Why they cannot be made again; empty if they can.
+        memory: What they take beyond their own bytes.
+        compact: Bytes of those that are masks, compressed.
+        copying: Seconds of a copy to the host's memory, of those that may go there.
+        offloaded: Those that go there because nothing else is possible.
+        storages: The number of the storage that each is in, of those that the step has allocated.
+    """
+
+    def __init__(self, order: dict[Value, int], meter: CostModel) -> None:
+        self.order = order
+        self.seconds = dict.fromkeys(order, 0.0)
+        self.sizes = {value: _bytes_on(meter.device, value) for value in order}
+        self.refused: dict[Value, str] = {}
+        self.memory = _Beside()
+        self.compact: dict[Value, int] = {}
+        self.copying: dict[Value, float] = {}
+        self.offloaded: set[Value] = set()
+        self.storages: dict[Value, int] = {}
+
+    def saved_value(self, value: Value, refused: str, saved: int) -> SavedValue:
+        """``value`` for planners; ``saved`` is the event before which it was."""
+        is_offloaded = value in self.offloaded
+        return SavedValue(
+            name=value.name,
+            operator=value.operator,
+            num_bytes=self.sizes[value],
+            storage=self.storages.get(value, -1),
+            inputs=() if is_offloaded else tuple(self.order[source] for source in value.sources),
+            seconds=self.seconds[value],
+            refused=refused,
+            compact=self.compact.get(value, 0),
+            offloaded=is_offloaded,
+            copying=self.copying.get(value, 0.0),
+            saved=saved,
+            call=value.make.call.name if isinstance(value.make, Replay) else "",
+            beside=self.memory.beside.get(value, 0),
+            picked=value.make is select_output and not is_offloaded,
+            stretches=self.memory.stretches_of(value),
+            gone=self.memory.gone_of(value),
+            state=value.make.call.draws.num_bytes if isinstance(value.make, Replay) else 0,
+        )
+
+
+def _compressed_masks(
+    found: dict[Value, Allocation | None], meter: CostModel
+) -> tuple[dict[Value, int], dict[Value, float]]:
+    """Bytes and seconds of the masks among ``found``, compressed."""
+    compact = dict[Value, int]()
+    seconds = dict[Value, float]()
+    for value, span in found.items():
+        if value.operator or span is None:
+            continue
+        known = meter.compressed(value, span)
+        if known is None:
+            continue
+        compact[value], seconds[value] = known
+        if value.make is select_output:  # masks are small in another way than by making their call again
+            value.inputs[0].make.forgo(value.inputs[1])
+            forget_recipe(value)
+    return compact, seconds
+
+
+def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
+    """Makes them again, and notes why where that fails."""
+    refused = trials.refused
+    for number, value in enumerate(reversed(list(found))):
+        at("trying operators", number, len(found))
+        if value.make is None:
+            refused[value] = "" if value in trials.compact else refused[value] or "it does not come from the graph"
+            continue
+        try:
+            # Also what is elsewhere or was there before: others may be made from it.
+            refused[value] = _try(value, meter, trials.seconds, trials.sizes, trials.memory)
+        except torch.OutOfMemoryError:
+            raise  # fewer rows may do, and the caller knows how to get them
+        except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
+            refused[value] = f"{value.operator} failed when repeated: {error}"
+
+
+def _offload_refused(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
+    """What cannot be made again may still go to the host's memory and come back."""
+    named = [value for value, span in found.items() if value.name and span is not None]
+    trials.copying = _copying(named, meter)
+    trials.offloaded = {value for value in trials.copying if trials.refused[value]}
+    for value in trials.offloaded:
+        trials.seconds[value] = 2 * trials.copying[value]
+        trials.refused[value] = ""
+
+
+def _number_storages(
+    spans: dict[Value, Allocation | None], trials: _Trials, found: FoundValues, device: torch.device
+) -> None:
+    """Values in one storage get the same number; those in none that the step has allocated are refused."""
+    for value, span in spans.items():
+        if span is None:
+            here = value.tensor is None or value.tensor.device == device
+            why = "it was there before the step" if here else "it is on another device"
+            trials.refused[value] = trials.refused[value] or why
+            continue
+        trials.storages[value] = found.storage_of(value.name, span)
+
+
+def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
+    """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
+    picked = [value for value in refused if value.make is select_output]
+    unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
+    for value in picked:
+        if value.inputs[0] in unfaithful:
+            refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
+    right = {
+        value.inputs[0]
+        for value in picked
+        if value in found and not refused[value] and value.tensor is not None and value.tensor.is_floating_point()
+    }
+    for value in picked:
+        if _is_scratch(value) and value.inputs[0] in right:
+            refused[value] = ""
+
+
+def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value, float]:
+    """The median time of all values that the same operator makes from as many bytes: one of them may have been hit by
+    whatever else the machine did at that moment, and a plan for twenty equal layers should not depend on it."""
+    alike: dict[tuple[Any, ...], list[float]] = {}
+    kinds = {value: (value.operator, sizes[value], *(sizes[source] for source in value.sources)) for value in seconds}
+    for value, spent in seconds.items():
+        if spent:
+            alike.setdefault(kinds[value], []).append(spent)
+    medians = {kind: statistics.median(spent) for kind, spent in alike.items()}
+    return {value: medians[kinds[value]] if spent else spent for value, spent in seconds.items()}
+
+
+def _in_order(found: Iterable[Value], order: dict[Value, int], first: int) -> list[Value]:
+    """Numbers ``found`` and what they are computed from, but for what is in ``order`` already; inputs first."""
+    new: list[Value] = []
+    for value in found:
+        stack = [value]
+        while stack:
+            top = stack[-1]
+            missing = [source for source in top.sources if source not in order]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if top not in order:
+                order[top] = first + len(new)
+                new.append(top)
+    return new
+
+
+class _Beside:
+    """What values take beyond themselves while they are made.
+
+    Attributes:
+        beside: Bytes at the most.
+        courses: Of calls.
+    """
+
+    def __init__(self) -> None:
+        self.beside: dict[Value, int] = {}
+        self.courses: dict[Value, CallCourse] = {}
+
+    def stretches_of(self, value: Value) -> tuple[int, ...]:
+        """Of a call."""
+        return self.courses[value].stretches if value in self.courses else ()
+
+    def gone_of(self, value: Value) -> int:
+        """The first stretch of its call without a tensor that is picked."""
+        course = self.courses.get(value.inputs[0]) if value.make is select_output else None
+        return 0 if course is None else course.gone.get(value.inputs[1], len(course.stretches))
+
+
+def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
+    """Repeats the operator of ``value``, and unsaved ones on the way; says what is wrong with the result."""
+    stack = [source for source in value.sources if source.tensor is None]
+    while stack:
+        top = stack[-1]
+        if top.tensor is not None:
+            stack.pop()
+            continue
+        missing = [source for source in top.sources if source.tensor is None]
+        if missing:
+            stack += missing
+            continue
+        if isinstance(top.make, Replay):
+            for argument in top.make.call.arguments:
+                argument.tensor()  # refuses what was written to since; what is kept here is a copy
+            memory.courses[top] = _course_of(top, meter)
+        top.tensor, seconds[top], most = meter.tried(top)
+        sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
+        memory.beside[top] = max(0, most - sizes[top])
+        stack.pop()
+        used(top)
+    again, seconds[value], most = meter.tried(value)
+    memory.beside[value] = max(0, most - sizes[value])
+    used(value)
+    original = value.held()  # the profile keeps everything
+    operator = value.operator or "the call that saves it"
+    if again.shape != original.shape or again.dtype != original.dtype:
+        return f"{operator} gave another shape or dtype when repeated"
+    return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
+
+
+def _course_of(call: Value, meter: CostModel) -> CallCourse:
+    try:
+        return meter.course_of(call)
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+        raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
+
+
+def _bytes_on(device: torch.device, value: Value) -> int:
+    """What the tensor of ``value`` takes there: nothing if it is on another device, as in parts that are shifted."""
+    return value.tensor.nbytes if value.tensor is not None and value.tensor.device == device else 0
+
+
+def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:
+    """What a copy of each takes; equal sizes are measured once."""
+    by_size: dict[int, float] = {}
+    found: dict[Value, float] = {}
+    for value in values:
+        if (tensor := value.tensor) is not None:
+            if tensor.nbytes not in by_size:
+                by_size[tensor.nbytes] = meter.copy_seconds(tensor)
+            found[value] = by_size[tensor.nbytes]
+    return found
+
+
+def _is_scratch(value: Value) -> bool:
+    """Whether it may be what a library keeps for itself: bytes, some of which are never written or read.
+
+    They differ from call to call; that the call's other results are the same tells that they will do.
+    """
+    return (
+        value.make is select_output
+        and not value.operator
+        and value.tensor is not None
+        and value.tensor.dtype == torch.uint8
+    )
+
+
+def _is_view_of(value: Value) -> bool:
+    if isinstance(value.make, Replay):
+        return False
+    address = key_of(value.held().untyped_storage())
+    given = [*(source.tensor for source in value.sources), *value.inputs]
+    given += [one.tensor for one in value.inputs if isinstance(one, Unnamed)]
+    return any(key_of(one.untyped_storage()) == address for one in given if isinstance(one, torch.Tensor))
