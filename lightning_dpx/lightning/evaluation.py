@@ -35,9 +35,11 @@ class EvaluationFlow:
         session.before_evaluation_batch()
         if not session.follow_structure():
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
+        if session.memory.cuts_evaluation(name, args, kwargs) and session.strategy.session is not session:
+            return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         slices = session.slices.of(name, args[0])
-        if session.rehearsals.before_step(name, slices, args, kwargs):
-            slices = session.slices.of(name, args[0])  # it may have to run whole
+        while session.rehearsals.before_step(name, slices, args, kwargs):
+            slices = session.slices.of(name, args[0])  # it may have to run whole, or in fewer slices
         if len(slices) == 1 and not session.has_processes:
             batch = session.given(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)

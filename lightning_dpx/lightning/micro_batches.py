@@ -44,10 +44,11 @@ class MicroBatchSteps:
             return
         self._is_first = False
         replicas = self._session.replicas
+        numbers = replicas.partition.numbers(training=True)
         rows = [0] * len(replicas.devices)
         for batch_slice in slices:
             rows[replicas.partition.device_of[batch_slice.replica.index]] += batch_slice.num_rows
-        for device, number, count in zip(replicas.devices, replicas.partition.micro_batches, rows, strict=True):
+        for device, number, count in zip(replicas.devices, numbers, rows, strict=True):
             if 0 < count < number:
                 cut = f"{count} micro-batches of one row" if count > 1 else "one piece, M = 1"
                 rank_zero_warn(

@@ -10,6 +10,7 @@ strategy --hooks of Lightning's--> session.training    batch -> loss, and after 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from lightning_dpx.errors import ReplicationError
@@ -183,16 +184,16 @@ class Session(Run):
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
         return self._make_replicas_anew()
 
-    def cut_slices(self, micro_batches: Sequence[int]) -> bool:
-        """From now on training steps have their slices cut into so many micro-batches, one number for each device.
+    def cut_slices(self, micro_batches: Sequence[int], *, training: bool = True) -> bool:
+        """From now on steps in this mode have their slices cut into so many micro-batches, one number for each device.
 
         Returns:
             Whether there are replicas; see :meth:`follow_structure`.
         """
-        self.replicas.cut_slices(list(micro_batches))
+        self.replicas.cut_slices(list(micro_batches), training=training)
         if not self._make_replicas_anew():
             return False
-        self.micro_batches = MicroBatchSteps(self) if self.replicas.partition.has_micro_batches else None
+        self.micro_batches = MicroBatchSteps(self) if self.replicas.partition.cuts_slices(training=True) else None
         return True
 
     def _make_replicas_anew(self) -> bool:
@@ -205,7 +206,8 @@ class Session(Run):
         metrics.take_rules(self.metrics.rules_by_path())
         replicas.share(metrics.named.values())
         try:
-            step.remake_replicas()
+            with torch.inference_mode(False):  # also in an evaluation: they are written to after it
+                step.remake_replicas()
         except ReplicationError as error:
             device = self.strategy.root_device
             rank_zero_warn(f"dpx: everything runs on {device} from here on, the other devices idle: {error}")

@@ -104,8 +104,8 @@ class DPXStrategy(HookedStrategy):
             "auto" has memory_budget choose M together with the plan, so that a training step is fastest; without a
             budget M is 1. The step stays in one piece where that takes as long, where the rehearsal finds that
             micro-batches are not what one device gives (batch norm), or verify="off" leaves that open, and where torch
-            shall use deterministic algorithms, as M depends on times that are measured. Evaluation is not cut then.
-            Dropout draws by micro-batch; 1 keeps the bits of a step without a budget, whatever the plan.
+            shall use deterministic algorithms, as M depends on times that are measured. Evaluation has an M of its
+            own: it is cut where it would not fit. Dropout draws by micro-batch; 1 keeps the bits of a step without one.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.

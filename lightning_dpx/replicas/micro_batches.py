@@ -55,7 +55,7 @@ def parse_micro_batches(micro_batches: MicroBatches, num_devices: int) -> tuple[
 
 
 def cut_into_micro_batches(
-    sizes: Sequence[int], usual: Sequence[int], micro_batches: Sequence[int], *, is_cut: bool = True
+    sizes: Sequence[int], usual: Sequence[int], micro_batches: Sequence[int], places: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Rows of every micro-batch, those of the first device first; 0 for one that has nothing to do.
 
@@ -66,17 +66,17 @@ def cut_into_micro_batches(
         sizes: Rows of K devices.
         usual: The same, of a full batch.
         micro_batches: K numbers of micro-batches, M.
-        is_cut: Otherwise the first micro-batch of each device has all rows.
+        places: K numbers of replicas, at least as many; those beyond M have nothing to do.
     """
     rows: list[int] = []
-    for size, full, number in zip(sizes, usual, micro_batches, strict=True):
-        largest = max(1, -(-max(size, full) // number) if is_cut else size)
+    for size, full, number, place in zip(sizes, usual, micro_batches, places or micro_batches, strict=True):
+        largest = max(1, -(-max(size, full) // number))
         active = min(number, -(-size // largest))
         if largest > 1 and size // max(1, active) == 1 < max(size, full) // number:
             active = max(1, size // 2)
         # As even as can be: the first ones have a row more, and those that are left over none.
         least, more = divmod(size, max(1, active))
-        rows += [least + 1] * more + [least] * (active - more) + [0] * (number - active)
+        rows += [least + 1] * more + [least] * (active - more) + [0] * (place - active)
     return tuple(rows)
 
 

@@ -250,12 +250,9 @@ class ReplicaSet:
         self.python_state = PythonState(replicas, rules.private, rules.skip, rules.by_reference)
         self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
 
-    def cut_slices(self, micro_batches: MicroBatches) -> None:
-        """From the next :meth:`remake` on, training steps have their slices cut into so many micro-batches.
-
-        Others stay as they are: what keeps nothing for a backward need not be cut.
-        """
-        self.partition.cut_slices(micro_batches)
+    def cut_slices(self, micro_batches: MicroBatches, *, training: bool) -> None:
+        """From the next :meth:`remake` on, steps in this mode have their slices cut into so many micro-batches."""
+        self.partition.cut_slices(micro_batches, training=training)
         self._lanes.deal(self.partition.device_of)
 
     def remake(self) -> None:
@@ -296,8 +293,8 @@ class ReplicaSet:
 
     @property
     def has_met(self) -> bool:
-        """Whether micro-batches of training steps have waited for each other, and still will."""
-        return True in self.habits.met and self.cuts_slices
+        """Whether micro-batches, in the mode that the module is in, have waited for each other, and still will."""
+        return self.root.module.training in self.habits.met and self.cuts_slices
 
     def choose(self, *, threads: bool) -> None:
         """From now on training steps run every replica in a thread of its own, or stay merged."""

@@ -30,7 +30,7 @@ class RowPartition:
 
     Attributes:
         devices: The same.
-        micro_batches: K numbers, M of each device.
+        micro_batches: K numbers, the most that any step has on each device: as many replicas live there.
         has_micro_batches: Whether one of them is more than 1.
         device_of: By replica, the place of its device among ``devices``: micro-batches are replicas of one device.
         merges: As given ...
@@ -53,42 +53,50 @@ class RowPartition:
         self._workload = parse_workload(workload, len(devices))
         is_measured = workload == "auto" and self._num_physical > 1
         self.balancer = WorkloadBalancer(devices) if is_measured else None
-        self._in_one_piece: set[bool] = set()  # modes (training or not) in which slices are not cut any further
         self._usual_rows: dict[bool, int] = {}
-        self._sizes: dict[tuple[int, int, bool, bool, tuple[float, ...]], tuple[int, ...]] = {}
-        self._set_micro_batches(micro_batches)
+        self._sizes: dict[tuple[int, int, bool, tuple[int, ...], tuple[float, ...]], tuple[int, ...]] = {}
+        numbers = parse_micro_batches(micro_batches, len(devices))
+        self._numbers = {True: numbers, False: numbers}  # of steps for training, and of others
+        self._make_room()
 
-    def _set_micro_batches(self, micro_batches: MicroBatches) -> None:
-        self.micro_batches = parse_micro_batches(micro_batches, len(self.devices))
+    def _make_room(self) -> None:
+        """As many replicas on each device as any step needs."""
+        self.micro_batches = tuple(map(max, self._numbers[True], self._numbers[False]))
         self.has_micro_batches = max(self.micro_batches) > 1
         self.device_of = [place for place, number in enumerate(self.micro_batches) for _ in range(number)]
-
-    def cut_slices(self, micro_batches: MicroBatches) -> None:
-        """Training steps have their slices cut into so many micro-batches.
-
-        Others stay as they are: what keeps nothing for a backward need not be cut.
-        """
-        self._set_micro_batches(micro_batches)
-        self._in_one_piece = {False}
         self._sizes.clear()
+
+    def cut_slices(self, micro_batches: MicroBatches, *, training: bool) -> None:
+        """Steps in this mode have their slices cut into so many micro-batches; those in the other are as they were."""
+        self._numbers[training] = parse_micro_batches(micro_batches, len(self.devices))
+        self._make_room()
 
     def leave_slices(self, *, training: bool) -> None:
         """From now on slices are not cut into micro-batches in this mode: each is run by the first of its device."""
-        self._in_one_piece.add(training)
+        self._numbers[training] = self._ones
+        self._sizes.clear()
+
+    @property
+    def _ones(self) -> tuple[int, ...]:
+        return (1,) * len(self.devices)
+
+    def numbers(self, *, training: bool) -> tuple[int, ...]:
+        """K numbers: into how many micro-batches the slice of each device is cut in this mode."""
+        return self._numbers[training]
 
     def cuts_slices(self, *, training: bool) -> bool:
         """Whether a step in this mode has its slices cut into micro-batches."""
-        return self.has_micro_batches and training not in self._in_one_piece
+        return max(self._numbers[training]) > 1
 
     @contextmanager
-    def slices_in_one_piece(self) -> Iterator[None]:
-        """For the time of the block, slices for training are not cut into micro-batches."""
-        before = self._in_one_piece
-        self._in_one_piece = {*before, True}
+    def slices_in_one_piece(self, *, training: bool) -> Iterator[None]:
+        """For the time of the block, slices in this mode are not cut into micro-batches."""
+        before = self._numbers[training]
+        self._numbers[training] = self._ones
         try:
             yield
         finally:
-            self._in_one_piece = before
+            self._numbers[training] = before
 
     def cuts_batches(self, *, training: bool) -> bool:
         """Whether a step in this mode may run on several replicas."""
@@ -130,13 +138,13 @@ class RowPartition:
         """
         usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
         merges = self.merges_in_training if training else self.merges
-        cuts = self.cuts_slices(training=training)
-        key = num_rows, usual, merges, cuts, self.workload
+        numbers = self._numbers[training]
+        key = num_rows, usual, merges, numbers, self.workload
         if key not in self._sizes:
             sizes = self._sizes_of_devices(num_rows, usual, merges=merges)
             if self.has_micro_batches:
                 full = self._sizes_of_devices(usual, usual, merges=merges)
-                sizes = cut_into_micro_batches(sizes, full, self.micro_batches, is_cut=cuts)
+                sizes = cut_into_micro_batches(sizes, full, numbers, self.micro_batches)
             self._sizes[key] = sizes
         return self._sizes[key]
 

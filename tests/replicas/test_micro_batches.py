@@ -13,7 +13,8 @@ def test_nearly_equal_rows_and_fewer_for_a_short_batch() -> None:
     assert cut_into_micro_batches((5,), (13,), (4,)) == (3, 2, 0, 0)
     assert cut_into_micro_batches((2,), (2,), (4,)) == (1, 1, 0, 0)
     assert cut_into_micro_batches((7, 6), (7, 6), (3, 1)) == (3, 2, 2, 6)
-    assert cut_into_micro_batches((7, 6), (7, 6), (3, 2), is_cut=False) == (7, 0, 0, 6, 0)
+    assert cut_into_micro_batches((7, 6), (7, 6), (1, 1), (3, 2)) == (7, 0, 0, 6, 0)
+    assert cut_into_micro_batches((7, 6), (7, 6), (2, 1), (3, 2)) == (4, 3, 0, 6, 0)
     assert cut_into_micro_batches((7,), (8,), (4,)) == (3, 2, 2, 0)
     assert cut_into_micro_batches((3,), (4,), (2,)) == (3, 0)
     assert cut_into_micro_batches((7,), (7,), (4,)) == (2, 2, 2, 1)  # as was asked for

@@ -26,7 +26,7 @@ def test_training_steps_may_be_dealt_to_replicas_that_are_merged_otherwise() -> 
 
 def test_slices_are_cut_into_micro_batches_in_training_alone_once_a_plan_has_chosen_their_number() -> None:
     partition = RowPartition([CPU] * 2, workload=[3, 1], merges=False, micro_batches=1)
-    partition.cut_slices([3, 1])
+    partition.cut_slices([3, 1], training=True)
     assert partition.device_of == [0, 0, 0, 1]
     assert partition.sizes(8, training=True) == (2, 2, 2, 2)
     assert partition.sizes(8, training=False) == (6, 0, 0, 2)

@@ -197,15 +197,17 @@ class MicroBatchChooser:
         self.is_open = False
         self._raised = number
 
-    def leave(self, reason: str) -> bool:
+    def leave(self, name: str, reason: str) -> bool:
         """After a rehearsal: micro-batches are not what one device gives, so steps stay in one piece.
 
         Args:
+            name: Of the step.
             reason: What speaks against them, in a sentence that begins with "they".
 
         Returns:
             Whether they had been chosen here; what the user chose stays.
         """
+        del name  # training steps alone
         session = self.session
         if not (self.choices or self._raised) or not session.replicas.partition.has_micro_batches:
             return False

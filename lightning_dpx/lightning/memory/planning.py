@@ -140,7 +140,7 @@ class MemoryPlanning:
             apply_plan(replica.module, self._given)
             self.plans[replica.device] = self._given
         rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
-        numbers = replicas.partition.micro_batches
+        numbers = replicas.partition.numbers(training=True)
         if replicas.root.module.automatic_optimization and set(numbers) != {self._given.micro_batches}:
             rank_zero_warn(
                 f"dpx: the given plan is for {self._given.micro_batches} micro-batches of every slice, and "
@@ -361,7 +361,7 @@ class MemoryPlanning:
         self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
     ) -> tuple[MemoryPlan, ...]:
         """Plans for one micro-batch, with what is known of all of them together, such as a share of forwards again."""
-        number = replicas.partition.micro_batches[replicas.partition.device_of[largest.replica.index]]
+        number = replicas.partition.numbers(training=True)[replicas.partition.device_of[largest.replica.index]]
         if number == 1 or not replicas.cuts_slices:
             return plans
         cost = self.cut_costs.get(largest.replica.device, 1.0)

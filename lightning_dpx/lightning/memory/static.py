@@ -35,7 +35,7 @@ class StaticMemory:
 
     def beside_activations(self, device: torch.device) -> int:
         """Bytes on ``device`` while a step has activations there."""
-        return self._lasting(device) + self.passing(device)
+        return self.between_steps(device) + self.passing(device)
 
     def passing(self, device: torch.device) -> int:
         """What of that comes and goes within a step; sums overlap no backward while earlier gradients lie aside."""
@@ -44,10 +44,14 @@ class StaticMemory:
 
     def after_backward(self, device: torch.device) -> int:
         """Bytes on ``device`` at the peak of the reduction, with no activations."""
-        return self._lasting(device) + self.moving.get(device, 0)
+        return self.between_steps(device) + self.moving.get(device, 0)
 
-    def _lasting(self, device: torch.device) -> int:
-        """All the time: allocated now, or about to be."""
+    def between_steps(self, device: torch.device) -> int:
+        """Bytes on ``device`` all the time: allocated now, or about to be."""
+        return self.present(device) + self.coming_gradients(device) + self.states.get(device, 0)
+
+    def present(self, device: torch.device) -> int:
+        """Bytes on ``device`` now; on the host, where memory is not counted, of parameters and buffers."""
         parameters = self._parameters(device)
         if is_host(device):  # where memory is not counted
             tensors: list[torch.Tensor] = list(parameters)
@@ -60,10 +64,8 @@ class StaticMemory:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storages[key_of(storage)] = storage.nbytes()
-            present = sum(storages.values())
-        else:
-            present = allocated_and_peak(device)[0]
-        return present + self.coming_gradients(device) + self.states.get(device, 0)
+            return sum(storages.values())
+        return allocated_and_peak(device)[0]
 
     def gradients(self, device: torch.device) -> int:
         """Bytes of all gradients of the parameters there."""

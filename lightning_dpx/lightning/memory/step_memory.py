@@ -15,6 +15,7 @@ from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
+from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
@@ -70,7 +71,11 @@ class NoStepMemory:
         """Whether slices are cut into micro-batches from this step on, which its rehearsal looks at next."""
         return False
 
-    def leave_micro_batches(self, reason: str) -> bool:
+    def cuts_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether slices of an evaluation step are cut into micro-batches from this step on."""
+        return False
+
+    def leave_micro_batches(self, name: str, reason: str) -> bool:
         """Their rehearsal found a difference; says whether slices stay in one piece then."""
         return False
 
@@ -120,6 +125,7 @@ class StepMemory(NoStepMemory):
         self._shifts_open = session.options.chooses_shifts  # the first batch decides
         self._step: StepInput | None = None  # that can be taken again
         self._micro_batches = MicroBatchChooser(session)
+        self._evaluation = EvaluationCuts(session, planning)
 
     def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
@@ -149,7 +155,7 @@ class StepMemory(NoStepMemory):
                 partial(self._aside, slices, static),
                 partial(self._planning.explain, replicas, slices, static),
             )
-        present = replicas.partition.micro_batches
+        present = replicas.partition.numbers(training=True)
         numbers = list(map(max, numbers, present))
         is_cut = numbers != list(present) and session.cut_slices(numbers)
         self._planning.tried = chooser.tried
@@ -169,12 +175,19 @@ class StepMemory(NoStepMemory):
 
     def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
         """One for each device, none of them cut further."""
-        with self._session.replicas.partition.slices_in_one_piece():
+        with self._session.replicas.partition.slices_in_one_piece(training=True):
             return self._session.slices.of("training_step", batch)
 
-    def leave_micro_batches(self, reason: str) -> bool:
+    def cuts_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Looks at the first batch of an evaluation, and at larger ones."""
+        if not self._session.options.chooses_micro_batches:
+            return False
+        return self._evaluation.cut(name, args, kwargs, self._static_memory)
+
+    def leave_micro_batches(self, name: str, reason: str) -> bool:
         """What was chosen here is taken back; what was asked for stays."""
-        return self._micro_batches.leave(reason)
+        cuts = self._micro_batches if name == "training_step" else self._evaluation
+        return cuts.leave(name, reason)
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Rehearsals and repetitions of a step that fetches by itself fetch what the step fetches."""
@@ -270,7 +283,7 @@ class StepMemory(NoStepMemory):
             rows = [max(one.num_rows for one in here) for here in by_device(step.slices).values()]
             if max(rows) < 2:
                 return False
-            recut = self._recut(step, [2 * number for number in replicas.partition.micro_batches])
+            recut = self._recut(step, [2 * number for number in replicas.partition.numbers(training=True)])
             if recut is None:
                 return False
             step = recut

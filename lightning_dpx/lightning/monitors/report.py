@@ -67,12 +67,11 @@ def micro_batches_on(trainer: Trainer, device: torch.device) -> int:
     if not isinstance(session, Session) or session.micro_batches is None:
         return 1
     replicas = session.replicas
-    numbers = [
-        number
-        for home, number in zip(replicas.devices, replicas.partition.micro_batches, strict=True)
-        if home == device
-    ]
-    return max(numbers, default=1)
+    most = 1
+    for home, number in zip(replicas.devices, replicas.partition.numbers(training=True), strict=True):
+        if home == device:
+            most = max(most, number)
+    return most
 
 
 def memory_plans(trainer: Trainer) -> MemoryPlans:

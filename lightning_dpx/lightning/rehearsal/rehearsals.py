@@ -172,9 +172,9 @@ class Rehearsals:
 
     def _left_micro_batches(self, call: Call, reason: str) -> bool:
         """Micro-batches that nobody asked for are given up where there is a reason."""
-        if not reason or call.name != "training_step":
+        if not reason:
             return False
-        left: bool = self._strategy.session.memory.leave_micro_batches(reason)
+        left: bool = self._strategy.session.memory.leave_micro_batches(call.name, reason)
         return left
 
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:

@@ -38,7 +38,7 @@ class SlicedRun:
     def __init__(self, step: ShadowStep, rows: FewRows) -> None:
         self._step = step
         self._rows = rows
-        self.gives_slices = step.trains and not step.by_hand and step.replicas.cuts_slices
+        self.gives_slices = not step.by_hand and step.replicas.cuts_slices
         self.has_waited = False
         self.metric_rules = copy.deepcopy(step.session.metrics.rules_by_path())
 

@@ -1,6 +1,6 @@
 """The step as one device does it, on a few rows: what slices are compared with."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,13 @@ class WholeRun:
         self._rows = rows
 
     def observe(
-        self, num_rows: int, *, other_draws: bool = False, num_steps: int = 1, after_a_step: bool = True
+        self,
+        num_rows: int,
+        *,
+        other_draws: bool = False,
+        num_steps: int = 1,
+        after_a_step: bool = True,
+        watched: AbstractContextManager[Any] | None = None,
     ) -> Observation:
         """What the last of ``num_steps`` steps on the same rows does.
 
@@ -45,6 +51,7 @@ class WholeRun:
             other_draws: Whether it draws other random numbers than every other run.
             num_steps: One after the other.
             after_a_step: Whether gradients of an earlier step are there.
+            watched: Entered for the user's step alone.
 
         Raises:
             NotRehearsed: there is no shadow of the module, or no copy of the batch.
@@ -68,7 +75,7 @@ class WholeRun:
                 log = StepLog(batch_slice)
                 lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
                 numbers = numbers_of(own_attributes_of(shadow))
-                with step.context(), recorded_calls(shadow) as seen.metric_calls:
+                with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
                     call = partial(self._call, log, writes)
                     seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
                 with recording(log, shadow):

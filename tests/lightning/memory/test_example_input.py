@@ -152,7 +152,7 @@ def test_a_step_that_needs_what_later_hooks_do_says_so() -> None:
 
 def test_evaluation_plans_nothing(sim: Any, caplog: Any) -> None:
     with caplog.at_level("INFO"):
-        strategy = dpx.DPXStrategy(memory_budget="0.25MiB", example_batch=rows(256))
+        strategy = dpx.DPXStrategy(memory_budget="1MiB", example_batch=rows(256))
         make_trainer(strategy=strategy, accelerator="sim").validate(watched(), loader(64))
     assert not told(caplog, "memory of")
 

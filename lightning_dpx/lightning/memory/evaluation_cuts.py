@@ -1,0 +1,204 @@
+"""Within a budget, batches for validation, test and prediction that would not fit are cut into micro-batches.
+
+    first batch of a stage --an eighth, a quarter of its rows--> bytes as a function of rows --> M --> its rehearsal
+
+What keeps nothing for a backward takes little, so most evaluation steps stay as they are. Of one that is cut, the
+outputs of its micro-batches are what stays.
+"""
+
+import traceback
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_dpx.lightning.evaluation import loader_index
+from lightning_dpx.lightning.lightning_api import TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
+from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.seen_steps import by_device
+from lightning_dpx.lightning.memory.static import StaticMemory
+from lightning_dpx.lightning.rehearsal.few_rows import FewRows
+from lightning_dpx.lightning.rehearsal.outcome import Call
+from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
+from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.replicas import BatchSlice, UncuttableBatch
+from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
+from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_dpx.lightning.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBytes:
+    """What an evaluation step takes on a device beside parameters, as a function of its rows.
+
+    Attributes:
+        fixed: Bytes of any batch.
+        per_row: Bytes of a row at the peak.
+        kept: Bytes of a row of what the step returns.
+    """
+
+    fixed: float
+    per_row: float
+    kept: float
+
+    def peak(self, rows: int, number: int = 1) -> int:
+        """Bytes at the peak of the last of ``number`` micro-batches, with the outputs of the others."""
+        largest = -(-rows // number)
+        return int(self.fixed + largest * self.per_row + (rows - largest) * self.kept)
+
+    def least_number(self, rows: int, room: int) -> int | None:
+        """Of micro-batches that fit into ``room`` bytes; ``None`` where not even single rows do."""
+        for number in range(1, rows + 1):
+            if self.peak(rows, number) <= room:
+                return number
+        return None
+
+
+class EvaluationCuts:
+    """Decides, of the first batch of an evaluation and of larger ones, into how many micro-batches slices are cut.
+
+    Args:
+        session: Whose steps.
+        planning: Has the budgets.
+    """
+
+    def __init__(self, session: "Session", planning: MemoryPlanning) -> None:
+        self._session = session
+        self._planning = planning
+        self._known: dict[tuple[str, int], KnownShapes] = defaultdict(KnownShapes)
+        self._why_cut = ""  # of the evaluation that was cut last
+
+    def cut(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], static: "Callable[..., Any]") -> bool:
+        """Whether slices of this stage are cut further from here on.
+
+        Args:
+            name: Of the step.
+            args: What Lightning calls it with.
+            kwargs: Likewise.
+            static: What a training step of slices needs beside its activations.
+        """
+        session = self._session
+        known = self._known[name, loader_index(args)]
+        if known.hold(args[0]) or self._stays_whole(name):
+            return False
+        try:
+            num_rows = session.replicas.slicer.read(args[0]).num_rows
+            with session.replicas.partition.slices_in_one_piece(training=False):
+                slices = session.replicas.slices(args[0])
+        except UncuttableBatch:
+            return False  # as is announced, or known by now
+        known.add(args[0])
+        active = tuple(batch_slice.replica.index for batch_slice in slices)
+        call = Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=num_rows)
+        needs = self._measured(call)
+        if needs is None:
+            return False
+        return self._cut(name, needs, slices if len(slices) > 1 else [_with_rows(slices[0], num_rows)], static)
+
+    def _stays_whole(self, name: str) -> bool:
+        """Whether it is known without looking that this stage cannot be cut, or not now."""
+        session = self._session
+        cannot = session.has_processes or session.shifts or session.options.verify == "off"
+        # Gradients that wait on replicas would be lost with them.
+        return bool(cannot or session.step.holds_gradients or session.whole_batches.reason_for(name) is not None)
+
+    def _measured(self, call: Call) -> EvaluationBytes | None:
+        """What the step takes, by two runs of a stand-in on a few rows; ``None`` where it does not run on those."""
+        strategy = self._session.strategy
+        few = max(1, call.num_rows // 8)
+        more = max(2, call.num_rows // 4)
+        if call.num_rows < more:
+            return None
+        requested: list[str] = []
+        try:
+            with code_iterators_guarded(self._session.module, requested), uncompiled():
+                step = ShadowStep(strategy, call, requested)
+                run = WholeRun(step, FewRows(call, step.replicas))
+                with step.guest.visit(calls_hooks=False):
+                    first = self._bytes_of(run, few)
+                    second = self._bytes_of(run, more)
+        except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
+            traceback.clear_frames(error.__traceback__)
+            return None
+        if requested:
+            return None
+        per_row = max(0.0, (second[0] - first[0]) / (more - few))
+        return EvaluationBytes(fixed=max(0.0, first[0] - few * per_row), per_row=per_row, kept=second[1] / more)
+
+    def _bytes_of(self, run: WholeRun, num_rows: int) -> tuple[int, int]:
+        """Of so many rows: bytes at the peak, and of what is returned."""
+        device = self._session.strategy.root_device
+        trace = CostModel(device).trace()
+        seen = run.observe(num_rows, watched=trace)
+        returned = [leaf for leaf in tree_leaves(seen.output) if isinstance(leaf, torch.Tensor)]
+        return trace.peak_of_passing(), sum(leaf.nbytes for leaf in returned if leaf.device == device)
+
+    def _cut(
+        self, name: str, needs: EvaluationBytes, slices: list[BatchSlice], static: "Callable[..., StaticMemory]"
+    ) -> bool:
+        session = self._session
+        partition = session.replicas.partition
+        numbers = list(partition.numbers(training=False))
+        trains = session.trainer.state.fn == TrainerFn.FITTING
+        said: list[str] = []
+        for home, here in by_device(slices).items():
+            held = static(slices).between_steps(home) if trains else StaticMemory(slices).present(home)
+            room = (self._planning.budgets.limit(home, session.replicas.devices) - held) // len(here)
+            rows = here[0].num_rows
+            number = needs.least_number(rows, room)
+            takes = (
+                f"{name} on {rows} rows takes {format_bytes(needs.peak(rows))} on {home}, where "
+                f"{format_bytes(max(0, room))} are left by memory_budget"
+            )
+            if number is None:
+                least = format_bytes(needs.peak(rows, rows))
+                rank_zero_warn(f"dpx: {takes}. It stays in one piece, as row by row it still takes {least}.")
+                continue
+            place = partition.device_of[here[0].replica.index]
+            if number > numbers[place]:
+                numbers[place] = number
+                said.append(f"{takes}: it runs in {number} micro-batches ({format_bytes(needs.peak(rows, number))})")
+        if not said:
+            return False
+        self._why_cut = "; ".join(said)
+        if not session.cut_slices(numbers, training=False):
+            return True
+        rank_zero_info(f"dpx: {self._why_cut}.")
+        session.rehearsals.reopen(name)
+        return True
+
+    def leave(self, name: str, reason: str) -> bool:
+        """After a rehearsal: micro-batches are not what one device gives, so evaluations stay in one piece.
+
+        Args:
+            name: Of the step.
+            reason: What speaks against them, in a sentence that begins with "they".
+
+        Returns:
+            Whether they had been chosen here; what the user chose stays.
+        """
+        if not self._why_cut:
+            return False
+        rank_zero_warn(
+            f"dpx: {self._why_cut} no longer, as {reason} So {name} stays in one piece, over its budget; "
+            "micro_batches=M cuts it all the same, into M."
+        )
+        self._why_cut = ""
+        session = self._session
+        session.replicas.partition.leave_slices(training=False)
+        session.rehearsals.reopen(name)
+        return True
+
+
+def _with_rows(batch_slice: BatchSlice, num_rows: int) -> BatchSlice:
+    """A whole batch says nothing of its rows."""
+    return BatchSlice(batch_slice.replica, num_rows, batch_slice.batch)
