@@ -108,6 +108,8 @@ class EvaluationCuts:
         """Whether it is known without looking that this stage cannot be cut, or not now."""
         session = self._session
         cannot = session.has_processes or session.shifts or session.options.verify == "off"
+        # On several devices a step by hand takes turns with its like: there every replica has a device for itself.
+        cannot = cannot or (not session.module.automatic_optimization and len(session.replicas.devices) > 1)
         # Gradients that wait on replicas would be lost with them.
         return bool(cannot or session.step.holds_gradients or session.whole_batches.reason_for(name) is not None)
 

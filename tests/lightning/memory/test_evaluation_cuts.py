@@ -1,5 +1,6 @@
 """Evaluation within a budget: cut where it would not fit, as one device, and within what was allowed."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationBytes
-from tests.conftest import make_loader, make_trainer
+from tests.conftest import StepsByHand, make_loader, make_trainer
 
 KIB = 1024
 WIDE = 4096
@@ -189,6 +190,18 @@ def test_where_nothing_may_be_rehearsed_nothing_is_cut(one_device, caplog) -> No
     caplog.set_level("INFO")
     torch.testing.assert_close(evaluated(Wide(), 3 << 20, verify="off"), one_device)
     assert "it runs in" not in said(caplog)
+
+
+class ByHand(StepsByHand, Wide):
+    pass
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_steps_by_hand_train_on_as_before(sim, hardware, devices, one_device) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx:")
+        found = evaluated(ByHand(), 3 << 20, devices=devices)
+    torch.testing.assert_close(found, {name: one_device[name] for name in found})
 
 
 def test_a_number_that_was_asked_for_is_no_other_in_evaluation(one_device, caplog) -> None:
