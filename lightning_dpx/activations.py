@@ -34,6 +34,12 @@ class Activation:
         num_bytes: Of its storage; 0 where an earlier activation keeps the same one.
         device: Where it is.
         operator: The autograd node that keeps it.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        >>> kept = dpx.trace_activations(net, torch.ones(4, 8))
+        >>> [(one.name, one.shape, one.num_bytes) for one in kept]
+        [('1', (4, 16), 256), ('2', (4, 16), 0)]
     """
 
     name: str
@@ -54,6 +60,11 @@ def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
 
     Returns:
         One entry per saved tensor, without parameters, buffers and the inputs themselves.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        >>> sum(one.num_bytes for one in dpx.trace_activations(net, torch.ones(4, 8)))
+        256
     """
     return trace_run(module, step_on(module, batch), tree_leaves(batch))
 

@@ -21,15 +21,37 @@ import torch
 
 
 class DPXError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors of this package.
+
+    Examples:
+        >>> try:
+        ...     dpx.DPXStrategy(micro_batches=0)
+        ... except dpx.DPXError as error:
+        ...     print(type(error).__name__)
+        ConfigurationError
+    """
 
 
 class ConfigurationError(DPXError, ValueError):
-    """An argument has a value that is not allowed; the message lists what is."""
+    """An argument has a value that is not allowed; the message lists what is.
+
+    Examples:
+        >>> dpx.DPXStrategy(reducer="colocated")
+        Traceback (most recent call last):
+        lightning_dpx.errors.ConfigurationError: Unknown reducer 'colocated'; available: ... Did you mean 'colocate'?
+    """
 
 
 class UnsupportedError(DPXError, NotImplementedError):
-    """The requested combination of features is refused instead of run wrongly."""
+    """The requested combination of features is refused instead of run wrongly.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("sim:0")
+        >>> shift = dpx.shift_activations(net, "1", {"sim:0": "sim:1"}, torch.ones(2, 4, device="sim:0"))
+        >>> torch.save(net, "net.pt")
+        Traceback (most recent call last):
+        lightning_dpx.errors.UnsupportedError: ... cannot be pickled: call unshift_activations(module) first...
+    """
 
 
 class WholeBatchError(UnsupportedError):
@@ -48,11 +70,24 @@ class WholeBatchError(UnsupportedError):
 
 
 class SliceError(DPXError, ValueError):
-    """The batch cannot be cut along its batch dim."""
+    """The batch cannot be cut along its batch dim.
+
+    Examples:
+        >>> group = dpx.ReplicaGroup(nn.Linear(4, 2), ["sim:0", "sim:1"], batch_dim=2)
+        >>> group.forward(torch.ones(6, 4))
+        Traceback (most recent call last):
+        lightning_dpx.errors.SliceError: batch_dim=2 is out of range for 0 of shape (6, 4); ...
+    """
 
 
 class ReplicationError(DPXError, TypeError):
-    """The module holds something that cannot be copied, or whose copy would still point at the original."""
+    """The module holds something that cannot be copied, or whose copy would still point at the original.
+
+    Examples:
+        >>> dpx.ReplicaGroup(nn.LazyLinear(2), ["cpu", "cpu"])
+        Traceback (most recent call last):
+        lightning_dpx.errors.ReplicationError: Parameter weight is lazy and has no value yet; run one forward before ...
+    """
 
 
 class SharedWriteError(ReplicationError):
@@ -69,15 +104,51 @@ class SharedWriteError(ReplicationError):
 
 
 class GatherError(DPXError, ValueError):
-    """The results of the replicas have different structures."""
+    """The results of the replicas have different structures.
+
+    Examples:
+        >>> class Odd(nn.Linear):
+        ...     def forward(self, rows):
+        ...         return super().forward(rows) if rows.sum() > 0 else None
+        >>> group = dpx.ReplicaGroup(Odd(4, 2), ["sim:0", "sim:1"])
+        >>> group.forward(torch.tensor([[1.0] * 4, [-1.0] * 4]))
+        >>> group.outputs_merged()
+        Traceback (most recent call last):
+        lightning_dpx.errors.GatherError: Replica 1 on sim:1 returned None, and others did not, ...
+    """
 
 
 class ParityError(DPXError, RuntimeError):
-    """In a rehearsal, a step in slices did not do what it does on one device; ``verify="raise"`` asked to be told."""
+    """In a rehearsal, a step in slices did not do what it does on one device; ``verify="raise"`` asked to be told.
+
+    Examples:
+        >>> class Spread(BoringModel):
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self(batch).std()  # no mean over rows
+        >>> strategy = dpx.DPXStrategy(verify="raise", execution="inline")
+        >>> trainer = Trainer(strategy=strategy, accelerator="sim", devices=2, **quiet)
+        >>> trainer.fit(Spread(), DataLoader(torch.randn(64, 32), batch_size=16))
+        Traceback (most recent call last):
+        lightning_dpx.errors.ParityError: dpx: training_step on ... is not what it is on one device: ...
+    """
 
 
 class CollectiveError(DPXError, RuntimeError):
-    """A collective inside a step cannot complete: a replica has ended, failed, or called something else."""
+    """A collective inside a step cannot complete: a replica has ended, failed, or called something else.
+
+    Examples:
+        >>> class Sometimes(BoringModel):
+        ...     def training_step(self, batch, batch_idx):
+        ...         if batch.sum() > 0:  # not in all replicas
+        ...             self.all_gather(batch.mean())
+        ...         return self(batch).mean()
+        >>> rows = torch.cat([torch.ones(8, 32), -torch.ones(8, 32)])
+        >>> strategy = dpx.DPXStrategy(verify="off", execution="inline")
+        >>> trainer = Trainer(strategy=strategy, accelerator="sim", devices=2, **quiet)
+        >>> trainer.fit(Sometimes(), DataLoader(rows, batch_size=16))
+        Traceback (most recent call last):
+        lightning_dpx.errors.CollectiveError: A collective inside a step cannot complete: replicas 0 (all_gather) ...
+    """
 
 
 def describe_error(error: BaseException) -> str:
@@ -90,7 +161,15 @@ def describe_error(error: BaseException) -> str:
 
 
 class PlanError(DPXError, ValueError):
-    """A plan cannot be made or read, or does not belong to this model."""
+    """A plan cannot be made or read, or does not belong to this model.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> plan = dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False)
+        >>> dpx.apply_plan(nn.Linear(64, 64), plan)
+        Traceback (most recent call last):
+        lightning_dpx.errors.PlanError: ...
+    """
 
 
 class BudgetError(PlanError, torch.OutOfMemoryError):
@@ -100,6 +179,14 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
         message: What it says.
         smallest: The bytes of activations that can be met; ``None`` where there is no room for any.
         device_index: On which of several devices of a step.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> try:
+        ...     dpx.search_plan(net, torch.ones(64, 64), budget=1000, progress=False)
+        ... except dpx.BudgetError as error:
+        ...     print(error.smallest > 1000)
+        True
     """
 
     def __init__(self, message: str, smallest: int | None = None, device_index: int = 0) -> None:

@@ -1,5 +1,6 @@
 """The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup)."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.devices import canonical_device
-from lightning_dpx.errors import ConfigurationError, SliceError
+from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
@@ -31,12 +32,13 @@ GradReq = Literal["write", "add", "null"]
 class ReplicaGroup:
     """K replicas of ``module`` that run forward and backward on slices of a batch.
 
-    Example::
-
-        group = ReplicaGroup(model, ["cuda:0", "cuda:1"])
-        group.forward(x)
-        group.backward(torch.ones_like(group.outputs_merged()))
-        optimizer.step()        # on model.parameters(); the next forward carries the new values to the replicas
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> group = dpx.ReplicaGroup(model, ["sim:0", "sim:1"])  # or "cuda:0", "cuda:1"
+        >>> group.forward(torch.ones(6, 4))
+        >>> group.backward(torch.ones_like(group.outputs_merged()))
+        >>> optimizer.step()  # the next forward carries the new values to the replicas
 
     Legend: K replicas, B rows in a batch, N parameters.
 
@@ -97,6 +99,7 @@ class ReplicaGroup:
         without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
         for name in without:
             names[name].requires_grad_(False)
+        _check_batch_dim(module, batch_dim)
         self._set = ReplicaSet(
             module,
             placed,
@@ -338,8 +341,19 @@ class ReplicaGroup:
         return list(self._outputs)
 
     def outputs_merged(self) -> Any:
-        """The last forward's outputs as one device would have returned them, on the first device."""
+        """The last forward's outputs as one device would have returned them, on the first device.
+
+        Raises:
+            GatherError: the replicas returned different structures, or some of them ``None``.
+        """
         rows = [batch_slice.num_rows for batch_slice in self._slices]
+        without = [one.replica for one, output in zip(self._slices, self._outputs, strict=True) if output is None]
+        if without and len(without) < len(self._outputs):
+            named = ", ".join(f"{replica.index} on {replica.device}" for replica in without)
+            raise GatherError(
+                f"Replica {named} returned None, and others did not, so the rows of their slices have no outputs; "
+                "return the same structure for all rows, or read outputs()."
+            )
         return gather(self._outputs, rows, self._set.root.device, self._output_dim)
 
     def input_grads(self) -> list[list[Any]]:
@@ -507,3 +521,24 @@ def _walk(output: Any, gradient: Any) -> None:
 
 def _grad_of(value: Any) -> torch.Tensor | None:
     return value.grad if isinstance(value, torch.Tensor) else None
+
+
+def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> None:
+    """Whether the inputs that ``batch_dim`` names are those of ``module``, where its signature says so.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    if not isinstance(batch_dim, Mapping):
+        return
+    parameters = inspect.signature(module.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if not kinds.isdisjoint({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}):
+        return
+    known = [*map(str, range(len(parameters))), *parameters, "output"]
+    for path in batch_dim:
+        if path.partition(".")[0] not in known:
+            raise ConfigurationError(
+                f"batch_dim names {path!r}; {type(module).__name__}.forward takes {', '.join(parameters)}, by position "
+                '"0" and so on, and what it returns is "output".'
+            )

@@ -33,6 +33,14 @@ class TensorMonitor:
 
     Raises:
         ConfigurationError: the statistic is not callable.
+
+    Examples:
+        >>> group = dpx.ReplicaGroup(nn.Linear(4, 2), ["cpu", "cpu"])
+        >>> monitor = dpx.TensorMonitor(torch.amax)
+        >>> group.install_monitor(monitor)
+        >>> output = group.forward(torch.ones(6, 4))
+        >>> len(monitor.collect()) > 0
+        True
     """
 
     def __init__(

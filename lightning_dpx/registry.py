@@ -25,6 +25,11 @@ class Registry(Generic[T]):
 
         Raises:
             ConfigurationError: ``name`` already belongs to another class.
+
+        Examples:
+            >>> @dpx.register_reducer("one_by_one")
+            ... class OneByOne(dpx.GradientReducer):
+            ...     '''Adds up on the first device, one gradient after the other.'''
         """
 
         def add(entry: type[T]) -> type[T]:

@@ -311,3 +311,24 @@ def test_fixed_parameters_cost_no_gradient_memory(make_group, hardware) -> None:
     group.forward(torch.randn(2, 256))
     group.backward(torch.ones(2, 256))
     assert all(sim.memory_allocated(index) - size < 256 * 256 for index, size in enumerate(before))
+
+
+class SometimesNone(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor | None:
+        return super().forward(input) if input.sum() > 0 else None
+
+
+def test_rows_without_outputs_are_named(make_group) -> None:
+    group = make_group(SometimesNone(4, 2), places(2), execution="inline")
+    group.forward(torch.tensor([[1.0] * 4, [-1.0] * 4]))
+    with pytest.raises(dpx.GatherError, match=r"Replica 1 on .* returned None, and others did not"):
+        group.outputs_merged()
+    group.forward(-torch.ones(2, 4))
+    assert group.outputs_merged() is None
+
+
+@pytest.mark.parametrize("name", ["image", "1", "outputs"])
+def test_inputs_that_the_module_does_not_take_are_named(make_group, name) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=rf"batch_dim names '{name}'; Linear.forward takes input"):
+        make_group(nn.Linear(4, 2), places(2), batch_dim={name: 1})
+    make_group(nn.Linear(4, 2), places(2), batch_dim={"input": 0, "0": 0, "output": 0})

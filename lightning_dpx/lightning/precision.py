@@ -42,6 +42,11 @@ class DPXPrecision(Precision):
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed; at the first batch, a path that is not there.
+
+    Examples:
+        >>> precision = dpx.DPXPrecision("bf16-true", input_dtypes={"0": "float32"})
+        >>> precision.wrapped.precision
+        'bf16-true'
     """
 
     def __init__(

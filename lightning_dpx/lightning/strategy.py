@@ -42,8 +42,7 @@ _SET_BY_TRAINERS = (
 class DPXStrategy(HookedStrategy):
     """Trains one LightningModule on all devices of a machine from one process.
 
-    The result is that of one device: replicas only share the work. With one device everything runs as in Lightning's
-    single-device strategy.
+    The result is that of one device: replicas only share the work. One device runs as in Lightning's own strategy.
 
     Args:
         reducer: How gradients are summed: "auto", "nccl", "collective", "hierarchical", "colocate", "naive", or a
@@ -88,13 +87,13 @@ class DPXStrategy(HookedStrategy):
             the module does it, if there is one (and num_rows(self, batch) counts); or else batch_dim and
             register_slicer() decide. What cannot be cut goes whole to the first replica.
         verify: Before the first step of a stage on several replicas, it is rehearsed on a few rows: once as one device,
-            once in slices of unequal size. Losses, gradients, outputs, logged values and Python
-            state are compared, and how outputs and logged values are merged is decided by what reproduces those of one
-            device. What differs is a warning ("warn"), an error ("raise"), or has the stage run on the first replica as
-            one device ("first", also where a batch norm would see slices). "off" rehearses nothing. The rehearsal runs
-            your step on shadow modules and puts back all that it changes in them, the trainer and random generators;
-            what a step does outside (prints, files, requests) happens again. Steps by hand run with copies of their
-            optimizers, and are compared by the new weights.
+            once in slices of unequal size. Losses, gradients, outputs, logged values and Python state are compared, and
+            how outputs and logged values are merged is decided by what reproduces those of one device. What differs is
+            a warning ("warn"), an error ("raise"), or has the stage run on the first replica as one device ("first",
+            also where a batch norm would see slices). "off" rehearses nothing. The rehearsal runs your step on shadow
+            modules and puts back all that it changes in them, the trainer and random generators; what a step does
+            outside (prints, files, requests) happens again. Steps by hand run with copies of their optimizers, and are
+            compared by the new weights.
         micro_batches: M, or a list of one M for each device: a device's slice of a batch is cut into M micro-batches of
             nearly equal rows, of which each runs forward and backward before the next one begins, so that only its
             activations are held. Outside the step nothing changes: it is one step on one batch. Evaluation and
@@ -114,6 +113,9 @@ class DPXStrategy(HookedStrategy):
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
+
+    Examples:
+        >>> trainer = Trainer(strategy=dpx.DPXStrategy(memory_budget="1GiB"), accelerator="cpu", devices=2)
     """
 
     strategy_name = "dpx"

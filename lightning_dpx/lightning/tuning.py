@@ -79,6 +79,11 @@ class Tuning:
         batch_sizes: The forecasts, by growing batch size.
         current: The batch size of the loader.
         basis: What the figures rest on, if not on steps that were run and measured.
+
+    Examples:
+        >>> found = dpx.tune(BoringModel(), DataLoader(torch.ones(64, 32), batch_size=4), batch_sizes=[4, 8])
+        >>> [one.batch_size for one in found.batch_sizes]
+        [4, 8]
     """
 
     batch_sizes: tuple[BatchSizeForecast, ...]
@@ -233,11 +238,11 @@ def tune(
         ConfigurationError: there is no training batch, or an argument is not allowed.
         PlanError: the rows of the batch are not known.
 
-    Example::
-
-        found = lightning_dpx.tune(model, datamodule, devices=["cuda:0", "cuda:1"], budget="22GiB")
-        print(found)
-        datamodule.batch_size = found.best.batch_size
+    Examples:
+        >>> data = DataLoader(torch.ones(64, 32), batch_size=4)
+        >>> found = dpx.tune(BoringModel(), data, devices=["cpu", "cpu"], budget="1GiB", batch_sizes=[4, 8, 16])
+        >>> found.best.batch_size in (4, 8, 16)  # print(found) shows peaks and samples per second of all
+        True
     """
     trainer = Trainer(
         accelerator="cpu",

@@ -98,6 +98,12 @@ def search_plan(
             the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
             tensors nor real ones can run the step.
         ConfigurationError: an argument has a value that is not allowed.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> plan = dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False)
+        >>> plan.peak <= 0.7 * plan.unplanned_peak
+        True
     """
     chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
@@ -259,6 +265,13 @@ def estimate_cost(
 
     Raises:
         PlanError: the plan does not belong to the module.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> plan = dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False)
+        >>> twice = dpx.estimate_cost(net, plan, torch.ones(128, 64))
+        >>> twice["peak"] > plan.peak
+        True
     """
     plan.check(module)
     profile = profile_module(module, *batch, device=device)
@@ -412,6 +425,13 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
 
     Raises:
         PlanError: the plan does not belong to the module, or one is applied already.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> rows = torch.ones(64, 64)
+        >>> plan = dpx.search_plan(net, rows, budget=0.7, progress=False)
+        >>> applied = dpx.apply_plan(net, plan)
+        >>> net(rows).sum().backward()  # the gradients of a step without a plan, in 0.7 of its memory
     """
     if module in _APPLIED:
         raise PlanError("A plan is applied already; call remove_plan(module) first.")
@@ -425,6 +445,11 @@ def remove_plan(module: nn.Module) -> None:
 
     Raises:
         PlanError: no plan is applied.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> applied = dpx.apply_plan(net, dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False))
+        >>> dpx.remove_plan(net)
     """
     applied = _APPLIED.pop(module, None)
     if applied is None:

@@ -38,6 +38,13 @@ class GradientReducer(ABC):
 
     Raises:
         ConfigurationError: the mode cannot work with these devices, or the dtype is not a floating-point one.
+
+    Examples:
+        >>> @dpx.register_reducer("first_only")
+        ... class FirstOnly(dpx.GradientReducer):
+        ...     '''Adds up on the first device, one gradient after the other.'''
+        ...     def reduce(self, gradients):
+        ...         return [sum(parts[1:], parts[0]) for parts in zip(*gradients)]
     """
 
     def __init__(self, devices: Sequence[torch.device], communication_dtype: torch.dtype | None = None) -> None:

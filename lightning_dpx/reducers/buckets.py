@@ -25,6 +25,14 @@ class GradientPacker:
 
     Raises:
         ConfigurationError: not a positive number of splits.
+
+    Examples:
+        >>> packer = dpx.GradientPacker(num_splits=2)
+        >>> gradients = [torch.ones(40, 30), torch.ones(800), torch.ones(400)]
+        >>> packer.plan(gradients)
+        True
+        >>> [len(bucket) for bucket in packer.pack(gradients)]
+        [1200, 1200]
     """
 
     def __init__(self, num_splits: int = 8) -> None:

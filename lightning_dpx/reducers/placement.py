@@ -20,6 +20,10 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
 
     Raises:
         ConfigurationError: no devices, or a negative size.
+
+    Examples:
+        >>> dpx.least_loaded_placement([5, 3, 3, 2], ["cuda:0", "cuda:1"])
+        ['cuda:0', 'cuda:1', 'cuda:1', 'cuda:0']
     """
     if not devices:
         raise ConfigurationError("devices is empty; give at least one device.")

@@ -22,17 +22,17 @@ SliceFunction = Callable[[Any, Sequence[int]], Sequence[Any]]
 class Slicer:
     """Says how many rows a batch, or one input of it, has, and cuts it by rows.
 
-    ::
-
-        class MoleculeSlicer(dpx.Slicer):
-            def num_rows(self, batch):
-                return len(batch.molecules)
-
-            def cut(self, batch, sizes):
-                ends = itertools.accumulate(sizes)
-                return [Molecules(batch.molecules[end - size : end]) for end, size in zip(ends, sizes)]
-
-        dpx.register_slicer(Molecules, MoleculeSlicer())
+    Examples:
+        >>> class Molecules:
+        ...     def __init__(self, molecules):
+        ...         self.molecules = molecules
+        >>> class MoleculeSlicer(dpx.Slicer):
+        ...     def num_rows(self, batch):
+        ...         return len(batch.molecules)
+        ...     def cut(self, batch, sizes):
+        ...         ends = itertools.accumulate(sizes)
+        ...         return [Molecules(batch.molecules[end - size : end]) for end, size in zip(ends, sizes)]
+        >>> dpx.register_slicer(Molecules, MoleculeSlicer())
 
     The class of an input may be registered with :func:`register_slicer`, so that it is cut wherever it occurs in a
     batch; a slicer of whole batches is given as ``DPXStrategy(batch_slicer=...)``.
@@ -92,6 +92,14 @@ def register_slicer(kind: type, slicer: Slicer | SliceFunction) -> None:
 
     Raises:
         ConfigurationError: ``kind`` is no class, or ``slicer`` is neither of these.
+
+    Examples:
+        >>> class Sentences(list):
+        ...     '''One text per row.'''
+        >>> def cut(batch, sizes):
+        ...     rows = iter(batch)
+        ...     return [Sentences(next(rows) for _ in range(size)) for size in sizes]
+        >>> dpx.register_slicer(Sentences, cut)
     """
     if not isinstance(kind, type):
         raise ConfigurationError(f"register_slicer({kind!r}, ...) is not allowed; give a class.")

@@ -38,6 +38,12 @@ def offload_activations(
     Raises:
         ConfigurationError: a pattern matches nothing, ``prefetch_depth`` is no number of tensors, or the module is
             offloaded already.
+
+    Examples:
+        >>> dpx.simulate(1)
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to("sim:0")
+        >>> dpx.offload_activations(net, "*", "cpu")
+        >>> net(torch.ones(4, 8, device="sim:0")).sum().backward()
     """
     if module in _OFFLOADED:
         raise ConfigurationError("The module is offloaded already; call unoffload_activations(module) first.")
@@ -58,6 +64,12 @@ def unoffload_activations(module: nn.Module) -> None:
 
     Raises:
         ConfigurationError: the module is not offloaded.
+
+    Examples:
+        >>> dpx.simulate(1)
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to("sim:0")
+        >>> dpx.offload_activations(net, "*", "cpu")
+        >>> dpx.unoffload_activations(net)
     """
     offloading = _OFFLOADED.pop(module, None)
     if offloading is None:

@@ -63,6 +63,16 @@ def shift_activations(
         ConfigurationError: a device is both source and target, a pattern matches nothing (with the nearest names), the
             target has no room for the parameters, or the module is shifted already.
         UnsupportedError: an in-place operator, or a checkpointed region, lies across the cut. Nothing is shifted then.
+
+    Examples:
+        >>> dpx.simulate(2)
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to("sim:0")
+        >>> rows = torch.ones(4, 8, device="sim:0")
+        >>> shift = dpx.shift_activations(net, "2", {"sim:0": "sim:1"}, rows)
+        >>> net[2].weight.device
+        device(type='sim', index=1)
+        >>> net(rows).device  # copies are inserted, also back
+        device(type='sim', index=0)
     """
     shift = apply_shift(module, activations, shifts)
     run = step_on(module, batch) if batch else example_run(module, shift.source)
@@ -99,6 +109,14 @@ def unshift_activations(module: nn.Module, device: torch.device | str | None = N
 
     Raises:
         ConfigurationError: the module is not shifted.
+
+    Examples:
+        >>> dpx.simulate(2)
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)).to("sim:0")
+        >>> shift = dpx.shift_activations(net, "1", {"sim:0": "sim:1"}, torch.ones(4, 8, device="sim:0"))
+        >>> dpx.unshift_activations(net)
+        >>> net[1].weight.device
+        device(type='sim', index=0)
     """
     shift = _SHIFTS.pop(module, None)
     if shift is None:

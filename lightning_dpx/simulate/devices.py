@@ -57,6 +57,11 @@ def simulate(
     Raises:
         ConfigurationError: a number or size that is not allowed.
         UnsupportedError: no compiler, or too late.
+
+    Examples:
+        >>> dpx.simulate(2, memory="64MiB")
+        >>> torch.ones(3, device="sim:1").sum().item()
+        3.0
     """
     if not isinstance(num_devices, int) or not 1 <= num_devices <= MAX_DEVICES:
         raise ConfigurationError(f"num_devices={num_devices!r} is not allowed; give 1 to {MAX_DEVICES}.")

@@ -78,6 +78,13 @@ class ActivationPlanner(Callback):
         ConfigurationError: an argument has a value that is not allowed.
         PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
         UnsupportedError: the strategy shards the module, other than by ``fully_shard``.
+
+    Examples:
+        >>> planner = dpx.ActivationPlanner(budget="200MiB")
+        >>> trainer = Trainer(strategy="auto", accelerator="cpu", callbacks=[planner], max_steps=2, **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> planner.plan.peak <= 200 * 2**20
+        True
     """
 
     def __init__(

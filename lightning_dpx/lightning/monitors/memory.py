@@ -58,6 +58,13 @@ class DeviceMemoryMonitor(Callback):
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
+
+    Examples:
+        >>> monitor = dpx.DeviceMemoryMonitor(table=False)
+        >>> trainer = Trainer(strategy="dpx", accelerator="cpu", devices=1, callbacks=[monitor], max_steps=2, **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> list(monitor.last)
+        [device(type='cpu')]
     """
 
     def __init__(

@@ -15,6 +15,10 @@ class DPXProfiler(PyTorchProfiler):
         export_to_chrome: Write a trace for chrome://tracing or Perfetto beside it.
         row_limit: Rows of the table; -1 for all.
         sort_by_key: Of the table's columns, for example ``"cpu_time_total"``.
+
+    Examples:
+        >>> profiler = dpx.DPXProfiler(dirpath="profile", filename="steps", row_limit=10)
+        >>> trainer = Trainer(strategy="dpx", accelerator="cpu", devices=2, profiler=profiler, **quiet)
     """
 
     def __init__(

@@ -81,6 +81,13 @@ class DeviceThroughputMonitor(Callback):
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
+
+    Examples:
+        >>> monitor = dpx.DeviceThroughputMonitor(table=False)
+        >>> trainer = Trainer(strategy="dpx", accelerator="cpu", devices=1, callbacks=[monitor], max_steps=2, **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> monitor.samples_per_second > 0
+        True
     """
 
     def __init__(self, table: bool = True, save_to: str | Path | None = None, every_n_steps: int | None = None) -> None:

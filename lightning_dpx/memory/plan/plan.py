@@ -80,6 +80,13 @@ class MemoryPlan:
         micro_batches: Into how many micro-batches a step is cut, each of which follows the decisions. Extra times are
             those of all of them together over a step in one piece.
         micro_batch_rows: Rows of the largest of them; 0 where the step is not cut.
+
+    Examples:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> plan = dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False)
+        >>> plan.save("plan.yaml")
+        >>> dpx.MemoryPlan.load("plan.yaml") == plan
+        True
     """
 
     model: str

@@ -211,7 +211,16 @@ PLANNERS: Registry[Planner] = Registry("planner")
 
 
 def register_planner(name: str) -> Callable[[P], P]:
-    """A class decorator that makes a :class:`Planner` available as ``planner=name``."""
+    """A class decorator that makes a :class:`Planner` available as ``planner=name``.
+
+    Examples:
+        >>> from lightning_dpx.memory.plan.problem import Choice, Planner
+        >>> @dpx.register_planner("keep_all")
+        ... class KeepAll(Planner):
+        ...     '''Computes nothing again.'''
+        ...     def choose(self, problem, budget):
+        ...         return Choice()
+    """
 
     def add(planner: P) -> P:
         planner.name = name

@@ -1,0 +1,53 @@
+"""``help`` of every public name shows an example, and it runs as it is printed."""
+
+import doctest
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_dpx as dpx
+from lightning_dpx.memory.plan.problem import PLANNERS
+from lightning_dpx.reducers import REDUCERS
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "limit_val_batches": 0,
+    "max_epochs": 1,
+}
+NAMES = {
+    "dpx": dpx,
+    "itertools": itertools,
+    "torch": torch,
+    "nn": nn,
+    "DataLoader": DataLoader,
+    "Trainer": Trainer,
+    "BoringModel": BoringModel,
+    "quiet": QUIET,
+}
+
+
+@pytest.mark.parametrize("name", dpx.__all__)
+def test_the_example_of_a_public_name_runs(name: str, sim: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getdoc(getattr(dpx, name)) or ""
+    found = doctest.DocTestParser().get_doctest(text, dict(NAMES), name, None, None)
+    assert found.examples, f"help(lightning_dpx.{name}) has no example"
+    registries = (REDUCERS, PLANNERS)
+    before = [set(registry) for registry in registries]
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(found, out=printed.append)
+    for registry, known in zip(registries, before, strict=True):
+        for added in set(registry) - known:
+            registry.unregister(added)
+    assert not runner.failures, "".join(printed)
