@@ -3,14 +3,31 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_dpx.commands import bench, doctor, plan, train, tune
-from lightning_dpx.errors import DPXError
+from lightning_dpx.errors import DPXError, UnsupportedError
+
+_SHELLS = ("bash", "zsh", "tcsh")
+_COMPLETION = 'print a completion script; in ~/.bashrc: eval "$(dpx --print-completion bash)"'
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints a script of a shell, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _namespace: object, shell: Any, _option: object = None) -> None:
+        try:
+            import shtab
+        except ImportError as error:
+            raise UnsupportedError("Completion needs shtab; pip install 'lightning-dpx[cli]'.") from error
+        print(shtab.complete(parser, shell))
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` (or the process's own) name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="dpx", description="One process drives all your devices.")
+    parser.add_argument("--print-completion", action=_PrintCompletion, choices=_SHELLS, help=_COMPLETION)
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (train, plan, tune, bench, doctor):
         command.add_to(commands)

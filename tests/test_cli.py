@@ -1,5 +1,7 @@
 """The command line names its commands, and tells errors of this package in one line."""
 
+import sys
+
 import pytest
 
 from lightning_dpx.cli import main
@@ -31,3 +33,20 @@ def test_an_error_of_this_package_is_a_line_and_a_status(capsys: pytest.CaptureF
 
 def test_a_plan_s_arguments_that_are_wrong_are_not_taken_for_a_model_that_does_not_fit() -> None:
     assert main(["plan", "--budget"]) == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_their_arguments(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", shell])
+    assert ended.value.code == 0
+    script = capsys.readouterr().out
+    assert "doctor" in script
+    assert "--budget" in script
+
+
+def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 1
+    assert "dpx: Completion needs shtab; pip install 'lightning-dpx[cli]'." in capsys.readouterr().err

@@ -31,6 +31,7 @@ from lightning_dpx.lightning.memory.dry_run import (
 )
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.memory import Planner, Profile, extrapolate
+from lightning_dpx.notebook import html_table
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
 from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import format_part, parse_bytes
@@ -119,6 +120,21 @@ class Tuning:
             mark = "  <- best" if one is best else ""
             lines.append(f"batch_size={one.batch_size}: {speed}, peak {peak} on {tightest.device}{mark}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row for each batch size, the best one in bold."""
+        best = self.best
+        rows: list[tuple[str, ...]] = []
+        marked = -1
+        for number, one in enumerate(self.batch_sizes):
+            tightest = one.tightest
+            peak = format_part(tightest.needed, tightest.budget or tightest.needed)
+            speed = f"{one.samples_per_second:,.0f}" if one.fits else "does not fit"
+            rows.append((str(one.batch_size), speed, peak, tightest.device))
+            if one is best:
+                marked = number
+        heads = ("batch size", "samples/s", "peak", "on")
+        return html_table(self.basis or "predicted from one step", heads, rows, marked=marked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
+from lightning_dpx.notebook import html_table
 from lightning_dpx.units import MIB, format_mib
 
 Action = Literal["keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay"]
@@ -202,6 +203,14 @@ class MemoryPlan:
             raise PlanError(f"The plan has no value {min(unknown)!r}; it has {known or 'none'} and so on.")
         changed = tuple(replace(d, action=actions.get(d.name, d.action)) for d in self.decisions)
         return replace(self, decisions=changed, **_VOID)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the peaks, and of each module what is dropped."""
+        rows = [
+            (name, str(count), f"{num_bytes / MIB:.2f}", f"{seconds * 1e3:.3f}")
+            for name, count, num_bytes, seconds in sorted(_rows(self), key=lambda row: row[2], reverse=True)
+        ]
+        return html_table(summary(self), ("module", "values", "saves MiB", "costs ms"), rows)
 
 
 def to_mapping(plan: MemoryPlan) -> dict[str, Any]:

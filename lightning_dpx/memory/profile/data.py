@@ -185,6 +185,20 @@ class Profile:
         """Bytes of activations at the most, if all is kept."""
         return max(self.curve, default=0)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the largest values, and what it takes to make each again."""
+        from lightning_dpx.notebook import html_table  # planners, which read profiles, need neither
+        from lightning_dpx.units import MIB, format_mib
+
+        rows: list[tuple[str, ...]] = []
+        for value in sorted(self.values, key=lambda value: value.num_bytes, reverse=True):
+            if value.name:
+                again = value.refused or f"{value.seconds * 1e3:.3f}"
+                rows.append((value.name, value.operator, f"{value.num_bytes / MIB:.2f}", again))
+        caption = f"{len(rows)} values are kept for backward; peak {format_mib(self.peak)}"
+        basis = f" ({self.basis})" if self.basis else ""
+        return html_table(f"{caption}{basis}", ("value", "operator", "MiB", "ms to make it again"), rows)
+
 
 def most_with(stretches: Sequence[int], wanted: Collection[tuple[int, int]]) -> int:
     """Bytes of a call at the most, if these are ``wanted``: for each the first stretch without it, and its bytes."""
