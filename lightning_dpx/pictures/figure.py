@@ -1,6 +1,11 @@
 """What all pictures share: matplotlib where it is installed, colours, and ways out."""
 
+import html
 import io
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,27 @@ def save_figure(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+@dataclass(frozen=True, slots=True)
+class Hover:
+    """What a page says of the place under the pointer.
+
+    Attributes:
+        axes: Of the picture.
+        texts: From which place of the horizontal axis on, and what.
+    """
+
+    axes: Any
+    texts: Sequence[tuple[float, str]]
+
+
+_HOVERS: "weakref.WeakKeyDictionary[Any, Hover]" = weakref.WeakKeyDictionary()  # by figure
+
+
+def name_places(axes: Any, texts: Sequence[tuple[float, str]]) -> None:
+    """From each of these places of the horizontal axis on, a page says that text under the pointer."""
+    _HOVERS[axes.figure] = Hover(axes, texts)
+
+
 def svg_of(figure: Any) -> str:
     """The figure as an ``<svg>`` element; its text stays text."""
     import matplotlib as mpl
@@ -45,7 +71,17 @@ def svg_of(figure: Any) -> str:
     with mpl.rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    text = text[text.index("<svg") :]
+    hover = _HOVERS.get(figure)
+    return text if hover is None else text.replace("<svg", f"<svg data-hover='{_as_attribute(hover)}'", 1)
+
+
+def _as_attribute(hover: Hover) -> str:
+    """As JSON, with where the axes lie in the picture, as shares of its width."""
+    box = hover.axes.get_position()
+    first, last = hover.axes.get_xlim()
+    content = {"left": box.x0, "right": box.x1, "first": first, "last": last, "texts": list(hover.texts)}
+    return html.escape(json.dumps(content, separators=(",", ":")), quote=True)
 
 
 def plain_axes(axes: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_dpx.memory import MemoryPlan, Profile, timeline_of
-from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, UNPLANNED, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, UNPLANNED, name_places, new_figure, plain_axes
 from lightning_dpx.units import MIB
 
 _ACTIONS = {
@@ -31,6 +31,7 @@ def draw_plan(profile: Profile, plan: MemoryPlan, title: str = "") -> Any:
     figure = new_figure(9, 3.4 + 0.13 * len(rows))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, max(1.0, 0.13 * len(rows))])
     _draw_bytes(plain_axes(above), profile, plan)
+    name_places(above, _steps_of(profile))
     _draw_values(below, profile, rows)
     for axes in (above, below):
         axes.axvline(profile.forward_events, color="black", linewidth=0.8, alpha=0.5)
@@ -57,6 +58,27 @@ def _draw_bytes(axes: Any, profile: Profile, plan: MemoryPlan) -> None:
             text, (position, 1), (0, -12), ("data", "axes fraction"), "offset points", ha="center", fontsize=9
         )
     axes.legend(loc="upper right", frameon=False, fontsize=9)
+
+
+def _steps_of(profile: Profile) -> list[tuple[float, str]]:
+    """What the step is at, from event to event: the module whose value is saved, or asked for."""
+    steps: dict[int, str] = {}
+    for value in profile.values:
+        if value.name and value.saved:
+            steps[value.saved] = f"forward of {_module_of(value.name)}"
+    for request in profile.requests:
+        value = profile.values[request.value]
+        if value.name:
+            steps[request.event] = f"backward of {_module_of(value.name)}"
+    found: list[tuple[float, str]] = []
+    for event, text in sorted(steps.items()):
+        if not found or found[-1][1] != text:
+            found.append((float(event), text))
+    return found
+
+
+def _module_of(name: str) -> str:
+    return name.partition(":")[0] or "the step itself"
 
 
 def _largest(profile: Profile, plan: MemoryPlan) -> list[tuple[str, str, int, int]]:
