@@ -58,7 +58,6 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, GradientAccumulationScheduler
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
-    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.optimization.automatic import ClosureResult
     from lightning.pytorch.plugins import (
         DoublePrecision,
@@ -93,7 +92,6 @@ else:
     from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint, GradientAccumulationScheduler
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.loggers import Logger, TensorBoardLogger
-    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.loops.optimization.automatic import ClosureResult
     from pytorch_lightning.plugins import (
         DoublePrecision,
@@ -127,7 +125,6 @@ __all__ = [
     "ClusterEnvironment",
     "DeepSpeedStrategy",
     "DoublePrecision",
-    "DummyLogger",
     "FABRIC_STRATEGIES",
     "FSDPStrategy",
     "GradientAccumulationScheduler",

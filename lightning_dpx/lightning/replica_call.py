@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_dpx.lightning.lightning_api import ClosureResult
+from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
@@ -29,7 +29,16 @@ class ReplicaCall:
         checks_loss: Whether a replica's output must be what Lightning takes for a loss.
     """
 
-    __slots__ = ("_args", "_checks_loss", "_kwargs", "_logs", "_name", "_session", "_transfer")
+    __slots__ = (
+        "_args",
+        "_changes_settings_once",
+        "_checks_loss",
+        "_kwargs",
+        "_logs",
+        "_name",
+        "_session",
+        "_transfer",
+    )
 
     def __init__(
         self,
@@ -48,11 +57,14 @@ class ReplicaCall:
         self._checks_loss = checks_loss
         self._transfer = Transfer(session.trainer, session.module, dataloader_idx)
         self._logs: dict[int, StepLog] = {}
+        self._changes_settings_once = False
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
         session = self._session
         module = batch_slice.replica.module
+        if self._changes_settings_once:
+            session.settings.begin_slice()
         log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
         context = session.context(module) if session.has_contexts else _NOTHING
         with log.recording(module), context:  # type: ignore[arg-type]
@@ -78,7 +90,7 @@ class ReplicaCall:
         metrics.refresh(session.replicas.root.modules)
         metrics.gives_slices = rules.metrics_give_slices
         with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
-            with self._shared_objects(slices):
+            with self._shared_objects(slices), self._settings_changed_once():
                 yield
             if rules.seen is not None:
                 state.unseen.begin(rules.note_changed, rules.seen_attributes)
@@ -88,6 +100,25 @@ class ReplicaCall:
         for reason in metrics.separate:
             advice = "Give the metric one row per sample, padded to one size."
             session.whole_batches.give_whole(self._name, reason, advice)
+
+    @contextmanager
+    def _settings_changed_once(self) -> Iterator[None]:
+        """What slices do to optimizers and schedulers, which they share, is done once in here."""
+        session = self._session
+        if not (session.strategy.optimizers and session.module.automatic_optimization):
+            yield
+            return
+        replicas = session.replicas
+        self._changes_settings_once = replicas.runs_one_by_one(self._name)
+        with session.settings.changed_once():
+            yield
+        if session.settings.has_changed and not self._changes_settings_once:
+            replicas.note_shared_write(self._name)
+            rank_zero_warn(
+                f"dpx: {self._name} has changed settings of an optimizer (a learning rate, say) while its slices ran "
+                "at once, so each of them may have changed them in this batch. From the next one on they take turns, "
+                "and change them once."
+            )
 
     def _shared_objects(self, slices: Sequence[BatchSlice]) -> AbstractContextManager[Any]:
         """What replicas do to metrics and iterators, which they share, is done once in here."""

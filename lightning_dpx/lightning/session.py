@@ -22,6 +22,7 @@ from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batches import MicroBatchSteps
+from lightning_dpx.lightning.optimizer_settings import OptimizerSettings
 from lightning_dpx.lightning.options import StrategyOptions
 from lightning_dpx.lightning.owners import begin_optimizers, load_states, move_optimizers, optimize_owners
 from lightning_dpx.lightning.rehearsal.rehearsals import Rehearsals
@@ -76,6 +77,7 @@ class Session(Run):
         self.whole_batches = WholeBatches()
         self.batch_writes = BatchWrites()
         self.gradient_hooks = GradientHooks()
+        self.settings = OptimizerSettings(strategy)
         self.memory = NoStepMemory()
         self.micro_batches: MicroBatchSteps | None = None
         self.slices = Slices(self)

@@ -157,7 +157,8 @@ class TrainingFlow:
         """For another backward of the same step: nothing is logged or counted twice."""
         session = self._session
         call = ReplicaCall(session, NAME, args[1:], kwargs)
-        with session.strategy.precision_plugin.train_step_context(), session.metrics.kept(slices):
+        context = session.strategy.precision_plugin.train_step_context()
+        with context, session.metrics.kept(slices), session.settings.kept():
             session.step.begin()
             outputs = self._runner(call)(slices, call)
             session.step.merge(slices, outputs, session.end_hook(NAME))

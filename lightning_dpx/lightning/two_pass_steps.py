@@ -84,7 +84,7 @@ class TwoPassSteps:
             _walk(tensors, [leaf.grad for leaf in waiting.leaves])
 
         # Gradients are what this is for, and random states and buffers are put back by the passes.
-        with session.metrics.kept(slices), untouched(root.module, tensors=False):
+        with session.metrics.kept(slices), session.settings.kept(), untouched(root.module, tensors=False):
             passes.second(slices, forward_and_backward)
         self._looked += 1
         if differing:

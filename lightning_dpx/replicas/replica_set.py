@@ -369,7 +369,8 @@ class ReplicaSet:
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.habits.draws.has_drawn(before))
             wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
-            self._note_writes(stage, wrote)
+            if wrote:
+                self.note_shared_write(stage)
         return values
 
     def _tasks(
@@ -464,10 +465,12 @@ class ReplicaSet:
                 stacklevel=3,
             )
 
-    def _note_writes(self, stage: str, wrote: bool) -> None:
-        """A stage that writes shared Python state takes turns from now on."""
-        if not wrote:
-            return
+    def runs_one_by_one(self, stage: str) -> bool:
+        """Whether slices run this stage one after the other, in their order."""
+        return self._takes_turns(stage) or not self._lanes.in_threads
+
+    def note_shared_write(self, stage: str) -> None:
+        """A stage that writes what all replicas share takes turns from now on."""
         self.habits.note_write(stage, training=self.root.module.training)
         if self.partition.trains_apart:
             self.partition.merges_in_training = True

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_dpx.lightning.lightning_api import DummyLogger, LightningModule, LightningOptimizer, Trainer
+from lightning_dpx.lightning.lightning_api import LightningModule, LightningOptimizer, Trainer
 from lightning_dpx.lightning.lightning_compat import (
     ResultCollection,
     active_loop,
@@ -28,6 +28,8 @@ from lightning_dpx.lightning.lightning_compat import (
     wrap_optimizer,
 )
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
+from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
 from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
@@ -63,6 +65,9 @@ class Guest:
         self._modes: list[SameDraws] = []
         self._steps: list[SameDraws] = []  # those among them that are no backward
         self.surroundings = Surroundings(trainer, module)
+        self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
+        self.changed_settings = False
+        self.logger_calls: list[str] = []  # of the last run
 
     @contextmanager
     def visit(self, *, calls_hooks: bool) -> Iterator[None]:
@@ -78,7 +83,7 @@ class Guest:
         flags = _Flags()
         results = None if holder is None else holder._results
         try:
-            trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+            trainer.loggers = [counting_logger(logger, self.logger_calls) for logger in trainer.loggers]
             if calls_hooks:
                 trainer.callbacks = []
             if holder is not None:  # submodules that log by themselves
@@ -100,6 +105,7 @@ class Guest:
         """One run of ``shadow``, from the same random numbers as every other, unless others are wanted."""
         self._modes = []
         self._steps = []
+        self.logger_calls.clear()
         self._start.restore()
         if other_draws:
             advance([shadow])
@@ -110,6 +116,8 @@ class Guest:
             self.written = list(dict.fromkeys(self._shared.written))
             self._shared.restore()
             self.surroundings.restore()
+            self.changed_settings = not self._settings.is_current
+            self._settings.restore()
             now = self._run_start.again()
             left_alone: list[str] = []
             low_precision: set[torch.dtype] = set()
@@ -134,6 +142,11 @@ class Guest:
             self._run_start.restore()
         with mode:
             yield
+
+
+def schedulers_of(trainer: Any) -> list[Any]:
+    """All that change settings of the trainer's optimizers."""
+    return [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
 
 
 class ShadowReplicas(ReplicaSet):

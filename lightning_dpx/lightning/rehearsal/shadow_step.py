@@ -18,6 +18,7 @@ from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.new_replicas import new_replicas
+from lightning_dpx.lightning.optimizer_settings import plain_settings
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
     OUTSIDE,
@@ -59,6 +60,7 @@ class ShadowStep:
         guest: Puts back what the runs change.
         norms: Batch norms that normalize by their slice.
         tolerance: How far two runs may be apart.
+        changes_settings: Whether a run as one device has changed settings of optimizers.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -73,6 +75,7 @@ class ShadowStep:
         self.by_hand = self.trains and not module.automatic_optimization
         self.guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
+        self.changes_settings = False
         self.tolerance = _tolerance_of(strategy, module, call)
 
     def adopt_precision(self) -> None:
@@ -177,11 +180,20 @@ class ShadowStep:
                 name: host_copy(one.grad) for name, one in zip(names, owners, strict=True) if one.grad is not None
             }
         seen.state = self.state(shadow)
+        seen.logger_calls = list(self.guest.logger_calls)
 
     def state(self, shadow: Any) -> dict[str, Any]:
         """Python state and buffers of a shadow, and what its code reaches outside of it."""
-        outside = ((f"{OUTSIDE}{path}", value) for path, value in self.guest.surroundings.values())
+        values = chain(self.guest.surroundings.values(), self._settings())
+        outside = ((f"{OUTSIDE}{path}", value) for path, value in values)
         return python_state(chain(attributes_of(shadow), outside))
+
+    def _settings(self) -> Iterable[tuple[str, Any]]:
+        """Of optimizers that steps share; steps by hand have copies of theirs."""
+        if self.by_hand:
+            return ()
+        strategy = self.strategy
+        return plain_settings(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
 
     def leave_gradients(self, owners: Iterable[torch.Tensor]) -> None:
         """A step begins with the gradients of the one before, where optimizers take them; any numbers will do."""

@@ -92,6 +92,7 @@ class WholeRun:
             raise ParametersAppear(", ".join(made))
         forget_gradients(shadow.parameters())
         step.adopt_precision()
+        step.changes_settings |= step.guest.changed_settings and not step.by_hand
         seen.drew = step.guest.drew
         step.note_draws(seen)
         return seen

@@ -975,7 +975,9 @@ def test_callbacks_loggers_and_loaders_notice_nothing(fitted, tmp_path: Path) ->
         trainer = make_trainer(
             devices=2, strategy=strategy, callbacks=[Listens()], logger=logger, max_epochs=1, log_every_n_steps=1
         )
-        trainer.fit(ByHand(), DataLoader(Rows(torch.randn(32, 8), torch.randint(3, (32,))), 16))
+        named = pytest.warns(UserWarning, match="calls its logger itself") if verify == "warn" else nullcontext()
+        with named:
+            trainer.fit(ByHand(), DataLoader(Rows(torch.randn(32, 8), torch.randint(3, (32,))), 16))
         counts.append((told.count("step"), told.count("row"), trainer.global_step))
     assert counts[0] == counts[1]
     ours, theirs = ((tmp_path / name / "version_0" / "metrics.csv").read_text() for name in ("warn", "off"))

@@ -44,6 +44,11 @@ class Comparer:
         self.values("output", judge.findings, out)
         self.values("kept value", judge.kept_findings, out)
         self._state(before, whole, sliced, judge.left_apart, out)
+        if len(whole.logger_calls) != len(sliced.logger_calls):
+            names = ", ".join(dict.fromkeys([*whole.logger_calls, *sliced.logger_calls]))
+            times = [f"{len(one.logger_calls)} time{'s' * (len(one.logger_calls) > 1)}" for one in (whole, sliced)]
+            counts = f"{times[0]} on one device, {times[1]} from slices"
+            out.differences.append(("logger call", f"it calls its logger itself ({names}), {counts}"))
 
     def _losses(self, whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison) -> None:
         if whole.loss is None and sliced.loss is None:

@@ -45,6 +45,7 @@ class Observation:
         appended: What lists got, by one device.
         numbers: Of attributes, after the step of one device.
         changed_numbers: Which of them it has changed.
+        logger_calls: Methods of loggers that the step has called itself.
     """
 
     loss: torch.Tensor | None = None
@@ -60,6 +61,7 @@ class Observation:
     appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     changed_numbers: set[str] = field(default_factory=set)
+    logger_calls: list[str] = field(default_factory=list)
 
 
 _LONGEST = 10_000  # items of a container beyond which only their number is compared

@@ -114,6 +114,10 @@ _WAYS_OUT = {
         "log what belongs to the whole batch in a hook that sees all of it ({step}_end(outputs), on_..._batch_end), "
         "from self.all_gather(...) in the step, or by a torchmetrics metric"
     ),
+    "logger call": (
+        "log with self.log(...), whose values come together from slices, or call the logger in on_train_batch_end and "
+        "its like, which see the whole batch"
+    ),
     "output": "return what belongs to the rows, and compute the rest in {step}_end(outputs)",
     "kept value": (
         "append what belongs to the rows, and compute the rest at the epoch's end; or append in on_train_batch_end and "

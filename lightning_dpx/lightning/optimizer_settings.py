@@ -1,0 +1,165 @@
+"""What a step changes of optimizers and schedulers (a learning rate, say), it changes once, however many slices run it.
+
+    batch finds lr = 0.1 --slice 0--> 0.09 --put back--> 0.1 --slice 1--> 0.09 --> 0.09, as on one device
+
+Every slice finds them as the batch did, and what the first one makes of them is what remains. Steps by hand have views
+of their optimizers instead (`manual/replica_views.py`).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+_SEQUENCES = (list, tuple)
+_MISSING = object()
+_PARAMETERS = "params"
+
+
+class SettingsSnapshot:
+    """The hyperparameters of optimizers, and the attributes of schedulers, as they are now.
+
+    Args:
+        optimizers: Whose parameter groups.
+        schedulers: And those that they hold.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what is there, and a copy of it
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self._held.append((group, dict(group)))
+        for scheduler in _with_children(schedulers):
+            self._held.append((vars(scheduler), dict(vars(scheduler))))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has changed since."""
+        return all(_are_same(now, before) for now, before in self._held)
+
+    def again(self) -> "SettingsSnapshot":
+        """Of the same optimizers and schedulers, as they are now."""
+        snapshot = SettingsSnapshot((), ())
+        snapshot._held = [(now, dict(now)) for now, _ in self._held]
+        return snapshot
+
+    def restore(self) -> None:
+        """All are what they were; parameters stay in the groups that they are in."""
+        for now, before in self._held:
+            for key in [key for key in now if key not in before]:
+                del now[key]
+            for key, value in before.items():
+                if key != _PARAMETERS:
+                    now[key] = value
+
+
+class OptimizerSettings:
+    """Of the optimizers of a run, for its steps.
+
+    Args:
+        strategy: Has them.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._before: SettingsSnapshot | None = None
+        self._after_first: SettingsSnapshot | None = None
+        self._has_begun = False
+        self.has_changed = False
+
+    def snapshot(self) -> SettingsSnapshot:
+        """As they are now."""
+        strategy = self._strategy
+        return SettingsSnapshot(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
+
+    @contextmanager
+    def changed_once(self) -> Iterator[None]:
+        """The slices of one batch run in here.
+
+        Attributes:
+            has_changed: Afterwards, whether they have changed any.
+        """
+        before = self.snapshot()
+        self._before = before
+        self._after_first = None
+        self._has_begun = False
+        try:
+            yield
+        except BaseException:
+            before.restore()  # the batch may be run again
+            raise
+        finally:
+            self._before = None
+        self.has_changed = not before.is_current
+        if self._after_first is not None:
+            self.has_changed |= not self._after_first.is_current
+            self._after_first.restore()
+
+    def begin_slice(self) -> None:
+        """One slice begins, those before it are over."""
+        before = self._before
+        if before is None:
+            return
+        is_first = not self._has_begun
+        self._has_begun = True
+        if is_first:
+            return
+        if before.is_current:
+            self._after_first = self._after_first or before
+            return
+        if self._after_first is None:
+            self._after_first = before.again()
+        before.restore()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What runs in here has run before: it changes nothing."""
+        before = self.snapshot()
+        try:
+            yield
+        finally:
+            before.restore()
+
+
+def plain_settings(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Numbers and texts among them, by name."""
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if type(value) in _PLAIN:
+                    yield f"optimizers[{place}].param_groups[{number}][{key!r}]", value
+    for place, scheduler in enumerate(schedulers):
+        yield f"lr_schedulers[{place}].last_epoch", getattr(scheduler, "last_epoch", None)
+
+
+def _with_children(schedulers: Iterable[Any]) -> Iterator[Any]:
+    for scheduler in schedulers:
+        yield scheduler
+        children = getattr(scheduler, "_schedulers", None)  # of a SequentialLR, a ChainedScheduler
+        if isinstance(children, _SEQUENCES):
+            yield from _with_children(children)
+
+
+def _are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    for key, value in before.items():
+        found = now.get(key, _MISSING)
+        if found is not value and not _is_same(found, value):
+            return False
+    return True
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether both are the same object, the same number or text, or sequences of such."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if type(one) in _PLAIN:
+        return bool(one == two)
+    if type(one) in _SEQUENCES:
+        return len(one) == len(two) and all(map(_is_same, one, two))
+    return False

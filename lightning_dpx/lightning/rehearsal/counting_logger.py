@@ -1,0 +1,78 @@
+"""Loggers of a rehearsal: of the class of the user's, they take any call, write nothing, and count."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_dpx.lightning.lightning_api import Logger
+
+
+def counting_logger(original: Logger, calls: list[str]) -> Logger:
+    """Stands in for a logger.
+
+    Args:
+        original: The user's, whose class it has, and whose plain attributes (a folder, a version) it shows.
+        calls: Gets the name of every method that is called, of the logger or of its experiment.
+    """
+    kind = type(original)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    try:
+        stand_in: Any = object.__new__(type(kind.__name__, (_Counts, kind), names))
+    except TypeError:  # a class that allows no other to be made from it
+        stand_in = object.__new__(_Counts)
+    vars(stand_in).update(_original=original, _calls=calls)
+    return stand_in  # type: ignore[no-any-return]
+
+
+class _Counts(Logger):
+    """Answers for all that a logger is asked."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        if name == "experiment":
+            return _CountingExperiment(self._calls)
+        if callable(getattr(type(self._original), name, None)) or not hasattr(self._original, name):
+            return _counted(self._calls, name)
+        return getattr(self._original, name)
+
+    @property
+    def name(self) -> str | None:
+        """Never asked for: see ``__getattribute__``."""
+
+    @property
+    def version(self) -> int | str | None:
+        """Likewise."""
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Likewise."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Likewise."""
+
+    def __getitem__(self, _index: int) -> "_Counts":
+        return self
+
+
+class _CountingExperiment:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _counted(self._calls, name)
+
+    def __getitem__(self, _key: Any) -> "_CountingExperiment":
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        del value
+        self._calls.append(str(key))
+
+
+def _counted(calls: list[str], name: str) -> Callable[..., None]:
+    def method(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        calls.append(name)
+
+    return method
