@@ -452,7 +452,7 @@ class ReplicaGroup:
                 own[name].copy_(value)
             elif not allow_extra:
                 raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
-        self._set.state.mark_changed()
+        self._set.mark_changed()
 
     def close(self) -> None:
         """Ends the workers."""

@@ -107,11 +107,12 @@ class Lifecycle:
     # ---- between its stages ----
 
     def begin_epoch(self) -> None:
-        """At the start of an epoch, several processes must have as many batches as each other.
+        """Hooks may have written parameters, and several processes must have as many batches as each other.
 
         Raises:
             ReplicationError: they have not, and some would wait for the others in vain.
         """
+        self._strategy.session.mark_changed()
         module = self._strategy.lightning_module
         if self._strategy.ranks.is_connected and module is not None:
             agree({"the number of batches": module.trainer.num_training_batches})

@@ -332,7 +332,7 @@ class Session(Run):
 
     def mark_changed(self) -> None:
         """Parameters may have been written without a trace: the replicas get them again."""
-        self.replicas.state.mark_changed()
+        self.replicas.mark_changed()
 
     def release_cores(self) -> None:
         """Workers leave the processor's cores to others."""

@@ -34,7 +34,7 @@ from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, 
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without, prepare_memo
+from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, modules_without, prepare_memo
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
@@ -113,6 +113,8 @@ class PythonState:
             return
         self._follow_structure()
         self._memos = {}
+        for replica in self._others:
+            replica.hidden.follow()
         self._send_new_containers()
         modules = self._modules[0]
         for index in self._watches[0].suspects():
@@ -350,7 +352,12 @@ class PythonState:
             return RemoteTensor(plain, device) if lazily else plain.to(device, copy=True)
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
-            return RemoteTensor(tensor.detach(), device_beside(tensor, self._root.device, replica.device))
+            device = device_beside(tensor, self._root.device, replica.device)
+            if not isinstance(tensor, nn.Parameter):
+                return RemoteTensor(tensor.detach(), device)
+            copied = like_parameter(tensor, tensor.detach().to(device, copy=True))
+            replica.hidden.add(tensor, copied)
+            return copied
 
         return self._copied(value, memo, place)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.replicas.error_notes import FirstNaN
+from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.torch_compat import buffers_of, parameters_of, submodules_of
 
 _Reader = Callable[[nn.Module], Any]  # gives one of a module's own dicts
@@ -27,6 +28,7 @@ class Replica:
         modules: All submodules, in the order of ``Module.modules()``, as of the last :meth:`refresh`.
         parameters: Likewise; tied ones once.
         buffers: Likewise.
+        hidden: Tensors that it holds in containers and objects, which follow the first replica's.
         first_nan: Knows where its forward first made a NaN, where that is looked for.
     """
 
@@ -36,16 +38,20 @@ class Replica:
         "buffers",
         "device",
         "first_nan",
+        "hidden",
         "index",
         "module",
         "modules",
         "parameters",
     )
 
-    def __init__(self, index: int, device: torch.device, module: nn.Module) -> None:
+    def __init__(
+        self, index: int, device: torch.device, module: nn.Module, hidden: HiddenTensors | None = None
+    ) -> None:
         self.index = index
         self.device = device
         self.module = module
+        self.hidden = hidden or HiddenTensors()
         self.first_nan = FirstNaN()
         self.modules: list[nn.Module] = []
         self.parameters: list[nn.Parameter] = []

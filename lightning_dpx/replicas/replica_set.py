@@ -281,6 +281,12 @@ class ReplicaSet:
         """
         return make_shadow_module(replica or self.root, [*self._rules.keep, *keep])
 
+    def mark_changed(self) -> None:
+        """Parameters of the user's module may have been written without a trace: the others get them again."""
+        self.state.mark_changed()
+        for replica in self.replicas:
+            replica.hidden.mark_changed()
+
     @property
     def cuts_batches(self) -> bool:
         """Whether a step, in the mode that the module is in, may run on several replicas."""

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dpx.devices import canonical_device, device_beside
 from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
+from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
@@ -92,8 +93,9 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
                 given = dict(replicas[-1].module.named_parameters())
             parameters = _own_parameters(module, None if target == root else target, given)
             with _staying(shared):
-                copied = ModuleCopy(module, target, kept, parameters, private, given.values()).make()
-            replicas.append(Replica(len(replicas), target, copied))
+                copying = ModuleCopy(module, target, kept, parameters, private, given.values())
+                copied = copying.make()
+            replicas.append(Replica(len(replicas), target, copied, HiddenTensors(copying.hidden)))
     return tuple(replicas)
 
 
@@ -136,7 +138,7 @@ def _own_parameters(
             found[id(parameter)] = existing[name]
             continue
         data = parameter.detach() if device is None else _copied(parameter, device)
-        found[id(parameter)] = _like(parameter, data)
+        found[id(parameter)] = like_parameter(parameter, data)
     return found
 
 
@@ -150,6 +152,9 @@ class ModuleCopy:
         parameters: The copy's parameters, by the id of the original.
         private: Types of submodules whose state is copied whole, and not only what leads to tensors and modules.
         staying: Those of the copy's parameters that stay where they are.
+
+    Attributes:
+        hidden: Pairs of tensors in containers, objects and what modules those hold: the original's, and the copy's.
     """
 
     def __init__(
@@ -168,6 +173,7 @@ class ModuleCopy:
         self._staying = {id(parameter) for parameter in staying}
         self._kept: Memo = {id(kept): kept for kept in keep}
         self._tensors: Memo = dict(parameters)
+        self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         for child in modules_without(module, self._kept):
             for buffer in child.buffers(recurse=False):
                 self._tensors[id(buffer)] = _copied(buffer, device)
@@ -195,13 +201,17 @@ class ModuleCopy:
                 self._kept[id(value)] = value  # a file, an iterator, a C handle: there is one of it
 
     def _attempt(self) -> nn.Module:
+        self.hidden = []
         memo = {**self._kept, **self._tensors}
         shared: list[Any] = []
         private: list[Any] = []
         for child in modules_without(self._module, self._kept):
             is_private = isinstance(child, self._private) or not _can_be_a_shell(child)
             (private if is_private else shared).extend(_attribute_values(child))
-        prepare_memo(memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module)
+        placed = prepare_memo(
+            memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module
+        )
+        self.hidden = [(one, memo[id(one)]) for one in placed]
         made: nn.Module = copy.deepcopy(self._module, memo)
         if self._device is not None:
             given = [(parameter, parameter.data) for parameter in made.parameters() if id(parameter) in self._staying]
@@ -216,9 +226,11 @@ class ModuleCopy:
         return id(value) in self._kept or isinstance(value, SHARED_TYPES)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device is None or self._home is None:
-            return _copied(tensor, self._device)
-        return _copied(tensor, device_beside(tensor, self._home, self._device))
+        device = self._device
+        if device is not None and self._home is not None:
+            device = device_beside(tensor, self._home, device)
+        copied = _copied(tensor, device)
+        return like_parameter(tensor, copied) if isinstance(tensor, nn.Parameter) else copied
 
     def _uncopyable(self) -> tuple[str, Any]:
         """The first attribute that fails, by its path; the module itself where none fails alone."""
@@ -272,8 +284,10 @@ def prepare_memo(
     place: Callable[[torch.Tensor], torch.Tensor],
     is_boundary: Callable[[Any], bool],
     module: nn.Module | None = None,
-) -> None:
+) -> list[torch.Tensor]:
     """Fills ``memo`` with what ``copy.deepcopy`` would do wrongly, or must not do.
+
+    Returns the tensors that it has placed, in containers, objects and modules behind ``shared`` values.
 
     That is: everything that may be shared, tensors (those with a history cannot be copied), functions and weak
     references (which it hands over as they are), and locks.
@@ -294,18 +308,22 @@ def prepare_memo(
 
     rest = ObjectGraph(is_tensor_or_module, stops)
     rest.walk(shared)
-    hidden = [value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value)]
+    hidden = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
+    hidden.walk(value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value))
     whole = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
-    whole.walk([*private, *hidden])
+    whole.walk([*private, *hidden.objects.values()])
     # Ids are good as long as their objects live.
     memo[id(rest)] = rest
     memo[id(whole)] = whole
     leading = rest.leading() | whole.leading()
+    placed: list[torch.Tensor] = []
     for key, value in (rest.objects | whole.objects).items():
         if key in known:
             continue
         if isinstance(value, torch.Tensor):
             memo[key] = place(value)
+            if key in rest.objects or key in hidden.objects:
+                placed.append(value)
         elif is_boundary(value) or isinstance(value, _LOCKS) or not (key in leading or key in whole.objects):
             memo[key] = value
     functions = _Functions(memo)
@@ -317,6 +335,7 @@ def prepare_memo(
     functions.fill()
     for child, shell, _ in states:
         _compile_like(child, shell, memo)
+    return placed
 
 
 def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Module, Any]]:
@@ -443,7 +462,8 @@ def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return tensor.detach().to(device or tensor.device, copy=True)
 
 
-def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """A parameter of the same class, flags and hooks, with other values and no gradient."""
     is_plain = type(parameter) is nn.Parameter
     duplicate = nn.Parameter(data, parameter.requires_grad) if is_plain else copy.copy(parameter)
     duplicate.data = data

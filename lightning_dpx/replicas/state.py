@@ -1,6 +1,5 @@
 """Keeps the replicas equal to replica 0: parameters after they changed, buffers after a step, train/eval flags."""
 
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from torch import nn
 from lightning_dpx.errors import ReplicationError, SharedWriteError
 from lightning_dpx.replicas.parameter_copies import ParameterCopies
 from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.tensor_checksums import checksums
 from lightning_dpx.torch_compat import buffers_of, foreach_copy_, version_counter
 
 BufferMode = Literal["broadcast", "mean"]
@@ -22,7 +22,6 @@ _SHAPE = operator.attrgetter("shape")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 _IS_TRAINING = operator.attrgetter("training")
 _ADDRESS = operator.methodcaller("data_ptr")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 BufferRule = Literal["first", "mean", "sum", "max", "min"]  # "sum" is what it was, and all changes of it
@@ -440,25 +439,6 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _versions(replica: Replica) -> list[int]:
     return list(map(version_counter, replica.parameters))
-
-
-@torch.no_grad()
-def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The sum of the bits of each tensor, read as integers: exact in any order, and changed by any single change."""
-    if not tensors:
-        return []
-    sums = []
-    for tensor in tensors:
-        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        bits = real.contiguous().view(-1).view(_INTEGERS[real.element_size()])
-        sums.append(bits.sum(dtype=torch.int64))
-    return [int(value) for device in _by_device(sums) for value in device]
-
-
-def _by_device(sums: list[torch.Tensor]) -> list[list[int]]:
-    """Runs of neighbours on one device travel to the host together."""
-    runs = [list(run) for _, run in itertools.groupby(sums, key=lambda value: value.device)]
-    return [torch.stack(run).tolist() for run in runs]
 
 
 def _alike(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_dpx.errors import describe_error
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.preserve import GeneratorStates
-from lightning_dpx.replicas.state import checksums
+from lightning_dpx.replicas.tensor_checksums import checksums
 from lightning_dpx.torch_compat import TorchDispatchMode, version_counter
 
 MIN_FLOPS_PER_OPERATOR = 2e6  # of one replica's slice: some 30 us of arithmetic, against 5-10 us of interpreter

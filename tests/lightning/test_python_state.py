@@ -1,5 +1,6 @@
 """What hooks and steps write on a module in plain Python is as on one device."""
 
+import copy
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
@@ -312,3 +313,47 @@ def test_what_a_step_puts_on_the_host_stays_there(execution: str) -> None:
     assert_equal({"outputs": torch.cat(model.outputs)}, {"outputs": one_device})
     trainer.predict(model, make_loader(20))  # Lightning itself moves what it returns to the host
     assert model.predicted_on == {"host": "cpu", "device": trainer.strategy.root_device.type}
+
+
+class KeepsATeacher(Classifier):
+    """A teacher in a list, which stays out of checkpoints and follows the module after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [copy.deepcopy(self.net).requires_grad_(False)]
+        self.scales = {"loss": torch.ones(3)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        target = self.hidden[0].to(self.device)(batch[0])
+        scale = self.scales["loss"].to(self.device).sum()
+        return F.cross_entropy(logits, batch[1]) + scale * F.mse_loss(logits, target)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scales["loss"].mul_(0.9)
+        self.average()
+
+    def average(self) -> None:
+        with torch.no_grad():
+            for kept, trained in zip(self.hidden[0].parameters(), self.net.parameters(), strict=True):
+                kept.lerp_(trained.to(kept.device), 0.2)
+
+
+class AveragesSilently(KeepsATeacher):
+    def average(self) -> None:
+        for kept, trained in zip(self.hidden[0].parameters(), self.net.parameters(), strict=True):
+            kept.data = kept.data * 0.8 + trained.data.to(kept.device) * 0.2
+
+
+class MadeLate(KeepsATeacher):
+    def on_fit_start(self) -> None:
+        self.hidden = [copy.deepcopy(self.net)]
+
+
+@pytest.mark.parametrize("kind", [KeepsATeacher, AveragesSilently, MadeLate])
+def test_a_teacher_in_a_list_and_tensors_in_a_dict_are_followed(kind: type[Classifier], execution: str) -> None:
+    ours = fitted(kind, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    one = fitted(kind)
+    assert_equal(dict(ours.state_dict()), dict(one.state_dict()))
+    assert_equal(dict(ours.hidden[0].cpu().state_dict()), dict(one.hidden[0].state_dict()))
+    torch.testing.assert_close(ours.scales["loss"], one.scales["loss"])

@@ -34,7 +34,7 @@ from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundi
 from lightning_dpx.python_objects.preserve import advance
 from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
-from lightning_dpx.replicas.replicate import _like
+from lightning_dpx.replicas.replicate import like_parameter
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
 from lightning_dpx.torch_compat import tree_map_only
@@ -233,7 +233,7 @@ def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str,
     for replica in replicas.primaries:
         parameters: dict[str, nn.Parameter] = {}
         for (name, own), real in zip(named, replica.parameters, strict=True):
-            parameters[name] = _like(own, real.detach())
+            parameters[name] = like_parameter(own, real.detach())
         shared.append(parameters)
     return shared
 
