@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.transfers import Transfer
-from lightning_dpx.replicas import BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
+from lightning_dpx.replicas import BatchDraws, BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -33,6 +33,7 @@ class ReplicaCall:
         "_args",
         "_changes_settings_once",
         "_checks_loss",
+        "_draws",
         "_kwargs",
         "_logs",
         "_name",
@@ -58,6 +59,7 @@ class ReplicaCall:
         self._transfer = Transfer(session.trainer, session.module, dataloader_idx)
         self._logs: dict[int, StepLog] = {}
         self._changes_settings_once = False
+        self._draws: BatchDraws | None = None
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
@@ -65,6 +67,8 @@ class ReplicaCall:
         module = batch_slice.replica.module
         if self._changes_settings_once:
             session.settings.begin_slice()
+        if self._draws is not None:
+            self._draws.begin_slice()
         log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
         context = session.context(module) if session.has_contexts else _NOTHING
         with log.recording(module), context:  # type: ignore[arg-type]
@@ -73,6 +77,11 @@ class ReplicaCall:
         if self._checks_loss and output is not None and not isinstance(output, Tensor):
             _check_loss(output)
         return output
+
+    def share_draws(self, rules: MergeRules) -> None:
+        """What one device draws once for a batch, all slices draw alike, as far as it is known."""
+        if rules.draws_once:
+            self._draws = BatchDraws(rules.draws_once, self._session.replicas.habits.draws.generators)
 
     @contextmanager
     def logged_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
@@ -85,6 +94,7 @@ class ReplicaCall:
         session = self._session
         state = session.replicas.python_state
         metrics = session.metrics
+        self.share_draws(rules)
         self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
         state.share()
         metrics.refresh(session.replicas.root.modules)

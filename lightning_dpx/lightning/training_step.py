@@ -160,6 +160,7 @@ class TrainingFlow:
         context = session.strategy.precision_plugin.train_step_context()
         with context, session.metrics.kept(slices), session.settings.kept():
             session.step.begin()
+            call.share_draws(session.step.rules)
             outputs = self._runner(call)(slices, call)
             session.step.merge(slices, outputs, session.end_hook(NAME))
 

@@ -61,6 +61,10 @@ class GeneratorStates:
     def restore(self) -> None:
         """All continue as if nothing had been drawn since."""
         self._torch.restore()
+        self.restore_outside_torch()
+
+    def restore_outside_torch(self) -> None:
+        """Those of ``random`` and NumPy, and those that modules hold, continue so."""
         self._process.restore()
         for generator, state in self._held:
             put_back(generator, state)

@@ -5,6 +5,7 @@ from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
+from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
@@ -44,6 +45,10 @@ from lightning_dpx.replicas.workers import CallerContext
 
 __all__ = [
     "BatchDim",
+    "BatchDraws",
+    "Source",
+    "StepDraws",
+    "drawn_once",
     "BatchSlicer",
     "InterProcess",
     "BufferMode",

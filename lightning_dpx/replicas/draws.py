@@ -1,15 +1,22 @@
-"""Notices that a run of the replicas drew from a generator that all of them share."""
+"""Draws from generators that all replicas share: whether there are any, and that a batch has those of one device.
+
+What a step draws once (how far to mix, which branch to take, by ``random``, NumPy or ``torch.rand(())``), each slice
+would draw for itself. Where a rehearsal has seen that the number of draws does not depend on the rows, every slice
+begins where the batch began, and draws the same:
+
+    batch begins at state s --slice 0--> t --put back--> s --slice 1--> t --> goes on at t, as on one device
+"""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lightning_dpx.devices import host_random_state
+from lightning_dpx.devices import host_random_state, set_host_random_state
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
 
 # Runs between looks at Python's and NumPy's generators: a look takes some 0.1 ms.
@@ -56,3 +63,63 @@ class DrawWatch:
         if not torch.equal(seen.torch, host_random_state()):
             return True
         return seen.others is not None and seen.others != GeneratorStates(generators=self.generators)
+
+
+Source = Literal["torch", "others"]  # the host's generator of PyTorch; those of Python and NumPy, and of modules
+
+
+@dataclass(frozen=True, slots=True)
+class StepDraws:
+    """What one call of a step has drawn from generators of the host.
+
+    Attributes:
+        before: Where they were.
+        after: Where it has left them.
+        of_torch: How many numbers each draw from PyTorch's had.
+    """
+
+    before: GeneratorStates
+    after: GeneratorStates
+    of_torch: tuple[int, ...]
+
+
+def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
+    """The sources from which a step draws as often for the whole batch as for each slice, and those where it does not.
+
+    Args:
+        calls: Of one device on the whole batch, and of slices of several sizes, all from the same states.
+    """
+    once: set[Source] = set()
+    by_rows: set[Source] = set()
+    if any(call.of_torch for call in calls):
+        is_once = len({call.of_torch for call in calls}) == 1
+        (once if is_once else by_rows).add("torch")
+    if any(call.after.differs_outside_torch(call.before) for call in calls):
+        is_once = not any(call.after.differs_outside_torch(calls[0].after) for call in calls)
+        (once if is_once else by_rows).add("others")
+    return once, by_rows
+
+
+class BatchDraws:
+    """Lets every slice of a batch draw the same.
+
+    Args:
+        sources: From which.
+        generators: Those that the module holds, and globals.
+    """
+
+    def __init__(self, sources: set[Source], generators: Sequence[Any]) -> None:
+        self._sources = sources
+        self._generators = generators
+        self._begin: _Seen | None = None
+
+    def begin_slice(self) -> None:
+        """One slice begins, those before it are over."""
+        if self._begin is None:
+            others = GeneratorStates(generators=self._generators) if "others" in self._sources else None
+            self._begin = _Seen(host_random_state(), others)
+            return
+        if "torch" in self._sources:
+            set_host_random_state(self._begin.torch)
+        if self._begin.others is not None:
+            self._begin.others.restore_outside_torch()

@@ -16,6 +16,7 @@ import torch
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, without_graphs
+from lightning_dpx.replicas.draws import Source
 from lightning_dpx.replicas.merging import (
     NUMBERS,
     Merger,
@@ -49,6 +50,7 @@ class MergeRules:
         times_unseen: How many batches have changed others.
         metrics_give_slices: Whether a metric that is called as a function gives each slice its own value, or that of
             all, which slices wait for.
+        draws_once: From where steps draw as often for a batch as for a slice, so that all slices shall draw the same.
         same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
@@ -71,6 +73,7 @@ class MergeRules:
     seen_attributes: set[str] = field(default_factory=set)
     times_unseen: Counter[str] = field(default_factory=Counter)
     metrics_give_slices: bool = False
+    draws_once: set[Source] = field(default_factory=set)
 
     @property
     def decides_buffers(self) -> bool:

@@ -5,6 +5,7 @@ them, and so which rule reproduces it: values that grow with the rows are joined
 Slices of unequal size make coincidences rare: a 12 x 12 matrix keeps its shape, whatever the number of rows.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _OF_NUMBERS: tuple[Kind, ...] = (
 )  # fmt: skip
 _PREFERRED: dict[str, Kind] = {"sum": "sum", "max": "max", "min": "min"}  # by the reduce_fx of a logged value
 _LARGEST_BLOCKS = 8  # "two views of every row, one after the other" are two blocks
+_ADDED: tuple[Kind, ...] = ("mean", "loss mean", "sum")
 _BY_CHANCE = 3  # so few numbers may fit a rule by chance
 NUMBERS = (bool, int, float, np.generic)
 
@@ -198,7 +200,8 @@ class Search:
             for kind in self._kinds():
                 reduced = reduce_numbers(values, kind, self.weights)
                 if reduced is not None:
-                    errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance)
+                    terms = _largest(values) if kind in _ADDED else 0.0
+                    errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance, terms=terms)
         fitting = [rule for rule, error in errors.items() if error <= self.tolerance.relative]
         if not fitting:
             return self._unlike(path, whole, parts)
@@ -240,6 +243,13 @@ class Search:
     def _unlike(self, path: str, whole: Any, parts: Sequence[Any]) -> Finding:
         parted = " and ".join(describe(part) for part in parts)
         return Finding(path=path, rules=(), text=f"{describe(whole)} on one device, {parted} from slices")
+
+
+def _largest(values: Sequence[torch.Tensor]) -> float:
+    """The largest magnitude in any of them; 0 where none is a finite floating-point number."""
+    floats = [value for value in values if value.is_floating_point() and value.numel()]
+    magnitudes = [float(value.abs().max()) for value in floats]
+    return max(filter(math.isfinite, magnitudes), default=0.0)
 
 
 def _other_dims(value: torch.Tensor, dim: int) -> list[int]:

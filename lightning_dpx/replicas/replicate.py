@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_dpx.devices import canonical_device, device_beside
 from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
+from lightning_dpx.replicas.parameter_hooks import is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
@@ -463,7 +464,7 @@ def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter of the same class, flags and hooks, with other values and no gradient."""
+    """A parameter of the same class, flags and hooks of the user, with other values and no gradient."""
     is_plain = type(parameter) is nn.Parameter
     duplicate = nn.Parameter(data, parameter.requires_grad) if is_plain else copy.copy(parameter)
     duplicate.data = data
@@ -475,7 +476,7 @@ def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
             register = duplicate.register_post_accumulate_grad_hook
             if name == "_backward_hooks":
                 register = duplicate.register_hook
-            for hook in hooks.values():
+            for hook in filterfalse(is_ours, hooks.values()):
                 register(hook)  # type: ignore[no-untyped-call]
             duplicate.requires_grad_(parameter.requires_grad)
     return duplicate

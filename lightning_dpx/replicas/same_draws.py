@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.torch_compat import TorchDispatchMode, overload_name, schema_of
+from lightning_dpx.devices import is_host
+from lightning_dpx.torch_compat import TorchDispatchMode, overload_name, schema_of, tree_leaves
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 _SEEDS = 2**31 - 1
@@ -73,6 +74,7 @@ class SameDraws(TorchDispatchMode):
         draws: Of what the step drew and was made equal for all rows: how many numbers a row got, draw by draw. Where
             rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
+        on_host: How many numbers each draw from the host's generator had.
         low_precision: Dtypes of less precision than float32 that the step computed in, by autocast or by itself.
     """
 
@@ -80,6 +82,7 @@ class SameDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = shared
         self.draws: list[int] = []
+        self.on_host: list[int] = []
         self.left_alone: dict[str, None] = {}
         self.low_precision: set[torch.dtype] = set()
 
@@ -99,11 +102,18 @@ class SameDraws(TorchDispatchMode):
         draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{overload_name(func)}")
         if draw is None:
             self.left_alone[str(func.overloadpacket)] = None
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._note_draw(tree_leaves(result))
+            return result
         result = draw(func, args, kwargs)
         drawn = result[0] if isinstance(result, tuple) else result
+        self._note_draw([drawn])
         self.draws.append(math.prod(_shape_of_pattern(drawn)))
         return result
+
+    def _note_draw(self, drawn: Iterable[Any]) -> None:
+        tensors = [leaf for leaf in drawn if isinstance(leaf, torch.Tensor)]
+        self.on_host += [tensor.numel() for tensor in tensors if is_host(tensor.device)]
 
     @property
     def drew(self) -> bool:

@@ -40,7 +40,9 @@ class Tolerance:
         return cls(relative, min(_ROUNDINGS_PER_SUM * eps, relative))
 
 
-def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale: float = 0.0) -> float:
+def difference(
+    one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale: float = 0.0, terms: float = 0.0
+) -> float:
     """The largest difference of two tensors, relative to the largest magnitude in them; infinity for other shapes.
 
     Integers and booleans differ or do not: 0 or infinity. Where both are NaN, or the same infinity, they are equal.
@@ -50,6 +52,7 @@ def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale
         two: Likewise.
         tolerance: Differences of numbers this small beside ``scale`` are none.
         scale: The largest magnitude among neighbors, such as the other gradients of a step.
+        terms: The largest magnitude among what was added up: of two numbers that cancel out, their roundings are left.
     """
     if one.shape != two.shape:
         return math.inf
@@ -68,6 +71,6 @@ def difference(one: torch.Tensor, two: torch.Tensor, tolerance: Tolerance, scale
         return math.inf
     finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
     share = max(_SHARE_OF_NEIGHBORS, tolerance.of_neighbors / tolerance.relative)
-    largest = float(finite.max()) + share * scale
+    largest = max(float(finite.max()), terms) + share * scale
     smallest = torch.finfo(torch.float32).tiny * tolerance.relative
     return float(apart.max()) / max(largest, smallest)

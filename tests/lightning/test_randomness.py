@@ -180,3 +180,41 @@ def test_threads_take_turns_where_any_generator_is_drawn_from(kind: str) -> None
     in_threads, our_state = mixed_up(kind, strategy=DPXStrategy(execution="threads"), devices=2)
     assert in_threads == in_line
     assert_equal(our_state, state, bitwise=True)
+
+
+class DecidesByDraw(Classifier):
+    """What decides for the whole batch is drawn once for it: how far to scale, which branch to take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(5)
+        self.of_torch = torch.Generator().manual_seed(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scale = np.random.uniform(0.5, 1.5) + self.generator.random() + float(torch.rand((), generator=self.of_torch))
+        logits = self.net(batch[0])
+        if random.random() < 0.5:
+            logits = logits.relu()
+        if float(torch.rand(())) < 0.5:
+            logits = logits * 2
+        loss = F.cross_entropy(logits, batch[1]) * scale
+        self.log("scale", scale)
+        return loss
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_what_a_step_draws_for_its_batch_is_drawn_once(execution: str, num_replicas: int) -> None:
+    def fitted(**options: Any) -> tuple[dict[str, torch.Tensor], float, float]:
+        seed_everything(3, verbose=False)
+        model = DecidesByDraw()
+        trainer = make_trainer(**options)
+        trainer.fit(model, make_loader(53), make_loader(53))
+        values = {name: value.cpu() for name, value in model.state_dict().items()}
+        return values, float(trainer.callback_metrics["scale"]), random.random()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        ours = fitted(strategy=DPXStrategy(execution=execution), devices=num_replicas)
+    one = fitted()
+    assert_equal(ours[0], one[0])
+    assert ours[1:] == pytest.approx(one[1:])

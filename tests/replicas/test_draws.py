@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.draws import DrawWatch
+from lightning_dpx.python_objects.preserve import GeneratorStates
+from lightning_dpx.replicas.draws import BatchDraws, DrawWatch, StepDraws, drawn_once
 
 
 class Draws(nn.Module):
@@ -46,3 +47,32 @@ def test_generators_of_others_are_looked_at_now_and_then_and_those_of_torch_alwa
     assert [number for number, seen in enumerate(others) if seen and number >= 8] == [16, 32]
     assert drawn(watch, lambda: torch.rand(1))
     assert drawn(watch, random.random, kind="validation"), "another kind of run has first runs of its own"
+
+
+def call(draw: Callable[[], object], *of_torch: int) -> StepDraws:
+    before = GeneratorStates()
+    draw()
+    seen = StepDraws(before, before.again(), of_torch)
+    before.restore()
+    return seen
+
+
+def test_what_is_drawn_for_a_batch_is_told_from_what_is_drawn_for_rows() -> None:
+    whole, sliced = call(random.random, 5), call(random.random, 2)
+    assert drawn_once([whole, sliced]) == ({"others"}, {"torch"})
+    assert drawn_once([call(lambda: np.random.random(5)), call(lambda: np.random.random(2))]) == (set(), {"others"})
+    assert drawn_once([call(lambda: None, 1), call(lambda: None, 1)]) == ({"torch"}, set())
+    assert drawn_once([call(lambda: None), call(lambda: None)]) == (set(), set())
+
+
+def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:
+    random.seed(3)
+    torch.manual_seed(3)
+    expected = [(random.random(), float(torch.rand(()))) for _ in range(2)]
+    random.seed(3)
+    torch.manual_seed(3)
+    for numbers in expected:
+        batch = BatchDraws({"torch", "others"}, [])
+        for _ in range(3):
+            batch.begin_slice()
+            assert (random.random(), float(torch.rand(()))) == numbers

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replicate import make_shadow_module, replicate
+from lightning_dpx.replicas.parameter_hooks import is_ours
+from lightning_dpx.replicas.replicate import like_parameter, make_shadow_module, replicate
 
 CPU = torch.device("cpu")
 
@@ -159,3 +160,14 @@ def test_replicas_share_what_was_compiled_and_have_its_hooks() -> None:
     make_shadow_module(replicas[0])(x)
     assert len(graphs) == 3, "replicas and shadows run the code of the first"
     torch.compiler.reset()
+
+
+def test_copies_have_the_hooks_of_the_user_and_not_those_of_this_package() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    seen: list[torch.Tensor] = []
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    parameter.register_post_accumulate_grad_hook(functools.partial(is_ours))
+    copied = like_parameter(parameter, torch.zeros(2))
+    copied.sum().backward()
+    assert seen[0] is copied
+    assert len(copied._post_accumulate_grad_hooks) == 1

@@ -10,8 +10,8 @@ rehearsed trains all the same, and one line says why (`rehearsals.py`).
 """
 
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ from lightning_dpx.lightning.rehearsal.outcome import (
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.replicas import MergeRules, drawn_once
 from lightning_dpx.replicas.collectives import UnequalShapesError
-from lightning_dpx.replicas.merging import Rule
+from lightning_dpx.replicas.merging import Finding, Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 NOT_ALIKE = "they are not what one device gives: "
@@ -70,6 +71,7 @@ class Rehearsal:
         self._rows = FewRows(call, self._step.replicas)
         self._whole = WholeRun(self._step, self._rows)
         self._sliced = SlicedRun(self._step, self._rows)
+        self._looks_again = False
         self.needs_equal_slices = False
 
     @property
@@ -89,11 +91,44 @@ class Rehearsal:
             NotRehearsed: nothing could be.
             SlicesFail: the slices raise where the whole batch does not.
         """
+        outcome = self._visited(lambda: self._on_own_values() or self._on_all_rows())
+        outcome.settle_numbers()
+        return outcome
+
+    def look_again(
+        self, part: float, earlier: tuple[dict[str, Finding], dict[str, Finding]], rules: MergeRules
+    ) -> Outcome:
+        """What is found on a few other rows, together with the rules that earlier ones have shown.
+
+        Args:
+            part: Of the rows that are not taken, the part in front of those that are.
+            earlier: What was found of outputs and kept values, and of logged values.
+            rules: By which results are merged now.
+
+        Raises:
+            NotRehearsed: nothing could be found.
+            SlicesFail: the slices raise where the whole batch does not.
+        """
+        self._looks_again = True
+        self._rows.skipped = part
+        self._sliced.gives_slices = rules.metrics_give_slices
+        with nullcontext() if self._step.by_hand else torch.no_grad():  # as much memory as a few rows take
+            outcome = self._visited(lambda: self._on_rows(1))
+        findings, logged = earlier
+        rows, sizes, stage = outcome.comparison.rows, outcome.comparison.sizes, outcome.comparison.stage
+        before = Outcome(
+            comparison=Comparison(rows=rows, sizes=sizes, stage=stage),
+            judge=outcome.judge,
+            findings=findings,
+            logged=logged,
+        )
+        return self._refine(outcome, before)
+
+    def _visited(self, look: Callable[[], Outcome]) -> Outcome:
         with self._step.guest.visit(calls_hooks=self._step.by_hand):
             try:
-                outcome = self._on_own_values() or self._on_all_rows()
+                outcome = look()
                 self._check_iterators()
-                outcome.settle_numbers()
                 return outcome
             except (NotRehearsed, SlicesFail, ParametersAppear):
                 self._check_iterators()
@@ -184,7 +219,7 @@ class Rehearsal:
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
-            if sum(sizes) == self._step.call.num_rows:
+            if sum(sizes) == self._step.call.num_rows or self._looks_again:
                 raise NotRehearsed(f"on {sum(sizes)} rows it raises {in_one_line(error)}") from None
             sizes = self._rows.real_sizes  # a step that needs more rows than a few
             whole = self._whole.observe(sum(sizes))
@@ -214,10 +249,14 @@ class Rehearsal:
             by_sum = self._sliced.observe(sizes, whole, "sum")
             if not self._differs(before, whole, by_sum[1], by_sum[0], sizes):
                 judge, sliced = by_sum
+        if not self._step.by_hand:  # whose slices take turns, and draw in between
+            once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
+            judge.draws_once = once
+            judge.draws_by_rows = by_rows
         comparison = self._compare(before, whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
         may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._module)
-        if (may_read or comparison.differences) and self._reads_old_gradients(whole, sizes):
+        if (may_read or comparison.differences) and not self._looks_again and self._reads_old_gradients(whole, sizes):
             raise SlicesFail(
                 "It reads gradients that the step before has left in .grad, which the first replica alone has.",
                 "For all devices to take part, read them in on_before_optimizer_step or on_train_batch_end.",
@@ -231,7 +270,7 @@ class Rehearsal:
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
         # A decayed count grows like any other from zero, and a number that is set looks like one that is added to it.
         goes_on = comparison.kept or judge.unsettled or "sum" in judge.buffers.values()
-        if goes_on and trained_alike and not unstable and not self._step.by_hand:
+        if goes_on and trained_alike and not (unstable or self._step.by_hand or self._looks_again):
             self._compare_second_steps(judge, sizes, comparison, whole)
         return Outcome(
             comparison=comparison,
@@ -276,7 +315,7 @@ class Rehearsal:
         Raises:
             SlicesFail: they do.
         """
-        if isinstance(failure, torch.OutOfMemoryError):
+        if isinstance(failure, torch.OutOfMemoryError) or self._looks_again:
             raise failure
         if sizes != self._rows.real_sizes:
             whole = self._whole.observe(self._step.call.num_rows)

@@ -18,6 +18,7 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import (
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
+from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import BatchSlice, MergeRules
@@ -45,6 +46,7 @@ class Rehearsals:
         self._rules: dict[tuple[str, int], MergeRules] = {}
         self._found: dict[tuple[str, int], tuple[dict[str, Finding], dict[str, Finding]]] = {}
         self._again: dict[tuple[str, int], int] = {}  # how often a stage was rehearsed again
+        self._spot_checks = SpotChecks()
         self._said: set[str] = set()
         self._agreed = False
 
@@ -54,6 +56,7 @@ class Rehearsals:
         self._rules.clear()
         self._found.clear()
         self._again.clear()
+        self._spot_checks.forget()
         self._agreed = False
 
     def reopen(self, name: str) -> None:
@@ -94,9 +97,11 @@ class Rehearsals:
         if rehearses:
             self._again[key] = self._again.get(key, -1) + 1
             self._done.add(key)
-            rows = sum(batch_slice.num_rows for batch_slice in slices)
-            active = tuple(batch_slice.replica.index for batch_slice in slices)
-            self._rehearse(Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=rows))
+            self._rehearse(_call_of(name, slices, args, kwargs))
+        elif key in self._found and len(slices) > 1:
+            rehearses = self._spot_checks.is_due(key)
+            if rehearses:
+                self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
@@ -157,6 +162,7 @@ class Rehearsals:
         if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
+        self._spot_checks.news(key, outcome.comparison.differences)
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy.session.step.rules = rules
@@ -169,6 +175,39 @@ class Rehearsals:
             )
         else:
             self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+
+    def _look_again(self, call: Call) -> None:
+        """A rehearsed step on other rows, with the rules that were found; only what is news is told."""
+        key = (call.name, call.dataloader_idx)
+        rules = self.rules(*key)
+        strategy = self._strategy
+        try:
+            requested: list[str] = []
+            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
+                rehearsal = Rehearsal(strategy, call, rules.loss_reduction, requested)
+                outcome = rehearsal.look_again(self._spot_checks.part(key), self._found[key], rules)
+        except (SlicesFail, NotRehearsed, ParametersAppear):
+            return  # the step itself will raise what is wrong
+        comparison = outcome.comparison
+        comparison.differences = self._spot_checks.news(key, comparison.differences)
+        rules.draws_once -= outcome.judge.draws_by_rows
+        self._narrow(key, outcome)
+        if comparison.differences and not self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
+            comparison.notes.append("The batches that were checked before had shown nothing of it")
+            self._tell(call.name, comparison, is_first=False)
+
+    def _narrow(self, key: Key, outcome: Outcome) -> None:
+        """Of the rules that fitted at first, those remain that fit other rows, too; not of what is still undecided."""
+        rules = self.rules(*key)
+        of_outputs, of_logs = self._found[key]
+        for chosen_rules, before, now in (
+            (rules.outputs, of_outputs, outcome.findings),
+            (rules.logged, of_logs, outcome.logged),
+        ):
+            for path in before.keys() & now.keys() - rules.undecided:
+                before[path] = now[path]
+                if now[path].rules and path in chosen_rules:
+                    chosen_rules[path] = now[path].rules[0]
 
     def _left_micro_batches(self, call: Call, reason: str) -> bool:
         """Micro-batches that nobody asked for are given up where there is a reason."""
@@ -241,6 +280,7 @@ class Rehearsals:
         known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
         known.same_batch_sizes = outcome.judge.same_batch_sizes
         known.buffers = outcome.judge.buffers
+        known.draws_once = outcome.judge.draws_once
         known.metrics_give_slices = outcome.judge.metrics_give_slices
         for place, number in outcome.judge.appended.items():
             if all(one.rules for one in found_at(place, findings)):
@@ -262,3 +302,9 @@ class Rehearsals:
         if text not in self._said:
             rank_zero_info(text)
         self._said.add(text)
+
+
+def _call_of(name: str, slices: Sequence[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    rows = sum(batch_slice.num_rows for batch_slice in slices)
+    active = tuple(batch_slice.replica.index for batch_slice in slices)
+    return Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=rows)

@@ -32,7 +32,7 @@ from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
-from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
+from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet, StepDraws
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.replicate import like_parameter
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
@@ -64,6 +64,7 @@ class Guest:
         self._run_start = self._start
         self._modes: list[SameDraws] = []
         self._steps: list[SameDraws] = []  # those among them that are no backward
+        self.draws_of_steps: list[StepDraws] = []  # of the last run
         self.surroundings = Surroundings(trainer, module)
         self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
         self.changed_settings = False
@@ -105,6 +106,7 @@ class Guest:
         """One run of ``shadow``, from the same random numbers as every other, unless others are wanted."""
         self._modes = []
         self._steps = []
+        self.draws_of_steps = []
         self.logger_calls.clear()
         self._start.restore()
         if other_draws:
@@ -142,6 +144,8 @@ class Guest:
             self._run_start.restore()
         with mode:
             yield
+        if stage != "backward":
+            self.draws_of_steps.append(StepDraws(self._run_start, self._run_start.again(), tuple(mode.on_host)))
 
 
 def schedulers_of(trainer: Any) -> list[Any]:

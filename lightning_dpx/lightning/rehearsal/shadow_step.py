@@ -223,6 +223,7 @@ class ShadowStep:
     def note_draws(self, seen: Observation) -> None:
         """The random numbers of the last run."""
         seen.draws = self.guest.draws
+        seen.draws_of_steps = self.guest.draws_of_steps
         seen.left_alone = self.guest.left_alone
 
 

@@ -81,6 +81,7 @@ class SlicedRun:
             stack.enter_context(step.guest.run(shadow))
             stack.callback(replicas.close)
             stack.callback(training.close)
+            stack.callback(training.discard_forward)
             for rules in (*earlier, judge):
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
                 for replica in replicas.replicas:

@@ -1,5 +1,6 @@
 """Micro-batches do not wait for the value of a metric where their own, merged, are those of one device."""
 
+import gc
 import re
 import warnings
 from typing import Any
@@ -126,6 +127,7 @@ def peak_of(sim: Any, kind: type[Measures], number: int) -> int:
         def on_train_batch_start(self, *_: Any) -> None:
             sim.reset_peak_memory_stats(0)  # the rehearsal comes later, and takes no more than a step
 
+    gc.collect()  # an earlier fit's trainer is in reference cycles
     before = sim.memory_allocated(0)
     fitted(Counted, strategy=dpx.DPXStrategy(micro_batches=number), accelerator="sim", devices=1)
     return int(sim.max_memory_allocated(0)) - before

@@ -60,7 +60,8 @@ class Comparer:
                 return
             out.differences.append(("loss", "the loss is None on one device or in slices, but not on both"))
             return
-        error = difference(whole.loss.double().reshape(()), sliced.loss.double().reshape(()), self._tolerance)
+        losses = whole.loss.double().reshape(()), sliced.loss.double().reshape(())
+        error = difference(*losses, self._tolerance, terms=judge.largest_loss)
         if error <= self._tolerance.relative:
             out.counts["loss"] = 1
             out.largest = max(out.largest, error)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, host_copy
-from lightning_dpx.replicas import ListPlace, MergeRules, Weights
+from lightning_dpx.replicas import ListPlace, MergeRules, Source, Weights
 from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, mean_of_slices
 from lightning_dpx.replicas.rebound_numbers import increments
 from lightning_dpx.replicas.state import BufferRule
@@ -55,7 +55,9 @@ class JudgingRules(MergeRules):
         self.logged_findings: dict[str, Finding] = {}
         self.fitting_buffers: dict[str, list[BufferRule]] = {}  # by name, all rules that reproduce a buffer
         self.batch_sizes: dict[str, str] = {}  # those that slices cannot give, in words
+        self.draws_by_rows: set[Source] = set()  # where the number of draws depends on the rows
         self.losses: dict[str, float] = {}
+        self.largest_loss = 0.0  # of a slice
         self.loss_fits = True
 
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
@@ -215,8 +217,9 @@ class JudgingRules(MergeRules):
         if whole is None:
             return self.loss_reduction
         target = whole.double().reshape(())
+        self.largest_loss = max(map(float, map(torch.abs, values)))
         fits = {
-            name: difference(target, torch.tensor(value, dtype=torch.float64), self._tolerance)
+            name: difference(target, torch.tensor(value, dtype=torch.float64), self._tolerance, terms=self.largest_loss)
             <= self._tolerance.relative
             for name, value in self.losses.items()
         }

@@ -13,7 +13,7 @@ from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
 from lightning_dpx.python_objects.origin import package_of, runs_steps
-from lightning_dpx.replicas import ListPlace
+from lightning_dpx.replicas import ListPlace, StepDraws
 
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
 
@@ -41,6 +41,7 @@ class Observation:
         drew: Whether random numbers were made equal for all rows.
         draws: How many such numbers a row got, draw by draw, in every call of a replica's step.
         left_alone: What else drew random numbers.
+        draws_of_steps: What every call of a replica's step drew from generators of the host.
         metric_calls: What metrics were given, by one device.
         appended: What lists got, by one device.
         numbers: Of attributes, after the step of one device.
@@ -57,6 +58,7 @@ class Observation:
     drew: bool = False
     draws: list[tuple[int, ...]] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
+    draws_of_steps: list[StepDraws] = field(default_factory=list)
     metric_calls: CallLog | None = None
     appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,46 @@
+"""When a step that was checked is looked at again: in batches 2, 4, 8, ... of its stage, on other rows than before.
+
+The first rows may be alike by chance: a mean over the tokens is one over the rows until the first batch with padding.
+What comes later (a second term of the loss, another kind of batch) is found in a batch not much later, and ever more
+batches lie between two looks, so they cost nothing in the long run.
+"""
+
+from collections.abc import Sequence
+
+_PARTS = (0.5, 0.0, 1.0, 0.25, 0.75)  # of the rows that are not taken, how many lie in front of those that are
+# What else a step does, the first rehearsal judges: it runs a second step, which a look at some rows does not.
+_TOLD = ("loss", "gradient", "new weight", "logged value", "output", "kept value")
+
+Key = tuple[str, int]  # the name of a step, and the index of its loader
+
+
+class SpotChecks:
+    """Those of a run: which batches are due, and what is news of what they show."""
+
+    def __init__(self) -> None:
+        self._batches: dict[Key, int] = {}
+        self._told: dict[Key, set[str]] = {}
+
+    def forget(self) -> None:
+        """The run is over."""
+        self._batches.clear()
+        self._told.clear()
+
+    def is_due(self, key: Key) -> bool:
+        """Counts a batch after the first, and says whether its step is looked at again."""
+        number = self._batches.get(key, 1) + 1
+        self._batches[key] = number
+        return number & (number - 1) == 0
+
+    def part(self, key: Key) -> float:
+        """Which rows are taken: of the others, the part in front of them, in [0, 1]."""
+        return _PARTS[self._batches[key].bit_length() % len(_PARTS)]
+
+    def news(self, key: Key, differences: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Those of a kind that was not told of this step before; they count as told from now on."""
+        told = self._told.setdefault(key, set())
+        new = [(kind, text) for kind, text in differences if kind in _TOLD and kind not in told]
+        told.update(kind for kind, _ in differences)
+        if any(kind == "loss" for kind in told):
+            told.add("gradient")  # which follow from it
+        return new
