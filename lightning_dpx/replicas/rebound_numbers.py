@@ -74,9 +74,18 @@ class NumberWatch:
         return []
 
     def replace(self, path: str, value: Any) -> None:
-        """Gives the user's attribute its value for the whole batch."""
+        """Gives the user's attribute its value for the whole batch; a tensor that was written in place stays itself."""
         owner, name = self._places[path]
-        self._root[owner][name] = value
+        attributes = self._root[owner]
+        now = _found(attributes, name)
+        was_kept = any(now is noted for noted, _ in self._noted[path])
+        is_tensor = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+        # That a tensor of inference mode was written is seen by nobody: replicas get another one.
+        if is_tensor and was_kept and not now.is_inference() and (now.shape, now.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                now.copy_(value)
+        else:
+            attributes[name] = value
 
 
 def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
@@ -114,9 +123,9 @@ def _noted(value: Any) -> tuple[Any, int]:
 def _is_as_noted(value: Any, noted: tuple[Any, int], copied: Any) -> bool:
     """Asked in every step, and so never of the values of tensors: a device would be waited for."""
     before, version = noted
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_inference():  # of those nobody counts what is written
         return value is before and version_of(value) == version
-    if isinstance(value, np.ndarray):
+    if isinstance(value, torch.Tensor | np.ndarray):
         return _is_equal(copied, value)  # it may have been written in place
     return bool(value is before or (type(value) is type(before) and value == before))
 

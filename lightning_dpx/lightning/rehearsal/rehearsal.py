@@ -11,7 +11,7 @@ rehearsed trains all the same, and one line says why (`rehearsals.py`).
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class Rehearsal:
         self._looks_again = True
         self._rows.skipped = part
         self._sliced.gives_slices = rules.metrics_give_slices
-        with nullcontext() if self._step.by_hand else torch.no_grad():  # as much memory as a few rows take
+        with torch.no_grad():  # it takes as much memory as a few rows do
             outcome = self._visited(lambda: self._on_rows(1))
         findings, logged = earlier
         rows, sizes, stage = outcome.comparison.rows, outcome.comparison.sizes, outcome.comparison.stage

@@ -98,7 +98,7 @@ class Rehearsals:
             self._again[key] = self._again.get(key, -1) + 1
             self._done.add(key)
             self._rehearse(_call_of(name, slices, args, kwargs))
-        elif key in self._found and len(slices) > 1:
+        elif key in self._found and len(slices) > 1 and not self._steps_by_hand(name):
             rehearses = self._spot_checks.is_due(key)
             if rehearses:
                 self._look_again(_call_of(name, slices, args, kwargs))
@@ -109,6 +109,10 @@ class Rehearsals:
             self._agreed = True
             self._agree()
         return rehearses
+
+    def _steps_by_hand(self, name: str) -> bool:
+        """Whether optimizers step inside of it: to look at that again takes copies of them, and of all parameters."""
+        return name == "training_step" and not self._strategy.lightning_module.automatic_optimization
 
     def _is_outdated(self, key: tuple[str, int]) -> bool:
         """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""

@@ -233,3 +233,45 @@ def test_what_no_rehearsal_ever_sees_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match=r"self\.count changed in 6 batches and in no rehearsal") as caught:
         trainer.fit(model, data)
     assert sum("in no rehearsal" in str(one.message) for one in caught) == 1
+
+
+class Confuses(Model):
+    """A matrix that hooks of an evaluation make, in inference mode, and its steps add to in place."""
+
+    def begin(self) -> None:
+        self.of_run = torch.zeros(3, 3)
+        self.matrices: list[list[float]] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.confusions = torch.zeros(3, 3, device=self.device)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rows, labels = batch
+        found = self.net(rows).argmax(1)
+        self.confusions.index_put_((labels, found), torch.ones(len(found), device=found.device), accumulate=True)
+        one_hot = F.one_hot(labels, 3).float().T @ F.one_hot(found, 3).float()
+        self.of_run = self.of_run.to(one_hot.device) + one_hot
+
+    def on_validation_epoch_end(self) -> None:
+        self.matrices.append([*self.confusions.flatten().tolist(), *self.of_run.flatten().tolist()])
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+@pytest.mark.usefixtures("hardware")
+def test_matrices_of_an_evaluation_are_those_of_one_device(own: Any, num_devices: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(45, 8, generator=generator), torch.randint(0, 3, (45,), generator=generator))
+    loader = DataLoader(data, 10)
+
+    def matrices(**options: Any) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = Confuses()
+        make_trainer(**options).fit(model, loader, loader)
+        make_trainer(**options).validate(model, loader, verbose=False)
+        return model.matrices
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = matrices(strategy=dpx.DPXStrategy(**own), devices=num_devices)
+    assert ours == matrices()
+    assert not [str(one.message) for one in caught if "not what it is" in str(one.message)]

@@ -57,7 +57,9 @@ class Plain(Classifier):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-def fitted(kind: type[Classifier], loader: Any, counter: int = 2, **options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+def fitted(
+    kind: type[Classifier], loader: Any, counter: int = 2, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     torch.manual_seed(0)
     model = kind()
     model.hparams.counter = counter

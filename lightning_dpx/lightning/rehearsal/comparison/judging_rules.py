@@ -14,6 +14,7 @@ from lightning_dpx.replicas.state import BufferRule
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
 _OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")
+_BY_CHANCE = frozenset({"first", "max", "min", "last", "quadratic mean", "geometric mean"})  # may fit few rows
 SETTING = tuple(Rule(kind=kind) for kind in ("mean", "loss mean", "sum", "max", "min", "last"))
 _RULES_OF_BUFFERS: tuple[BufferRule, ...] = ("mean", "sum", "max", "min", "first")
 
@@ -128,7 +129,7 @@ class JudgingRules(MergeRules):
         self.kept_findings.pop(name, None)
         self.outputs.pop(name, None)
         if fitting:
-            by_chance = fitting[0].kind not in ("added", "sum", "mean", "loss mean") or Rule(kind="first") in fitting
+            by_chance = not _BY_CHANCE.isdisjoint(rule.kind for rule in fitting)
             is_sure = len(fitting) == 1 or not by_chance
             self.kept_findings[name] = Finding(path=name, rules=tuple(fitting), is_sure=is_sure)
             self.outputs[name] = fitting[0]
