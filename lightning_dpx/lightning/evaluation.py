@@ -6,6 +6,7 @@ run       batch --slices--> slices --(rehearsal of the first)--> forward --> out
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.replicas import BatchSlice, weights_of
 
@@ -44,7 +45,13 @@ class EvaluationFlow:
             batch = session.given(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
-            outputs = self.forward(name, slices, args, kwargs)
+            try:
+                outputs = self.forward(name, slices, args, kwargs)
+            except GatherError as error:
+                if session.has_processes or session.rehearsals.rules(name, loader_index(args)).joins_state:
+                    raise  # what the step has counted, it would count again
+                session.whole_batches.give_whole(name, f"{error}", "Return what has a shape of its own for every row.")
+                return self.run(name, args, kwargs)
         session.end_batch(name, args)
         return outputs
 

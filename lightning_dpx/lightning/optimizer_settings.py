@@ -6,6 +6,7 @@ Every slice finds them as the batch did, and what the first one makes of them is
 of their optimizers instead (`manual/replica_views.py`).
 """
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -145,6 +146,9 @@ def _with_children(schedulers: Iterable[Any]) -> Iterator[Any]:
 def _are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     if len(now) != len(before):
         return False
+    # Asked at every slice, and nearly always so: in C, a quarter of the time.
+    if all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values())):
+        return True
     for key, value in before.items():
         found = now.get(key, _MISSING)
         if found is not value and not _is_same(found, value):

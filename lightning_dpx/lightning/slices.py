@@ -5,9 +5,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.lightning import stepping_hooks
 from lightning_dpx.lightning.lightning_api import pl
 from lightning_dpx.lightning.loose_tensors import LooseTensors, reason_and_advice
 from lightning_dpx.lightning.manual.acts_once import held_optimizers
+from lightning_dpx.lightning.stepping_hooks import SteppingHooks
 from lightning_dpx.lightning.whole_batches import fetches_by_itself, paths_of_loaders, rows_to_weigh_by
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch, check_paths, weights_of
 
@@ -25,6 +27,7 @@ class Slices:
     def __init__(self, session: "Session") -> None:
         self._session = session
         self._loose_tensors = LooseTensors()
+        self._stepping_hooks = SteppingHooks()
 
     def of(self, name: str, batch: Any) -> list[BatchSlice]:
         """The slices of ``batch``, with what each of them weighs.
@@ -58,6 +61,9 @@ class Slices:
         whole_batches = session.whole_batches
         if name == "training_step":
             self._keep_loose_tensors_whole()
+            name_of_hooked = self._stepping_hooks.find(session.module)
+            if name_of_hooked:
+                whole_batches.give_whole(name, *stepping_hooks.reason_and_advice(name_of_hooked))
         if whole_batches.reason_for(name) is not None or whole_batches.takes_next(name):
             return None
         if fetches_by_itself(batch):

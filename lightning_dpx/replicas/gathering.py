@@ -370,7 +370,8 @@ def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.
         return parts[0].to(device)
     # Outputs often have their rows along dim 0 though inputs have them elsewhere (T x N in, N classes out).
     for candidate in dict.fromkeys((dim, 0)):
-        if all(_has_rows_along(candidate, part, rows) for part, rows in zip(parts, sizes, strict=True)):
+        has_rows = all(_has_rows_along(candidate, part, rows) for part, rows in zip(parts, sizes, strict=True))
+        if has_rows and len({part.movedim(candidate, 0).shape[1:] for part in parts}) == 1:
             return torch.cat([part.to(device) for part in parts], candidate)
     if any(part.shape != parts[0].shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)

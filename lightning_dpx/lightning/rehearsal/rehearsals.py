@@ -85,7 +85,9 @@ class Rehearsals:
     def before_step(
         self, name: str, slices: Sequence[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Rehearses the step, if it is the first one on several replicas; says whether it did.
+        """Rehearses the step, if it is the first one on several replicas; looks again at some later ones.
+
+        Returns whether the batch may have to be cut in another way now.
 
         Raises:
             ParityError: it is not what it is on one device, and ``verify="raise"``.
@@ -99,9 +101,8 @@ class Rehearsals:
             self._done.add(key)
             self._rehearse(_call_of(name, slices, args, kwargs))
         elif key in self._found and len(slices) > 1 and not self._steps_by_hand(name):
-            rehearses = self._spot_checks.is_due(key)
-            if rehearses:
-                self._look_again(_call_of(name, slices, args, kwargs))
+            if self._spot_checks.is_due(key):
+                rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
@@ -180,8 +181,11 @@ class Rehearsals:
         else:
             self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
 
-    def _look_again(self, call: Call) -> None:
-        """A rehearsed step on other rows, with the rules that were found; only what is news is told."""
+    def _look_again(self, call: Call) -> bool:
+        """A rehearsed step on other rows, with the rules that were found; only what is news is told.
+
+        Returns whether the batch may have to be cut in another way now.
+        """
         key = (call.name, call.dataloader_idx)
         rules = self.rules(*key)
         strategy = self._strategy
@@ -191,14 +195,17 @@ class Rehearsals:
                 rehearsal = Rehearsal(strategy, call, rules.loss_reduction, requested)
                 outcome = rehearsal.look_again(self._spot_checks.part(key), self._found[key], rules)
         except (SlicesFail, NotRehearsed, ParametersAppear):
-            return  # the step itself will raise what is wrong
+            return False  # the step itself will raise what is wrong
         comparison = outcome.comparison
         comparison.differences = self._spot_checks.news(key, comparison.differences)
         rules.draws_once -= outcome.judge.draws_by_rows
         self._narrow(key, outcome)
-        if comparison.differences and not self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
+        if not comparison.differences:
+            return False
+        if not self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
             comparison.notes.append("The batches that were checked before had shown nothing of it")
             self._tell(call.name, comparison, is_first=False)
+        return True
 
     def _narrow(self, key: Key, outcome: Outcome) -> None:
         """Of the rules that fitted at first, those remain that fit other rows, too; not of what is still undecided."""

@@ -1,0 +1,55 @@
+"""What slices return and cannot be put together is computed from the whole batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from tests.conftest import Classifier, make_trainer
+
+pytestmark = pytest.mark.usefixtures("hardware")
+
+
+class Pads(Classifier):
+    """As many numbers as its label says, padded to the longest of the batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        longest = int(batch[1].max()) + 1
+        rows = [torch.ones(int(label) + 1, device=self.device) for label in batch[1]]
+        return torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
+
+
+class CountsAndPads(Pads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_rows = 0
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_rows += len(batch[1])
+        return super().predict_step(batch, batch_idx)
+
+
+def loader() -> DataLoader[Any]:
+    labels = torch.full((24,), 2)
+    labels[12:18] = 1  # in the second batch the slices are padded to other lengths
+    return DataLoader(TensorDataset(torch.ones(24, 8), labels), 12)
+
+
+def test_a_prediction_whose_shape_is_that_of_a_slice_is_made_by_one_device(execution: str) -> None:
+    one = make_trainer().predict(Pads(), loader())
+    trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution))
+    with pytest.warns(UserWarning, match=r"predict_step gets all of its batches whole.*shapes \(6, 2\), \(6, 3\)"):
+        ours = trainer.predict(Pads(), loader())
+    assert one is not None
+    assert ours is not None
+    for mine, theirs in zip(ours, one, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs)
+
+
+def test_where_the_step_has_counted_the_error_says_what_does_not_fit(execution: str) -> None:
+    trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution))
+    with pytest.raises(dpx.GatherError, match=r"shapes \(6, 2\), \(6, 3\) for result"):
+        trainer.predict(CountsAndPads(), loader())
