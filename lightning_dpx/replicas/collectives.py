@@ -42,6 +42,7 @@ class Rendezvous:
         start_others: Called once, by the first participant to wait in turns; starts the participants that have not
             begun, each of which calls :meth:`begin`.
         deadline: Seconds that a participant waits for the others; no limit unless given.
+        on_turn: Called when the turn goes from one participant to another.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Rendezvous:
         refusal: str = "",
         start_others: Callable[[], None] = lambda: None,
         deadline: float | None = None,
+        on_turn: Callable[[], None] | None = None,
     ) -> None:
+        self._on_turn = on_turn
         self.world_size = world_size
         self._in_turns = in_turns
         self._refusal = refusal
@@ -205,11 +208,14 @@ class Rendezvous:
 
     def _hand_over(self) -> None:
         """The turn goes to the lowest rank that acts, or that neither waits nor has ended."""
+        before = self._turn
         able = [rank for rank in range(self.world_size) if rank not in self._arrived and rank not in self._ended]
         if self._appointed:
             self._turn = min(self._appointed)
         elif able:
             self._turn = able[0]
+        if self._on_turn is not None and self._turn != before:
+            self._on_turn()
         self._changed.notify_all()
 
 

@@ -107,14 +107,12 @@ class ReplicaTask(Task):
     Attributes:
         rank: The replica's place among those that take part.
         batch_slice: Its part of the batch.
-        before: Called first, where another replica had its turn just before.
         watches: What times it.
         searched: Whether to look for the first NaN of its forward, as under ``detect_anomaly``.
     """
 
     rank: ReplicaRank = field(kw_only=True)
     batch_slice: BatchSlice = field(kw_only=True)
-    before: Callable[[], None] | None = field(kw_only=True)
     watches: Sequence[Watch] = field(kw_only=True)
     searched: bool = field(kw_only=True)
 

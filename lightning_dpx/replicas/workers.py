@@ -44,6 +44,7 @@ class Task:
         device: Where.
         stage: What it is a part of, for messages.
         call: The task itself.
+        before: Called first, where another task had its turn just before.
         cut_ties: Called where the task goes on although its caller has stopped waiting for it and it was stopped.
     """
 
@@ -52,6 +53,7 @@ class Task:
     stage: str
     call: Callable[..., Any]
     cut_ties: Callable[[], None] = _nothing
+    before: Callable[[], None] | None = None
 
     def attempt(self) -> "Outcome":
         """What the call returns or raises, on the task's device."""
@@ -98,7 +100,13 @@ class _Turns:
         self._tasks = tasks
         self._deadline = deadline
         self.outcomes = [Outcome() for _ in tasks]
-        self.meeting = Rendezvous(len(tasks), in_turns=True, start_others=self._start_others, deadline=deadline)
+        self.meeting = Rendezvous(
+            len(tasks),
+            in_turns=True,
+            start_others=self._start_others,
+            deadline=deadline,
+            on_turn=tasks[-1].before,
+        )
         self.abandoned = False
         self._context = CallerContext.capture()
         self._variables = contextvars.copy_context()

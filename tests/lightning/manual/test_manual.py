@@ -390,3 +390,39 @@ def test_an_optimizer_that_steps_in_a_thread_of_the_users_own_steps_for_the_whol
     with pytest.warns(UserWarning, match=r"calls optimizer\.step\(\) in a thread of its own"):
         ours = trained(StepsInAThread, strategy=strategy, devices=2)
     assert_equal(ours, trained(StepsInAThread))
+
+
+class ReadsItsPool(LightningModule):
+    """A pool of what was made before, as for a discriminator: rows of one slice are read by the next one's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker = nn.Linear(8, 8)
+        self.judge = nn.Linear(8, 1)
+        self.pool: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_maker, of_judge = self.optimizers()
+        made = self.maker(batch[0])
+        of_maker.zero_grad()
+        self.manual_backward(-self.judge(made).mean())
+        of_maker.step()
+        for row in made.detach():
+            self.pool.append(row)
+        oldest = torch.stack(self.pool[: len(made)])
+        of_judge.zero_grad()
+        self.manual_backward(self.judge(oldest).square().mean())
+        of_judge.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.maker, self.judge)]
+
+
+@pytest.mark.filterwarnings("ignore:dpx.*is not what it is on one device")
+def test_what_one_device_puts_into_a_list_another_one_reads_in_the_same_batch(sim: Any, execution: str) -> None:
+    model = ReadsItsPool()
+    strategy = dpx.DPXStrategy(execution=execution)
+    make_trainer(accelerator="sim", devices=2, strategy=strategy, limit_train_batches=1).fit(model, make_loader())
+    assert len(model.pool) > 0
+    assert {str(row.device) for row in model.pool} == {"sim:0"}

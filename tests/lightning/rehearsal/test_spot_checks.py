@@ -85,6 +85,12 @@ def test_a_loss_that_is_a_mean_over_rows_at_first_only_is_told_of_once(kind: Any
     assert "The batches that were checked before had shown nothing of it." in said[0]
 
 
+def test_micro_batches_go_on_as_the_step_may_not_fit_without_them() -> None:
+    _, said = fitted(ContrastsLater, make_loader(), strategy=dpx.DPXStrategy(micro_batches=3), devices=1)
+    assert len(said) == 1
+    assert "With micro_batches=1 it stays in one piece." in said[0]
+
+
 def test_first_runs_such_a_step_on_one_device_from_then_on() -> None:
     with pytest.warns(UserWarning, match="rows its slices differ from one device: the loss is"):
         make_trainer(max_epochs=2, **on_two(verify="first")).fit(ContrastsLater(), make_loader(), make_loader())
