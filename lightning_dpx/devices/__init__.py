@@ -5,7 +5,6 @@ from lightning_dpx.devices.generators import (
     host_random_digest,
     host_random_state,
     seed_apart,
-    set_host_random_state,
 )
 from lightning_dpx.devices.identity import (
     accelerators,
@@ -57,7 +56,6 @@ __all__ = [
     "has_nccl",
     "host_random_digest",
     "host_random_state",
-    "set_host_random_state",
     "is_host",
     "linked_groups",
     "moved",

@@ -13,11 +13,6 @@ def host_random_state() -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def set_host_random_state(state: torch.Tensor) -> None:
-    """That generator continues from a snapshot."""
-    torch.set_rng_state(state)
-
-
 def host_random_digest() -> int:
     """Tells states of that generator apart, and takes no memory; whichever modes and transforms are under way."""
     with DisableTorchDispatch(), DisableFuncTorch():

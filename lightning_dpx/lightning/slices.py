@@ -61,9 +61,7 @@ class Slices:
         whole_batches = session.whole_batches
         if name == "training_step":
             self._keep_loose_tensors_whole()
-            name_of_hooked = self._stepping_hooks.find(session.module)
-            if name_of_hooked:
-                whole_batches.give_whole(name, *stepping_hooks.reason_and_advice(name_of_hooked))
+            self._keep_stepping_hooks_whole()
         if whole_batches.reason_for(name) is not None or whole_batches.takes_next(name):
             return None
         if fetches_by_itself(batch):
@@ -96,6 +94,15 @@ class Slices:
         names = self._loose_tensors.find(optimizers, session.module, known)
         if names:
             session.whole_batches.give_whole("training_step", *reason_and_advice(names))
+
+    def _keep_stepping_hooks_whole(self) -> None:
+        """A hook that steps an optimizer would step once for every slice, with the gradient of that slice."""
+        session = self._session
+        parameter = self._stepping_hooks.find(session.replicas.root.parameters)
+        if parameter is not None:
+            session.whole_batches.give_whole(
+                "training_step", *stepping_hooks.reason_and_advice(parameter, session.module)
+            )
 
     @property
     def _reads_rows(self) -> bool:

@@ -23,19 +23,19 @@ class SteppingHooks:
 
     def __init__(self) -> None:
         self._next = -1
-        self._name = ""
+        self._found: nn.Parameter | None = None
 
-    def find(self, module: nn.Module) -> str:
-        """The name of a parameter with such a hook; empty if none has one."""
+    def find(self, parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
+        """The first of these with such a hook; ``None`` if none has one."""
         if RemovableHandle.next_id != self._next:  # torch numbers all hooks of the process
             self._next = RemovableHandle.next_id
-            named = module.named_parameters()
-            self._name = next((name for name, parameter in named if any(map(_steps, _hooks_of(parameter)))), "")
-        return self._name
+            self._found = next((one for one in parameters if any(map(_steps, _hooks_of(one)))), None)
+        return self._found
 
 
-def reason_and_advice(name: str) -> tuple[str, str]:
-    """Why a training step of such a module gets its batches whole, and what to do about it."""
+def reason_and_advice(parameter: nn.Parameter, module: nn.Module) -> tuple[str, str]:
+    """Why a training step of a module with such a parameter gets its batches whole, and what to do about it."""
+    name = next(name for name, one in module.named_parameters() if one is parameter)
     return (
         f"A hook of parameter {name} leads to an optimizer, which would step once for every slice.",
         "For all devices to take part, step in configure_optimizers' own optimizers.",

@@ -8,7 +8,7 @@ begins where the batch began, and draws the same:
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_dpx.devices import host_random_state, set_host_random_state
+from lightning_dpx.devices import RandomStates, host_random_state
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
 
 # Runs between looks at Python's and NumPy's generators: a look takes some 0.1 ms.
@@ -111,15 +111,15 @@ class BatchDraws:
     def __init__(self, sources: set[Source], generators: Sequence[Any]) -> None:
         self._sources = sources
         self._generators = generators
-        self._begin: _Seen | None = None
+        self._put_back: list[Callable[[], None]] = []
 
     def begin_slice(self) -> None:
         """One slice begins, those before it are over."""
-        if self._begin is None:
-            others = GeneratorStates(generators=self._generators) if "others" in self._sources else None
-            self._begin = _Seen(host_random_state(), others)
+        for put_back in self._put_back:
+            put_back()
+        if self._put_back:
             return
         if "torch" in self._sources:
-            set_host_random_state(self._begin.torch)
-        if self._begin.others is not None:
-            self._begin.others.restore_outside_torch()
+            self._put_back.append(RandomStates(()).restore)
+        if "others" in self._sources:
+            self._put_back.append(GeneratorStates(generators=self._generators).restore_outside_torch)

@@ -7,7 +7,7 @@ checkpoints, say, and averaged after every batch.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,18 +56,17 @@ class HiddenTensors:
         self._pairs: list[_Pair] = []
         self._steps = 0
         self._looks = False
-        for source, copied in pairs:
-            self.add(source, copied)
+        self.add(pairs)
 
-    def add(self, source: torch.Tensor, copied: torch.Tensor) -> None:
-        """One more pair, of equal values."""
-        if type(source) not in _PLAIN or source.layout != torch.strided or source.is_meta:
-            return  # fake tensors of a compiler, say
-        pair = _Pair(weakref.ref(source), weakref.ref(copied), 0, 0, 0)
-        pair.note(source, copied)
-        if isinstance(source, nn.Parameter):
-            pair.checksum = checksums([source])[0]
-        self._pairs.append(pair)
+    def add(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """More pairs, each of equal values."""
+        plain = [pair for pair in pairs if _is_plain(pair[0])]
+        parameters = [source for source, _ in plain if isinstance(source, nn.Parameter)]
+        bits = dict(zip(map(id, parameters), checksums(parameters), strict=True))
+        for source, copied in plain:
+            pair = _Pair(weakref.ref(source), weakref.ref(copied), 0, 0, 0, bits.get(id(source)))
+            pair.note(source, copied)
+            self._pairs.append(pair)
 
     def mark_changed(self) -> None:
         """Before the next step, the bits of all parameters are looked at."""
@@ -81,27 +80,37 @@ class HiddenTensors:
         self._steps += 1
         looks = self._looks or self._steps <= _OFTEN or self._steps % _SELDOM == 0
         self._looks = False
-        left: list[_Pair] = []
+        alive: list[tuple[_Pair, torch.Tensor, torch.Tensor]] = []
         for pair in self._pairs:
             source, copied = pair.source(), pair.copied()
-            if source is None or copied is None:
-                continue
-            left.append(pair)
-            if looks and pair.checksum is not None:
-                self._look(pair, source, copied)
+            if source is not None and copied is not None:
+                alive.append((pair, source, copied))
+        self._pairs = [pair for pair, _, _ in alive]
+        if looks:
+            _look([one for one in alive if one[0].checksum is not None])
+        for pair, source, copied in alive:
             if pair.version == version_of(source) and pair.address != source.data_ptr():
                 pair.is_written_silently = True  # it has other memory, and may get the old one again
             if pair.is_written_silently or pair.has_changed(source, copied):
                 _copy(source, copied)
                 pair.note(source, copied)
-        self._pairs = left
 
-    def _look(self, pair: _Pair, source: torch.Tensor, copied: torch.Tensor) -> None:
-        """Whether the bits of a source are others, though nothing says so: from then on it is always copied."""
-        checksum = checksums([source])[0]
+
+def _look(parameters: Sequence[tuple[_Pair, torch.Tensor, torch.Tensor]]) -> None:
+    """Whether the bits of a source are others, though nothing says so: from then on it is always copied.
+
+    Those of all are read together: a device is waited for once.
+    """
+    now = checksums([source for _, source, _ in parameters])
+    for (pair, source, copied), checksum in zip(parameters, now, strict=True):
         if checksum != pair.checksum and not pair.has_changed(source, copied):
             pair.is_written_silently = True
         pair.checksum = checksum
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own; no fake tensor of a compiler, say."""
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _copy(source: torch.Tensor, copied: torch.Tensor) -> None:

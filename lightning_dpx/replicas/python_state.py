@@ -356,7 +356,7 @@ class PythonState:
             if not isinstance(tensor, nn.Parameter):
                 return RemoteTensor(tensor.detach(), device)
             copied = like_parameter(tensor, tensor.detach().to(device, copy=True))
-            replica.hidden.add(tensor, copied)
+            replica.hidden.add([(tensor, copied)])
             return copied
 
         return self._copied(value, memo, place)

@@ -42,10 +42,10 @@ class Rehearsals:
         self._strategy = strategy
         self._verify = verify
         self._loss_reduction = loss_reduction
-        self._done: set[tuple[str, int]] = set()
-        self._rules: dict[tuple[str, int], MergeRules] = {}
-        self._found: dict[tuple[str, int], tuple[dict[str, Finding], dict[str, Finding]]] = {}
-        self._again: dict[tuple[str, int], int] = {}  # how often a stage was rehearsed again
+        self._done: set[Key] = set()
+        self._rules: dict[Key, MergeRules] = {}
+        self._found: dict[Key, tuple[dict[str, Finding], dict[str, Finding]]] = {}
+        self._again: dict[Key, int] = {}  # how often a stage was rehearsed again
         self._spot_checks = SpotChecks()
         self._said: set[str] = set()
         self._agreed = False
@@ -115,7 +115,7 @@ class Rehearsals:
         """Whether optimizers step inside of it: to look at that again takes copies of them, and of all parameters."""
         return name == "training_step" and not self._strategy.lightning_module.automatic_optimization
 
-    def _is_outdated(self, key: tuple[str, int]) -> bool:
+    def _is_outdated(self, key: Key) -> bool:
         """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""
         return key in self._rules and self._rules[key].is_outdated and self._again.get(key, 0) < _AT_MOST
 
@@ -267,7 +267,7 @@ class Rehearsals:
         else:
             rank_zero_warn(comparison.complaint())
 
-    def _joined(self, key: tuple[str, int], outcome: Outcome, news: frozenset[str]) -> MergeRules:
+    def _joined(self, key: Key, outcome: Outcome, news: frozenset[str]) -> MergeRules:
         """The rules that a rehearsal found, together with those of an earlier one that saw only zeros, or not all."""
         findings = outcome.findings
         logged = outcome.logged

@@ -41,6 +41,6 @@ class SpotChecks:
         told = self._told.setdefault(key, set())
         new = [(kind, text) for kind, text in differences if kind in _TOLD and kind not in told]
         told.update(kind for kind, _ in differences)
-        if any(kind == "loss" for kind in told):
+        if "loss" in told:
             told.add("gradient")  # which follow from it
         return new
