@@ -37,6 +37,12 @@ def shape_of(array: Any) -> tuple[Any, ...]:
     return tuple(array.shape if isinstance(array, np.ndarray) else array.batch_size)
 
 
+def shape_of_row(array: Any, dim: int) -> tuple[Any, ...]:
+    """The sizes of one of the rows that are counted along ``dim``."""
+    shape = shape_of(array)
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
 def cut_array(array: Any, sizes: Sequence[int], dim: int) -> list[Any]:
     """Slices of ``array`` with ``sizes`` rows along ``dim``; views, where the layout allows it.
 

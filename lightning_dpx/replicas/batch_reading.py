@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from lightning_dpx.errors import SliceError
-from lightning_dpx.replicas.array_slices import cut_array, is_array, shape_of, spans
+from lightning_dpx.replicas.array_slices import cut_array, is_array, shape_of, shape_of_row, spans
 from lightning_dpx.replicas.containers import (
     children_of,
     is_list_of_values,
@@ -25,6 +25,7 @@ from lightning_dpx.replicas.containers import (
 from lightning_dpx.replicas.slicers import FunctionSlicer, is_registered, slicer_of, with_encodings
 
 BatchDim = int | Mapping[str, int]
+RowShapes = tuple[tuple[Any, ...], ...]  # of one row in every tensor, without its batch dim
 MOST_NAMED = 8  # inputs in one message
 
 
@@ -184,6 +185,11 @@ class BatchReading:
                 f"allowed: 0 to {len(shape) - 1}, or -1 for an input without a batch dim."
             )
         return int(shape[dim])
+
+    def row_shapes(self) -> RowShapes:
+        """The shapes of one row in every array that has rows."""
+        arrays = [found for found in self.counted if is_array(found.node)]
+        return tuple(shape_of_row(found.node, self._dim(found.path)) for found in arrays)
 
     # ---- how many rows ----
 

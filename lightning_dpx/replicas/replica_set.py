@@ -32,7 +32,7 @@ from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
-from lightning_dpx.replicas.slicing import BatchDim, user_slicer
+from lightning_dpx.replicas.slicing import BatchDim, CountedBatch, user_slicer
 from lightning_dpx.replicas.stage_habits import StageHabits
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
@@ -310,6 +310,11 @@ class ReplicaSet:
         """Rows per replica, and so per micro-batch, of a batch of ``num_rows`` in the mode that the module is in."""
         return self.partition.sizes(num_rows, training=self.root.module.training)
 
+    def sizes_of(self, counted: CountedBatch) -> tuple[int, ...]:
+        """Rows per replica of this batch, in the mode that the module is in."""
+        shapes = counted.row_shapes() if self.partition.has_micro_batches else ()
+        return self.partition.sizes(counted.num_rows, training=self.root.module.training, row_shapes=shapes)
+
     def slices(self, batch: Any) -> list[BatchSlice]:
         """The parts of ``batch``, one per active replica, in sample order.
 
@@ -319,7 +324,7 @@ class ReplicaSet:
         counted = self.slicer.read(batch)
         if counted.num_rows == 0:
             return [self.whole_slice(batch, 0)]
-        sizes = self.partition.sizes(counted.num_rows, training=self.root.module.training)
+        sizes = self.sizes_of(counted)
         # Who gets all rows needs no slice, so that what could not be cut does not matter.
         one_gets_all = sum(size > 0 for size in sizes) == 1
         parts = [batch] * len(sizes) if one_gets_all else counted.cut(sizes)

@@ -10,6 +10,7 @@ import torch
 
 from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
 from lightning_dpx.replicas.balance import WorkloadBalancer
+from lightning_dpx.replicas.batch_reading import RowShapes
 from lightning_dpx.replicas.micro_batches import (
     MicroBatches,
     cut_into_micro_batches,
@@ -17,6 +18,8 @@ from lightning_dpx.replicas.micro_batches import (
     sum_by_device,
 )
 from lightning_dpx.replicas.slicing import parse_workload, split_sizes
+
+_MOST_SHAPES = 4096  # that are remembered; a batch of a forgotten one counts as a full one
 
 
 class RowPartition:
@@ -54,7 +57,8 @@ class RowPartition:
         is_measured = workload == "auto" and self._num_physical > 1
         self.balancer = WorkloadBalancer(devices) if is_measured else None
         self._usual_rows: dict[bool, int] = {}
-        self._sizes: dict[tuple[int, int, bool, tuple[int, ...], tuple[float, ...]], tuple[int, ...]] = {}
+        self._usual_rows_of: dict[tuple[bool, RowShapes], int] = {}
+        self._sizes: dict[tuple[int, int, int, bool, tuple[int, ...], tuple[float, ...]], tuple[int, ...]] = {}
         numbers = parse_micro_batches(micro_batches, len(devices))
         self._numbers = {True: numbers, False: numbers}  # of steps for training, and of others
         self._make_room()
@@ -131,22 +135,37 @@ class RowPartition:
         """Every device's share of a batch, in any unit."""
         return self._workload if self.balancer is None else self.balancer.shares
 
-    def sizes(self, num_rows: int, *, training: bool) -> tuple[int, ...]:
+    def sizes(self, num_rows: int, *, training: bool, row_shapes: RowShapes = ()) -> tuple[int, ...]:
         """Rows per replica, and so per micro-batch, of a batch of ``num_rows``.
 
-        The largest batch so far in this mode is the usual one.
+        The largest batch so far in this mode is the usual one. For micro-batches it is the largest with rows of the
+        same shapes: six long rows may need as much memory as fifty short ones.
+
+        Args:
+            num_rows: B.
+            training: The mode.
+            row_shapes: What is known of the shapes of one row.
         """
         usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
+        usual_alike = self._usual_rows_alike(num_rows, (training, row_shapes)) if self.has_micro_batches else usual
         merges = self.merges_in_training if training else self.merges
         numbers = self._numbers[training]
-        key = num_rows, usual, merges, numbers, self.workload
+        key = num_rows, usual, usual_alike, merges, numbers, self.workload
         if key not in self._sizes:
             sizes = self._sizes_of_devices(num_rows, usual, merges=merges)
             if self.has_micro_batches:
-                full = self._sizes_of_devices(usual, usual, merges=merges)
+                full = self._sizes_of_devices(usual_alike, usual_alike, merges=merges)
                 sizes = cut_into_micro_batches(sizes, full, numbers, self.micro_batches)
             self._sizes[key] = sizes
         return self._sizes[key]
+
+    def _usual_rows_alike(self, num_rows: int, key: tuple[bool, RowShapes]) -> int:
+        """Of the largest batch so far that is like this one in ``key``."""
+        known = self._usual_rows_of
+        if len(known) >= _MOST_SHAPES:
+            known.clear()
+        known[key] = max(num_rows, known.get(key, 0))
+        return known[key]
 
     def _sizes_of_devices(self, num_rows: int, usual: int, *, merges: bool) -> tuple[int, ...]:
         sizes = split_sizes(num_rows, self.workload, usual)
@@ -155,6 +174,7 @@ class RowPartition:
     def forget_usual_rows(self) -> None:
         """The next batch is a full one, whatever came before."""
         self._usual_rows.clear()
+        self._usual_rows_of.clear()
 
     def by_device(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Rows of K devices, from those of their replicas."""

@@ -18,8 +18,15 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import ConfigurationError, SliceError
-from lightning_dpx.replicas.array_slices import cut_array
-from lightning_dpx.replicas.batch_reading import BatchDim, BatchReading, UncuttableBatch, call_slicer, check_paths
+from lightning_dpx.replicas.array_slices import cut_array, shape_of_row
+from lightning_dpx.replicas.batch_reading import (
+    BatchDim,
+    BatchReading,
+    RowShapes,
+    UncuttableBatch,
+    call_slicer,
+    check_paths,
+)
 from lightning_dpx.replicas.containers import PLAIN, children_of, rebuild
 from lightning_dpx.replicas.slicers import FunctionSlicer, Slicer, make_slicer
 
@@ -260,6 +267,16 @@ class CountedBatch:
     batch: Any
     num_rows: int
     reading: BatchReading | None = None
+
+    def row_shapes(self) -> RowShapes:
+        """The shapes of one row in every tensor, without the batch dim; nothing of what a user's slicer cuts."""
+        if self.slicer.slicer is not None:
+            return ()
+        if self.reading is not None:
+            return self.reading.row_shapes()
+        dim = self.slicer.batch_dim
+        assert isinstance(dim, int), "batches of plain tensors alone are not read"
+        return tuple(shape_of_row(tensor, dim) for tensor in self.batch)
 
     def cut(self, sizes: Sequence[int]) -> list[Any]:
         """See :meth:`BatchSlicer.cut`."""

@@ -33,3 +33,24 @@ def test_slices_are_cut_into_micro_batches_in_training_alone_once_a_plan_has_cho
     assert partition.by_device((2, 2, 2, 2)) == (6, 2)
     partition.leave_slices(training=True)
     assert partition.sizes(8, training=True) == (6, 0, 0, 2)
+
+
+def test_a_few_large_rows_are_cut_as_a_full_batch_of_their_shape_is() -> None:
+    """Six rows of 64 tokens may need what forty-eight of eight need: to run them in one piece breaks the budget."""
+    partition = RowPartition([CPU], workload="even", merges=False, micro_batches=2)
+    short = ((8,), (8,))
+    long = ((64,), (64,))
+    assert partition.sizes(48, training=True, row_shapes=short) == (24, 24)
+    assert partition.sizes(6, training=True, row_shapes=long) == (3, 3)
+    assert partition.sizes(6, training=True, row_shapes=short) == (6, 0), "the last batch of an epoch"
+    assert partition.sizes(3, training=True, row_shapes=long) == (3, 0)
+    partition.forget_usual_rows()
+    assert partition.sizes(6, training=True, row_shapes=short) == (3, 3)
+
+
+def test_shapes_that_were_forgotten_are_cut_as_full_batches() -> None:
+    partition = RowPartition([CPU], workload="even", merges=False, micro_batches=2)
+    assert partition.sizes(48, training=True, row_shapes=((0,),)) == (24, 24)
+    for length in range(1, 5000):
+        assert partition.sizes(4, training=True, row_shapes=((length,),)) == (2, 2)
+    assert partition.sizes(6, training=True, row_shapes=((0,),)) == (3, 3)

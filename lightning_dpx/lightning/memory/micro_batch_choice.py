@@ -60,9 +60,9 @@ class MicroBatchChooser:
     why_whole: str = ""
     _raised: int = 0  # the number that a step out of memory was given
 
-    def has_chosen_for_less(self, batch: Any) -> bool:
-        """Whether what was chosen, and was not taken back, was for smaller batches than this one."""
-        return bool(self.choices) and not self.session.strategy.planning.knows(batch)
+    def has_chosen_for_less(self, slices: list[BatchSlice]) -> bool:
+        """Whether what was chosen, and was not taken back, was for smaller slices than one of these."""
+        return bool(self.choices) and not self.session.strategy.planning.knows(slices)
 
     def numbers(
         self,

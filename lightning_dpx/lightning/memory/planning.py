@@ -185,8 +185,8 @@ class MemoryPlanning:
                 "the first batch is planned."
             )
 
-    def is_open(self, replicas: ReplicaSet, batch: Any) -> bool:
-        """Whether ``batch`` needs a plan of its own: it is the first, or larger than any known one in some dim.
+    def is_open(self, replicas: ReplicaSet, slices: Sequence[BatchSlice]) -> bool:
+        """Whether these slices need a plan of their own: the first ones, or larger than any known one in some dim.
 
         Or an earlier step was not one of those that were planned for, and so may this one be.
         """
@@ -195,16 +195,15 @@ class MemoryPlanning:
         for replica in replicas.replicas:
             if (applied := applied_plan(replica.module)) is not None:
                 self._other_steps.look_back(applied)
-        return not self._shapes.hold(batch) or self._other_steps.expected
+        return not self.knows(slices) or self._other_steps.expected
 
-    def knows(self, batch: Any) -> bool:
-        """Whether plans were made for batches that are at least as large in every dim."""
-        return self._shapes.hold(batch)
+    def knows(self, slices: Sequence[BatchSlice]) -> bool:
+        """Whether plans were made for slices that are at least as large in every dim."""
+        return all(self._shapes.hold(batch_slice.batch) for batch_slice in slices)
 
     def decide(
         self,
         replicas: ReplicaSet,
-        batch: Any,
         slices: Sequence[BatchSlice],
         run: Step,
         static: StaticOf,
@@ -218,11 +217,10 @@ class MemoryPlanning:
 
         Args:
             replicas: The replicas.
-            batch: The whole of a batch; nothing new is planned if it is within a known one.
-            slices: Its parts.
+            slices: Of a batch; nothing new is planned if each is within a known one.
             run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
             static: What a step needs beside activations.
-            source: Where ``batch`` comes from, if it is not one that is trained on.
+            source: Where they come from, if they are not trained on.
 
         Raises:
             PlanError: a budget cannot be met; the plans of before hold.
@@ -231,7 +229,7 @@ class MemoryPlanning:
         trainer = trainer_of(replicas.root.module)
         try:
             with shown("planning memory", enabled=shows_progress(trainer)):
-                self._decide(replicas, batch, slices, run, static, source)
+                self._decide(replicas, slices, run, static, source)
         except NoLossError:
             self._announce_no_loss()
         finally:
@@ -246,7 +244,6 @@ class MemoryPlanning:
     def _decide(
         self,
         replicas: ReplicaSet,
-        batch: Any,
         slices: Sequence[BatchSlice],
         run: Step,
         static: StaticOf,
@@ -259,9 +256,10 @@ class MemoryPlanning:
         options = {"accumulates": held.accumulates, "together": self.budget_given, "anew": anew}
         seen = profiled_steps(replicas, slices, run, self.cache, self.tried, **options)
         self.tried = {}
-        if not self._shapes.hold(batch) or self._steps_differ(seen):
+        if not self.knows(slices) or self._steps_differ(seen):
             self._plan(replicas, slices, held, seen, source)
-            self._shapes.add(batch)
+            for batch_slice in slices:
+                self._shapes.add(batch_slice.batch)
             self._provisional = bool(source)
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
@@ -429,9 +427,7 @@ class MemoryPlanning:
             apply_plan(replica.module, known_plan, watches=True)
         self._steps = 0
 
-    def tighten(
-        self, replicas: ReplicaSet, batch: Any, slices: Sequence[BatchSlice], run: Step, static: StaticOf
-    ) -> str:
+    def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> str:
         """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
 
         Raises:
@@ -440,7 +436,7 @@ class MemoryPlanning:
         if not self._decided:
             if self.budgets.given is None:
                 self.budgets = Budgets("auto")
-            self.decide(replicas, batch, slices, run, static)
+            self.decide(replicas, slices, run, static)
         else:
             tighter = {home: self._tighter(replicas.root.module, one) for home, one in self._decided.items()}
             self._take_off(replicas)

@@ -137,7 +137,7 @@ class StepMemory(NoStepMemory):
         """
         chooser = self._micro_batches
         session = self._session
-        grows = chooser.has_chosen_for_less(args[0])
+        grows = chooser.has_chosen_for_less(slices)
         if not session.options.chooses_micro_batches or not (chooser.is_open or grows):
             return False
         replicas = session.replicas
@@ -204,7 +204,7 @@ class StepMemory(NoStepMemory):
         self._step = StepInput(slices, args, kwargs)
         if self._shifts_open:
             self._shift_what_does_not_fit(self._step)
-        if self._needs_plan(args[0]):
+        if self._needs_plan(slices):
             self._session.replicas.python_state.share()
             self._plan(self._step)
         self._planning.confirm(self._session.replicas, slices, self._static_memory)
@@ -262,7 +262,7 @@ class StepMemory(NoStepMemory):
         with iterators_peeked(session.replicas.root.module) as peeked:
             run = self._tried_step(known, peeked)
             try:
-                return self._planning.tighten(session.replicas, known.args[0], known.slices, run, self._static_memory)
+                return self._planning.tighten(session.replicas, known.slices, run, self._static_memory)
             except BudgetError:
                 if not self._cut_further(known):
                     raise
@@ -317,9 +317,9 @@ class StepMemory(NoStepMemory):
             shift_what_does_not_fit(replicas, step.slices, run, session.strategy.optimizers)
         note_shifts(replicas.replicas, self._hooks_mode)
 
-    def _needs_plan(self, batch: Any) -> bool:
+    def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
-        mine = self._planning.is_open(self._session.replicas, batch)
+        mine = self._planning.is_open(self._session.replicas, slices)
         if not self._planning.budget_given:
             return mine
         return self._session.strategy.reduce_boolean_decision(mine, all=False)
@@ -331,7 +331,7 @@ class StepMemory(NoStepMemory):
         self._planning.runs_forward_twice = cut is not None and cut.two_passes is not None and replicas.cuts_slices
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
-            self._planning.decide(replicas, step.args[0], step.slices, run, self._static_memory, source=source)
+            self._planning.decide(replicas, step.slices, run, self._static_memory, source=source)
         self._micro_batches.say_why_whole(self._planning.plans.values())
 
     def plan_ahead(self) -> None:

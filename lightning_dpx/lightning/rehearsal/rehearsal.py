@@ -9,6 +9,7 @@ What is checked is what will run: the strategy's own step, pointed at shadows (`
 rehearsed trains all the same, and one line says why (`rehearsals.py`).
 """
 
+import gc
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -138,6 +139,8 @@ class Rehearsal:
             except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
                 traceback.clear_frames(error.__traceback__)
                 self._check_iterators()
+                if isinstance(error, torch.OutOfMemoryError):
+                    gc.collect()  # the step itself needs the room that shadows hold in circles
                 raise NotRehearsed(f"the rehearsal failed with {in_one_line(error)}") from None
 
     def _on_own_values(self) -> Outcome | None:
@@ -157,7 +160,7 @@ class Rehearsal:
         self._sliced.has_waited = False
         outcome = self._on_rows(1)
         if not outcome.is_sure:
-            with suppress(NotRehearsed, SlicesFail, ParametersAppear):
+            with suppress(NotRehearsed, SlicesFail, ParametersAppear, torch.OutOfMemoryError):
                 outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
         for part in _OTHER_PARTS:
             if outcome.is_ambiguous:
@@ -214,8 +217,8 @@ class Rehearsal:
         sizes = self._rows.unequal_sizes(factor)
         before = self._step.state(self._step.make_shadow())
         try:
-            whole = self._whole.observe(sum(sizes))
-        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
+            whole = self._observe_whole(sum(sizes))
+        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
@@ -224,6 +227,18 @@ class Rehearsal:
             sizes = self._rows.real_sizes  # a step that needs more rows than a few
             whole = self._whole.observe(sum(sizes))
         return self._with_slices(before, whole, sizes)
+
+    def _observe_whole(self, num_rows: int) -> Observation:
+        """Rows that fit in micro-batches need not fit in one piece; with what backward needs on the host they may."""
+        try:
+            return self._whole.observe(num_rows)
+        except torch.OutOfMemoryError as error:
+            if self._step.saves_on_host:
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+        gc.collect()  # as shadows do, in circles
+        self._step.saves_on_host = True
+        return self._whole.observe(num_rows)
 
     def _with_slices(self, before: Mapping[str, Any], whole: Observation, sizes: tuple[int, ...]) -> Outcome:
         """What is found beside what one device has done."""

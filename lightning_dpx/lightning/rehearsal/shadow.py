@@ -8,13 +8,14 @@ are not called, and whatever the step may have changed outside the shadow is put
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -159,16 +160,18 @@ class ShadowReplicas(ReplicaSet):
     Attributes:
         guest: Set right after they are made.
         metrics: The metrics of the shadow, which its replicas share.
+        saves_on_host: Whether what backward needs waits on the host.
     """
 
     guest: Guest
     metrics: ReplicaMetrics
+    saves_on_host = False
 
     def run(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
         """As of all replicas."""
 
         def watched(batch_slice: BatchSlice) -> Any:
-            with self.guest.in_step(stage):
+            with self.guest.in_step(stage), save_on_cpu() if self.saves_on_host else nullcontext():
                 return call(batch_slice)
 
         return super().run(stage, slices, watched)

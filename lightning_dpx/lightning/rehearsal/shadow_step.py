@@ -61,6 +61,7 @@ class ShadowStep:
         norms: Batch norms that normalize by their slice.
         tolerance: How far two runs may be apart.
         changes_settings: Whether a run as one device has changed settings of optimizers.
+        saves_on_host: Whether what backward needs waits on the host from here on.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -76,6 +77,7 @@ class ShadowStep:
         self.guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
         self.changes_settings = False
+        self.saves_on_host = False
         self.tolerance = _tolerance_of(strategy, module, call)
 
     def adopt_precision(self) -> None:
@@ -103,6 +105,7 @@ class ShadowStep:
         replicas.metrics = metrics
         metrics.dim = replicas.output_dim
         replicas.guest = self.guest
+        replicas.saves_on_host = self.saves_on_host
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
             set_trainer(copied, trainer_of(shadow))  # LightningModule drops it from its copies

@@ -82,6 +82,8 @@ class SlicedRun:
             stack.callback(replicas.close)
             stack.callback(training.close)
             stack.callback(training.discard_forward)
+            for replica in replicas.replicas:
+                stack.callback(forget_gradients, list(replica.module.parameters()))  # also where the step raises
             for rules in (*earlier, judge):
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
                 for replica in replicas.replicas:
@@ -102,8 +104,6 @@ class SlicedRun:
         step.note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
         self.has_waited |= replicas.has_met
-        for replica in replicas.replicas:
-            forget_gradients(replica.module.parameters())
         return judge, seen
 
     def _replicas_of(self, shadow: Any) -> Any:
@@ -142,7 +142,8 @@ class SlicedRun:
     def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
         parts = self._rows.slices(sizes)
         slices: list[BatchSlice] = []
-        for index, size, part in zip(self._step.call.active, sizes, parts, strict=True):
+        active = self._rows.active if len(sizes) == len(self._rows.active) else self._step.call.active
+        for index, size, part in zip(active, sizes, parts, strict=True):
             slices.append(BatchSlice(replicas.replicas[index], size, part))
         return slices
 

@@ -66,6 +66,7 @@ class WholeRun:
             stack.enter_context(step.pointing_at(shadow, None, None, seen))
             stack.enter_context(step.guest.run(shadow, other_draws=other_draws))
             stack.callback(replicas.close)
+            stack.callback(forget_gradients, list(shadow.parameters()))  # also where the step raises
             for _ in range(num_steps):
                 forget_gradients(shadow.parameters())
                 if after_a_step:
@@ -90,7 +91,6 @@ class WholeRun:
         made = [name for name, _ in shadow.named_parameters() if name not in known]
         if made:
             raise ParametersAppear(", ".join(made))
-        forget_gradients(shadow.parameters())
         step.adopt_precision()
         step.changes_settings |= step.guest.changed_settings and not step.by_hand
         seen.drew = step.guest.drew

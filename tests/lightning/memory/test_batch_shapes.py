@@ -101,6 +101,54 @@ def test_a_shape_that_the_plan_has_room_for_keeps_it(sim: Any, caplog: Any) -> N
     assert {d for d in seen[2] if d.action != "keep"} == {d for d in seen[0] if d.action != "keep"}
 
 
+class Attention(LightningModule):
+    """Tokens (B, L) to the next ones; what attention keeps grows with L squared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 128, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 50)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, labels = batch
+        return F.cross_entropy(self.head(self.layers(self.embed(tokens))).flatten(0, 1), labels.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_batches_of_as_many_tokens_fit_in_every_epoch_whatever_their_rows(sim: Any) -> None:
+    """A batch with few long rows is cut into micro-batches like one with many short ones, also when it comes again."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(48, 8), (24, 16), (12, 32), (6, 64)]
+    batches = [torch.randint(50, (2, *shape), generator=generator).unbind() for shape in shapes]
+    budget = 1_083_721  # 0.4 of what the last one takes; in one piece and all recomputed it takes 1.5 MB
+    peaks = []
+    numbers = []
+
+    class Peaks(Attention):
+        def on_train_batch_start(self, *_: Any) -> None:
+            gc.collect()
+            sim.reset_peak_memory_stats(0)
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            peaks.append(sim.max_memory_allocated(0))
+            plans = self.trainer.strategy.memory_plans
+            numbers.append(next(iter(plans.values()))[0].micro_batches)
+
+    torch.manual_seed(0)
+    strategy = dpx.DPXStrategy(memory_budget=budget, plan_cache=False)
+    before = sim.memory_allocated(0)
+    model = Peaks()
+    trainer = make_trainer(max_epochs=3, strategy=strategy, accelerator="sim", devices=1)
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    assert before == 0
+    assert numbers[-1] > 1
+    assert max(peaks[4:]) <= budget, "in the first epoch steps are profiled and rehearsed"
+
+
 def test_the_callback_plans_for_all_shapes(caplog: Any) -> None:
     planner = dpx.ActivationPlanner(budget="1.5MiB")
     found: list[Any] = []

@@ -212,3 +212,29 @@ def test_micro_batches_that_are_not_one_device_do_not_mend_a_step(recwarn: Any) 
         fit("2MiB", 1, "forward", "inline", kind=lambda peak: Cut(peak, True), on_oom="replan", planner=KeepsAll())
     said = [str(one.message) for one in recwarn]
     assert any("2 micro-batches would need less memory, but they are not what one device gives" in one for one in said)
+
+
+class Wide(LightningModule):
+    """Rows (B, 16384), of which each keeps twenty times 64 KiB for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16384))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = batch[0] * self.scale
+        for _ in range(20):
+            hidden = torch.tanh(hidden)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_check_of_rows_that_fit_in_micro_batches_alone_keeps_on_the_host_what_backward_needs(caplog: Any) -> None:
+    simulate_room(40 * 65536)  # one row takes some 25 of them in forward and backward, five rows more than 100
+    data = DataLoader(TensorDataset(torch.randn(8, 16384)), 8)
+    with caplog.at_level("INFO"):
+        trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(micro_batches=8), accelerator="sim")
+        trainer.fit(Wide(), data)
+    assert "dpx: checked on 5 rows: loss, 1 gradient as on one device" in caplog.text
