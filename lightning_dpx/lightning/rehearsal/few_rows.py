@@ -1,14 +1,10 @@
 """The few rows of a batch on which its step is rehearsed, whole and in parts."""
 
 import copy
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, in_one_line
 from lightning_dpx.replicas import ReplicaSet
-
-_MOST_OF_A_DEVICE = 2  # slices
 
 
 class FewRows:
@@ -19,8 +15,6 @@ class FewRows:
         replicas: By whose slicer it is cut.
 
     Attributes:
-        active: Indices of the replicas that get some: all of the step, but of micro-batches on one device the first
-            two, as the rows of all of them together may not fit in one piece.
         skipped: Of the rows that are not taken, the part in front of those that are, in [0, 1].
     """
 
@@ -29,13 +23,11 @@ class FewRows:
         self._num_rows = call.num_rows
         self._num_slices = len(call.active)
         self._replicas = replicas
-        self.active = _few_of_each_device(call.active, replicas.partition.device_of)
         self.skipped = 0.0
 
     def unequal_sizes(self, factor: int) -> tuple[int, ...]:
         """How many rows each slice has in a rehearsal, times ``factor`` where that many are there."""
-        largest = self._num_rows // self._num_slices
-        return unequal_sizes(self._num_rows, len(self.active), factor, largest)
+        return unequal_sizes(self._num_rows, self._num_slices, factor)
 
     @property
     def real_sizes(self) -> tuple[int, ...]:
@@ -71,32 +63,14 @@ class FewRows:
             raise NotRehearsed(f"its batch cannot be copied ({in_one_line(error)})") from None
 
 
-def _few_of_each_device(active: Sequence[int], device_of: Sequence[int]) -> tuple[int, ...]:
-    number = Counter[int]()
-    chosen = []
-    for index in active:
-        device = device_of[index]
-        number[device] += 1
-        if number[device] <= _MOST_OF_A_DEVICE:
-            chosen.append(index)
-    return tuple(chosen)
-
-
-def unequal_sizes(num_rows: int, num_slices: int, factor: int = 1, largest: int | None = None) -> tuple[int, ...]:
+def unequal_sizes(num_rows: int, num_slices: int, factor: int = 1) -> tuple[int, ...]:
     """Rows of each slice, and one more for the first, so that no dim fits by chance; fewer where there are few.
 
     The more rows, the less a loss over something else than rows (positives, tokens) looks like a mean over them by
     chance: as many as all together take no more room on one device than a slice of the batch does, eight at the most,
     but two in any case.
-
-    Args:
-        num_rows: B, of the batch.
-        num_slices: How many there are.
-        factor: How many times as many rows as usual are wanted.
-        largest: Rows of a slice of the batch; an equal part of it unless given.
     """
-    if largest is None:
-        largest = num_rows // num_slices
+    largest = num_rows // num_slices
     usual = max(2 * factor, min(8, (largest - 1) // num_slices))
     if num_rows >= usual * num_slices + 1:
         return (usual + 1, *(usual,) * (num_slices - 1))

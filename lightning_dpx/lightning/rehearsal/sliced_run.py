@@ -142,8 +142,7 @@ class SlicedRun:
     def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
         parts = self._rows.slices(sizes)
         slices: list[BatchSlice] = []
-        active = self._rows.active if len(sizes) == len(self._rows.active) else self._step.call.active
-        for index, size, part in zip(active, sizes, parts, strict=True):
+        for index, size, part in zip(self._step.call.active, sizes, parts, strict=True):
             slices.append(BatchSlice(replicas.replicas[index], size, part))
         return slices
 

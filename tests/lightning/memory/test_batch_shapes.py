@@ -124,7 +124,8 @@ def test_batches_of_as_many_tokens_fit_in_every_epoch_whatever_their_rows(sim: A
     generator = torch.Generator().manual_seed(0)
     shapes = [(48, 8), (24, 16), (12, 32), (6, 64)]
     batches = [torch.randint(50, (2, *shape), generator=generator).unbind() for shape in shapes]
-    budget = 1_083_721  # 0.4 of what the last one takes; in one piece and all recomputed it takes 1.5 MB
+    # 0.4 of what the last one takes, which takes 0.6 in one piece with this plan; beside what other tests have left.
+    budget = 1_083_721 + sim.memory_allocated(0)
     peaks = []
     numbers = []
 
@@ -140,11 +141,9 @@ def test_batches_of_as_many_tokens_fit_in_every_epoch_whatever_their_rows(sim: A
 
     torch.manual_seed(0)
     strategy = dpx.DPXStrategy(memory_budget=budget, plan_cache=False)
-    before = sim.memory_allocated(0)
     model = Peaks()
     trainer = make_trainer(max_epochs=3, strategy=strategy, accelerator="sim", devices=1)
     trainer.fit(model, DataLoader(batches, batch_size=None))
-    assert before == 0
     assert numbers[-1] > 1
     assert max(peaks[4:]) <= budget, "in the first epoch steps are profiled and rehearsed"
 

@@ -232,9 +232,9 @@ class Wide(LightningModule):
 
 
 def test_a_check_of_rows_that_fit_in_micro_batches_alone_keeps_on_the_host_what_backward_needs(caplog: Any) -> None:
-    simulate_room(40 * 65536)  # one row takes some 25 of them in forward and backward, five rows more than 100
+    simulate_room(70 * 65536)  # one row takes some 25 of them in forward and backward, eight rows more than 160
     data = DataLoader(TensorDataset(torch.randn(8, 16384)), 8)
     with caplog.at_level("INFO"):
         trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(micro_batches=8), accelerator="sim")
         trainer.fit(Wide(), data)
-    assert "dpx: checked on 5 rows: loss, 1 gradient as on one device" in caplog.text
+    assert "dpx: checked on 8 rows: loss, 1 gradient as on one device" in caplog.text

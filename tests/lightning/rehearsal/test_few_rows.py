@@ -64,13 +64,3 @@ def test_a_batch_that_cannot_be_copied_is_not_rehearsed() -> None:
     rows = rows_of([NoCopy() for _ in range(5)], 5)
     with pytest.raises(NotRehearsed, match=r"cannot be copied.*one only"):
         rows.whole(5)
-
-
-def test_of_many_micro_batches_two_on_each_device_are_enough() -> None:
-    """All of them have two rows at the least, which together may be more than fits in one piece."""
-    replicas = ReplicaSet(torch.nn.Linear(2, 2), places(2), micro_batches=8)
-    call = Call(name="training_step", args=(torch.zeros(64, 2), 0), kwargs={}, active=tuple(range(16)), num_rows=64)
-    rows = FewRows(call, replicas)
-    assert rows.active == (0, 1, 8, 9)
-    assert rows.unequal_sizes(1) == (3, 2, 2, 2)
-    assert rows.real_sizes == (4,) * 16
