@@ -75,7 +75,7 @@ class SameDraws(TorchDispatchMode):
             rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
         on_host: How many numbers each draw from the host's generator had.
-        low_precision: Dtypes of less precision than float32 that the step computed in, by autocast or by itself.
+        dtypes: What the results of its operators are made of.
     """
 
     def __init__(self, shared: SharedParameters) -> None:
@@ -84,7 +84,7 @@ class SameDraws(TorchDispatchMode):
         self.draws: list[int] = []
         self.on_host: list[int] = []
         self.left_alone: dict[str, None] = {}
-        self.low_precision: set[torch.dtype] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,8 +96,9 @@ class SameDraws(TorchDispatchMode):
                     self._before_write(args[index] if index < len(args) else kwargs.get(argument.name))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and result.dtype in (torch.float16, torch.bfloat16):
-                self.low_precision.add(result.dtype)
+            for one in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(one, torch.Tensor):
+                    self.dtypes.add(one.dtype)
             return result
         draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{overload_name(func)}")
         if draw is None:

@@ -58,10 +58,11 @@ def test_draws_that_mix_rows_are_left_alone_and_named() -> None:
     assert list(mode.left_alone) == ["aten.randperm"]
 
 
-def test_computing_in_low_precision_is_noticed() -> None:
+def test_the_dtypes_of_a_step_are_noticed() -> None:
+    numbers = torch.ones(2, dtype=torch.float64)
     with SameDraws(nothing_shared()) as mode:
-        torch.ones(2).bfloat16() + 1
-    assert mode.low_precision == {torch.bfloat16}
+        numbers.bfloat16().sort()
+    assert mode.dtypes == {torch.bfloat16, torch.int64}
 
 
 def test_a_parameter_that_an_operator_wrote_comes_back_to_the_bit() -> None:

@@ -123,16 +123,16 @@ class Guest:
             self._settings.restore()
             now = self._run_start.again()
             left_alone: list[str] = []
-            low_precision: set[torch.dtype] = set()
+            dtypes: set[torch.dtype] = set()
             for mode in self._modes:
                 left_alone += mode.left_alone
-                low_precision |= mode.low_precision
+                dtypes |= mode.dtypes
             if now.differs_outside_torch(self._run_start):
                 left_alone.append("a generator of Python or NumPy")
             self.left_alone = list(dict.fromkeys(left_alone))
             self.drew = any(mode.drew for mode in self._modes)
             self.draws = [tuple(mode.draws) for mode in self._steps]
-            self.low_precision = low_precision
+            self.dtypes = dtypes
             self._start.restore()
 
     @contextmanager

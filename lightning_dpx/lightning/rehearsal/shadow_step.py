@@ -45,6 +45,9 @@ from lightning_dpx.torch_compat import tree_leaves
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
+# A step may compute in these, whatever its parameters are of: by autocast, or as losses of 32 bits behind float64.
+_ROUNDING = (torch.float16, torch.bfloat16, torch.float32)
+
 
 class ShadowStep:
     """A step of the trainer that runs on shadows; what its runs, as one device and in slices, have in common.
@@ -82,7 +85,8 @@ class ShadowStep:
 
     def adopt_precision(self) -> None:
         """A run has shown in which dtypes the step computes."""
-        self.tolerance = _tolerance_of(self.strategy, self._module, self.call, self.guest.low_precision)
+        seen = self.guest.dtypes.intersection(_ROUNDING)
+        self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
     def make_shadow(self) -> Any:
         """A stand-in for the user's module.

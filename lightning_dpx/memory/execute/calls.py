@@ -63,7 +63,7 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _LEAVES = (torch.Tensor, bool, int, float, type(None))
 _NORMS = (AnyBatchNorm.forward, AnyInstanceNorm.forward)
-_SMALL_BUFFER = 65536  # bytes; of larger ones no copy is made at every call
+_SMALL_BUFFER = 4096  # bytes; of larger ones no copy is made at every call, which no plan counts
 _HOST = torch.device("cpu")
 _REPEATING = threading.local()
 

@@ -258,6 +258,25 @@ def test_whether_a_loss_is_a_mean_or_a_sum_is_seen(hardware, execution, fitted, 
     assert_equal(seen.values, fitted(kind).values)
 
 
+class SumOfFewerDigits(Model):
+    """As transformers do: the loss is computed in 32 bits, whatever the parameters have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0].double()).float()
+        return F.cross_entropy(logits, batch[1], reduction="sum") / 16
+
+
+@REPLICAS
+def test_a_loss_of_fewer_digits_than_the_parameters_is_compared_by_its_own(hardware, fitted, num_replicas) -> None:
+    seen = fitted(SumOfFewerDigits, num_replicas)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(SumOfFewerDigits).values)
+
+
 class TurnsByHand(SumByHand):
     """Optimizers with a state, one of which no other hook knows of."""
 

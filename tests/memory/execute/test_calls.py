@@ -124,6 +124,29 @@ def test_the_prediction_holds_for_every_choice_of_calls() -> None:
         assert 0.999 * predicted <= measured <= predicted + 64, sorted(drawn.dropped)
 
 
+def test_a_mask_that_calls_read_takes_no_memory_beside_itself() -> None:
+    """Transformers keep a mask of 32 to 64 KiB in each layer."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Body(lambda self, x: Swing.apply(x + self.mask.mean(), 2.0)) for _ in range(8))
+            for layer in self.layers:
+                layer.register_buffer("mask", torch.ones(128, 128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    module, _, x = make(lambda: (Around(Masked()), torch.randn(ROWS, 64)))
+    profile, plan = profile_module(module, x), smallest(module, x)
+    assert len(plan.calls) == 8
+    dpx.apply_plan(module, plan)
+    small = sum(layer.mean.nbytes for layer in module.middle.layers)  # those are copied
+    assert allocated_peak(module, x) <= forecast_plan(profile, plan).peak + small + 64
+
+
 def test_every_value_that_a_profile_makes_again_can_be_made_again_alone() -> None:
     """What one call was given is kept for that call only: others cannot count on it."""
 
