@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
 _MARK = "_torchdynamo_orig_callable"  # on a function that torch.compile returns: what it was given
@@ -40,8 +41,8 @@ def _is_compiled_itself(module: nn.Module) -> bool:
 def _compiled_methods(module: nn.Module) -> list[str]:
     if isinstance(module, OptimizedModule):
         return []
-    attributes = [(name, value) for name, value in vars(module).items() if name != "_compiled_call_impl"]
-    return [name for name, value in attributes if _MARK in getattr(value, "__dict__", ())]
+    own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
+    return [name for name, value in own if callable(value) and _MARK in getattr(value, "__dict__", ())]
 
 
 def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

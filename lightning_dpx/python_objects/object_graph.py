@@ -28,6 +28,7 @@ ATOMS: frozenset[type] = frozenset(
 # Objects that are seen, but whose content is not looked at.
 _OPAQUE = (types.ModuleType, types.MappingProxyType, types.FrameType, types.TracebackType, memoryview, torch.Generator)
 
+_DICTS = frozenset({dict, OrderedDict})
 MUTABLE: tuple[type, ...] = (list, dict, set, deque)
 _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
@@ -52,6 +53,12 @@ def children_of_object(value: Any) -> Iterable[Any]:
     if isinstance(value, _OPAQUE):
         return []
     return gc.get_referents(value)
+
+
+def may_hold(value: Any) -> bool:
+    """Whether anything can be behind ``value``: not the twenty dicts of hooks that nearly every module leaves empty."""
+    kind = type(value)
+    return len(value) > 0 if kind in _DICTS else kind not in ATOMS
 
 
 def _is_text(key: object) -> bool:

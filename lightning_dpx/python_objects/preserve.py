@@ -8,7 +8,6 @@ modules hold generators of their own, or reach for one in the file that defines 
 import copy
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,13 +18,13 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import RandomStates
+from lightning_dpx.python_objects.object_graph import may_hold
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.process_generators import ProcessGenerators
 from lightning_dpx.python_objects.reachable import reachable
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64
-_DICTS = frozenset({dict, OrderedDict})
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 Restore = Callable[[], None]
 
@@ -120,7 +119,7 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     files: dict[str, None] = {}
     for module in modules:
         for child in module.modules():
-            for value in filter(_may_hold, vars(child).values()):
+            for value in filter(may_hold, vars(child).values()):
                 found.update((id(generator), generator) for generator in _generators_in(value))
         found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if is_generator(one))
         for child in module.modules():
@@ -131,11 +130,6 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
                 if is_generator(value):
                     found[id(value)] = value
     return list(found.values())
-
-
-def _may_hold(value: Any) -> bool:
-    """Not the twenty dicts of hooks that nearly every module leaves empty."""
-    return type(value) not in _DICTS or len(value) > 0
 
 
 def _generators_in(value: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dpx.python_objects.object_graph import pairs_of
+from lightning_dpx.python_objects.object_graph import may_hold, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
 
 _MAX_OBJECTS = 20_000
@@ -111,7 +111,7 @@ class _Search:
             if key == "_modules":
                 for name, child in list(value.items()):
                     self._add((step, "attribute", name), child)
-            elif key not in ("_trainer", "_fabric", "_parameters", "_buffers"):
+            elif key not in ("_trainer", "_fabric", "_parameters", "_buffers") and may_hold(value):
                 self._add((step, "attribute", key), value)
 
     def _add_class(self, kind: type) -> None:

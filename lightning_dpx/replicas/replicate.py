@@ -15,6 +15,7 @@ import functools
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, filterfalse
@@ -332,7 +333,7 @@ def prepare_memo(
         if key in leading and key not in memo:
             functions.add(value)
     for _, shell, state in states:
-        shell.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        shell.__setstate__(_copied_state(state, memo))  # type: ignore[no-untyped-call]
     functions.fill()
     for child, shell, _ in states:
         _compile_like(child, shell, memo)
@@ -371,6 +372,18 @@ def _state_of(child: nn.Module) -> Any:
         return child.__getstate__()  # type: ignore[no-untyped-call]
     reduced: Any = child.__reduce_ex__(4)
     return reduced[2]
+
+
+def _copied_state(state: Any, memo: Memo) -> Any:
+    """``copy.deepcopy``, which takes its time for each of the dicts of hooks that most modules leave empty."""
+    if type(state) is not dict:
+        return copy.deepcopy(state, memo)
+    copied: dict[str, Any] = {}
+    for key, value in state.items():
+        if type(value) is OrderedDict and not value and id(value) not in memo:
+            memo[id(value)] = OrderedDict()
+        copied[key] = memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo)
+    return copied
 
 
 def _compile_like(child: nn.Module, copied: nn.Module, memo: Memo) -> None:

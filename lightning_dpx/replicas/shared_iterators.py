@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.python_objects.object_graph import may_hold
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.replicas.context import current_rank
@@ -354,8 +355,9 @@ def _iterators_of(module: nn.Module) -> list[Iterator[Any]]:
     found: dict[int, Iterator[Any]] = {}
     for child in module.modules():
         for key, value in list(vars(child).items()):
-            for _, space, place in places_in(key, vars(child), value):
-                found.setdefault(id(space[place]), space[place])
+            if may_hold(value):
+                for _, space, place in places_in(key, vars(child), value):
+                    found.setdefault(id(space[place]), space[place])
     return list(found.values())
 
 

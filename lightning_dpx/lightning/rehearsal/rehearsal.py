@@ -11,7 +11,7 @@ rehearsed trains all the same, and one line says why (`rehearsals.py`).
 
 import gc
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -215,7 +215,6 @@ class Rehearsal:
     def _on_rows(self, factor: int) -> Outcome:
         """What is found on a few rows; on the whole batch, where the step does not run on a few."""
         sizes = self._rows.unequal_sizes(factor)
-        before = self._step.state(self._step.make_shadow())
         try:
             whole = self._observe_whole(sum(sizes))
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
@@ -226,7 +225,7 @@ class Rehearsal:
                 raise NotRehearsed(f"on {sum(sizes)} rows it raises {in_one_line(error)}") from None
             sizes = self._rows.real_sizes  # a step that needs more rows than a few
             whole = self._whole.observe(sum(sizes))
-        return self._with_slices(before, whole, sizes)
+        return self._with_slices(whole, sizes)
 
     def _observe_whole(self, num_rows: int) -> Observation:
         """Rows that fit in micro-batches need not fit in one piece; with what backward needs on the host they may."""
@@ -240,7 +239,7 @@ class Rehearsal:
         self._step.saves_on_host = True
         return self._whole.observe(num_rows)
 
-    def _with_slices(self, before: Mapping[str, Any], whole: Observation, sizes: tuple[int, ...]) -> Outcome:
+    def _with_slices(self, whole: Observation, sizes: tuple[int, ...]) -> Outcome:
         """What is found beside what one device has done."""
         if self._step.guest.written and not self._step.by_hand:
             raise _writes_parameters(self._step.guest.written)
@@ -252,23 +251,23 @@ class Rehearsal:
             traceback.clear_frames(error.__traceback__)
             if len(set(sizes)) == 1:
                 raise SlicesFail(f"On slices of {sizes[0]} rows each, {error}", "") from None
-            return self._on_equal_slices(before, sizes)
+            return self._on_equal_slices(sizes)
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
             traceback.clear_frames(error.__traceback__)
             try:
-                return self._on_real_slices(before, error, sizes)
+                return self._on_real_slices(error, sizes)
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):  # or there is no room for it
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
-        if self._step.by_hand and self._loss_reduction == "auto" and self._differs(before, whole, sliced, judge, sizes):
+        if self._step.by_hand and self._loss_reduction == "auto" and self._differs(whole, sliced, judge, sizes):
             by_sum = self._sliced.observe(sizes, whole, "sum")
-            if not self._differs(before, whole, by_sum[1], by_sum[0], sizes):
+            if not self._differs(whole, by_sum[1], by_sum[0], sizes):
                 judge, sliced = by_sum
         if not self._step.by_hand:  # whose slices take turns, and draw in between
             once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
             judge.draws_once = once
             judge.draws_by_rows = by_rows
-        comparison = self._compare(before, whole, sliced, judge, sizes, frozenset())
+        comparison = self._compare(whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
         may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._module)
         if (may_read or comparison.differences) and not self._looks_again and self._reads_old_gradients(whole, sizes):
@@ -280,7 +279,7 @@ class Rehearsal:
             unstable = self._unstable(whole, sliced, comparison)
         if unstable:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction, unstable)
-            comparison = self._compare(before, whole, sliced, judge, sizes, unstable)
+            comparison = self._compare(whole, sliced, judge, sizes, unstable)
         kinds = {kind for kind, _ in comparison.differences}
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
         # A decayed count grows like any other from zero, and a number that is set looks like one that is added to it.
@@ -317,14 +316,14 @@ class Rehearsal:
         without = self._whole.observe(sum(sizes), after_a_step=False)
         return bool(unstable_between(whole, without, self._step.tolerance))
 
-    def _on_equal_slices(self, before: Mapping[str, Any], sizes: tuple[int, ...]) -> Outcome:
+    def _on_equal_slices(self, sizes: tuple[int, ...]) -> Outcome:
         """A step whose collectives need tensors of one shape; batches that cannot be cut evenly stay whole then."""
         equal = (min(sizes),) * len(sizes)
         self.needs_equal_slices = True
         whole = self._whole.observe(sum(equal))
-        return self._with_slices(before, whole, equal)
+        return self._with_slices(whole, equal)
 
-    def _on_real_slices(self, before: Mapping[str, Any], failure: Exception, sizes: tuple[int, ...]) -> Outcome:
+    def _on_real_slices(self, failure: Exception, sizes: tuple[int, ...]) -> Outcome:
         """Slices of a few rows fail; if those of the batch do, too, the stage cannot run in slices.
 
         Raises:
@@ -334,7 +333,7 @@ class Rehearsal:
             raise failure
         if sizes != self._rows.real_sizes:
             whole = self._whole.observe(self._step.call.num_rows)
-            return self._with_slices(before, whole, self._rows.real_sizes)
+            return self._with_slices(whole, self._rows.real_sizes)
         if isinstance(failure, SharedWriteError):
             raise _writes_parameters([failure.name])
         if isinstance(failure, GatherError):
@@ -383,7 +382,7 @@ class Rehearsal:
             out.differences.append(("kept", text))
         whole.state = {}
         sliced.state = {}
-        second = self._compare({}, whole, sliced, again, sizes, frozenset())
+        second = self._compare(whole, sliced, again, sizes, frozenset())
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
         if second.differences and out.kept:
@@ -404,14 +403,11 @@ class Rehearsal:
             unstable = unstable_between(first, other, self._step.tolerance)
         return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]
 
-    def _differs(
-        self, before: Mapping[str, Any], whole: Observation, sliced: Observation, judge: JudgingRules, sizes: Any
-    ) -> bool:
-        return bool(self._compare(before, whole, sliced, judge, sizes, frozenset()).differences)
+    def _differs(self, whole: Observation, sliced: Observation, judge: JudgingRules, sizes: Any) -> bool:
+        return bool(self._compare(whole, sliced, judge, sizes, frozenset()).differences)
 
     def _compare(
         self,
-        before: Mapping[str, Any],
         whole: Observation,
         sliced: Observation,
         judge: JudgingRules,
@@ -419,7 +415,7 @@ class Rehearsal:
         unstable: frozenset[str],
     ) -> Comparison:
         comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=self._step.call.name)
-        Comparer(self._step.tolerance, unstable).compare(before, whole, sliced, judge, comparison)
+        Comparer(self._step.tolerance, unstable).compare(whole, sliced, judge, comparison)
         if self._step.norms:
             named = ", ".join(self._step.norms[:3])
             more = ", ..." if len(self._step.norms) > 3 else ""

@@ -60,7 +60,7 @@ class WholeRun:
         step = self._step
         shadow = step.make_shadow()
         replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
-        seen = Observation()
+        seen = Observation(state_before=step.state(shadow))
         known = {name for name, _ in shadow.named_parameters()}
         with ExitStack() as stack:
             stack.enter_context(step.pointing_at(shadow, None, None, seen))

@@ -26,9 +26,7 @@ class Comparer:
         self._tolerance = tolerance
         self._unstable = unstable
 
-    def compare(
-        self, before: Mapping[str, Any], whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison
-    ) -> None:
+    def compare(self, whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison) -> None:
         """Fills in ``out``."""
         self._losses(whole, sliced, judge, out)
         self._tensors("gradient", whole.gradients, sliced.gradients, out)
@@ -43,7 +41,7 @@ class Comparer:
             out.differences.append(("logged value", text))
         self.values("output", judge.findings, out)
         self.values("kept value", judge.kept_findings, out)
-        self._state(before, whole, sliced, judge.left_apart, out)
+        self._state(whole, sliced, judge.left_apart, out)
         if len(whole.logger_calls) != len(sliced.logger_calls):
             names = ", ".join(dict.fromkeys([*whole.logger_calls, *sliced.logger_calls]))
             times = [f"{len(one.logger_calls)} time{'s' * (len(one.logger_calls) > 1)}" for one in (whole, sliced)]
@@ -142,7 +140,6 @@ class Comparer:
 
     def _state(
         self,
-        before: Mapping[str, Any],
         whole: Observation,
         sliced: Observation,
         told: Collection[str],
@@ -154,7 +151,7 @@ class Comparer:
         good = 0
         relations = Relations(self._tolerance)
         for path in dict.fromkeys([*whole.state, *sliced.state]):
-            start, mine, theirs = (one.get(path) for one in (before, whole.state, sliced.state))
+            start, mine, theirs = (one.get(path) for one in (whole.state_before, whole.state, sliced.state))
             if not relations.same(start, mine) or not relations.same(start, theirs):
                 out.changed.add(path)
             if relations.same(mine, theirs) or grew_alike(start, mine, theirs, self._tolerance):

@@ -38,6 +38,7 @@ class Observation:
         weights: After a step of manual optimization, by parameter; on the host.
         logged: By name.
         state: Python state and buffers, by path.
+        state_before: The same, before the first step of one device.
         drew: Whether random numbers were made equal for all rows.
         draws: How many such numbers a row got, draw by draw, in every call of a replica's step.
         left_alone: What else drew random numbers.
@@ -55,6 +56,7 @@ class Observation:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     logged: dict[str, Logged] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    state_before: dict[str, Any] = field(default_factory=dict)
     drew: bool = False
     draws: list[tuple[int, ...]] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
@@ -128,32 +130,22 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
     """What a step may have changed: attributes of all submodules, states of metrics, and buffers."""
-    private = private_attributes()
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(child, Metric):
             for key in states_of(child):
                 value = getattr(child, key)
                 yield prefix + key, dim_zero_cat(value) if isinstance(value, list) and value else value
-            continue
-        for key, value in vars(child).items():
-            if key not in private and not _is_of_a_metric(module, path):
-                yield prefix + key, value
+    yield from own_attributes_of(module)
     yield from module.named_buffers()
 
 
 def own_attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
     """The same, but for what metrics and torch look after: metrics' states, and buffers."""
     private = private_attributes()
-    for path, child in module.named_modules():
-        if not isinstance(child, Metric) and not _is_of_a_metric(module, path):
+    children = list(module.named_modules())
+    inside_metrics = tuple(f"{path}." for path, child in children if path and isinstance(child, Metric))
+    for path, child in children:
+        if not isinstance(child, Metric) and not path.startswith(inside_metrics):
             prefix = f"{path}." if path else ""
             yield from ((prefix + key, value) for key, value in vars(child).items() if key not in private)
-
-
-def _is_of_a_metric(module: Any, path: str) -> bool:
-    while path:
-        if isinstance(module.get_submodule(path), Metric):
-            return True
-        path = path.rpartition(".")[0]
-    return False

@@ -9,6 +9,7 @@ from lightning_dpx.replicas import Weights
 from lightning_dpx.replicas.merging import Search, compare_trees
 from lightning_dpx.replicas.tolerance import Tolerance
 
+_PLAIN = (bool, int, float, str, type(None))
 _JOINED = ("join", "items", "union", "children", "equal")  # what an item of a growing list may be put together by
 
 
@@ -44,6 +45,8 @@ class Relations:
         return self._known[key]
 
     def _of_leaves(self, one: Any, two: Any) -> "_Relation":
+        if type(one) in _PLAIN and type(two) is type(one) and one == two:
+            return _Relation.SAME
         if all(error <= self._tolerance.relative for _, error in compare_trees(one, two, self._tolerance)):
             return _Relation.SAME
         is_float = isinstance(one, torch.Tensor | float) or hasattr(type(one), "dtype")
