@@ -325,6 +325,8 @@ push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_h
 pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
 saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor"})  # namespaces of operators of several processes
+
 # What turns a function into compiled code: the settings of torch.compile, and what it calls for a frame.
 COMPILER_TYPES: tuple[type, ...] = (_TorchDynamoContext, CatchErrorsWrapper, ConvertFrame)
 
@@ -480,8 +482,16 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     return views
 
 
+def on_distributed_tensors(types: Any) -> bool:
+    """Whether an operator takes tensors of which each process has a part (DTensor).
+
+    A dispatch mode leaves it to them: what they then do with the parts, and between processes, comes to the mode again.
+    """
+    return any(kind.__module__.startswith("torch.distributed.tensor") for kind in types)
+
+
 __all__ = [
-    "AnyBatchNorm", "AnyInstanceNorm", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
+    "AnyBatchNorm", "AnyInstanceNorm", "COLLECTIVES", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
     "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES",
     "PrivateName", "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of",
@@ -492,7 +502,7 @@ __all__ = [
     "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage",
     "function_modes", "functorch_config", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
     "has_storage", "inductor_compiler", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
-    "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of",
+    "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of", "on_distributed_tensors",
     "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter",
     "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",
     "post_accumulate_hooks_of", "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks",

@@ -117,7 +117,13 @@ def fastest_plan(
 
 def _can_be_timed(profile: Profile, module: nn.Module) -> bool:
     homes = {canonical_device(parameter.device) for parameter in module.parameters()}
-    if profile.basis or profile.saves or not all(is_host(home) for home in homes) or compiled_parts(module):
+    if (
+        profile.basis
+        or profile.saves
+        or profile.communicates
+        or not all(is_host(home) for home in homes)
+        or compiled_parts(module)
+    ):
         return False
     return bool(getattr(module, "automatic_optimization", True))
 

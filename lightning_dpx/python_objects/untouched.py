@@ -16,6 +16,7 @@ from lightning_dpx.torch_compat import (
     TorchDispatchMode,
     buffers_of,
     key_of,
+    on_distributed_tensors,
     parameters_of,
     schema_of,
     tree_leaves,
@@ -77,6 +78,8 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writes = writes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if on_distributed_tensors(types):
+            return NotImplemented
         self._writes.before(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 

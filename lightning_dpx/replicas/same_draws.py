@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import is_host
-from lightning_dpx.torch_compat import TorchDispatchMode, overload_name, schema_of, tree_leaves
+from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, overload_name, schema_of, tree_leaves
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 _SEEDS = 2**31 - 1
 
 
@@ -88,7 +87,7 @@ class SameDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVES:
             raise CollectiveInRehearsal(str(func))
         if schema_of(func).is_mutable:
             for index, argument in enumerate(schema_of(func).arguments):

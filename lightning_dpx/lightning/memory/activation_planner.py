@@ -61,7 +61,7 @@ class ActivationPlanner(Callback):
 
     Parts of the module that ``fully_shard`` has spread (in ``configure_model``, with ModelParallelStrategy) are planned
     on fake tensors as what they were before; all processes follow the plan of the first. Their gathered parameters come
-    on top of the budget, which is that of one process.
+    on top of the budget, which is that of one process. Tensor-parallel layers are planned as they are, in each process.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
 from lightning_dpx.python_objects.compiled import is_compiled
-from lightning_dpx.torch_compat import DisableTorchFunction, compiled_call_of
+from lightning_dpx.torch_compat import DisableTorchFunction, compiled_call_of, is_traceable_wrapper_subclass
 
 _OF_NO_CALL = "?:0"
 
@@ -58,6 +58,7 @@ class CallNames:
 
     Attributes:
         again: Likewise.
+        is_distributed: Whether parameters are tensors of which each process has a part.
         compiled: Paths of the parts that are compiled, in which there are no hooks, as of :func:`compiled_parts`.
         parts: The modules with hooks, by path.
         listener: Is told of the calls that are noted.
@@ -71,6 +72,7 @@ class CallNames:
         self._running: list[_Running] = []
         self._handles: list[Any] = []
         self.compiled = frozenset(compiled_parts(module))
+        self.is_distributed = any(map(is_traceable_wrapper_subclass, module.parameters()))
         self.parts: dict[str, nn.Module] = {}
         for path, child in module.named_modules():
             if any(_is_inside(path, part) for part in self.compiled):

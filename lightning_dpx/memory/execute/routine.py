@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.calls import Passive, repeating, select_output
+from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
@@ -286,7 +287,8 @@ class _Followed(_Forward):
 
     def _save(self, tensor: torch.Tensor) -> Any:
         packed = self._pack(tensor)
-        value: Value | None = packed.value if isinstance(packed, View) else packed
+        held = packed.held if type(packed) is DistributedValue else packed
+        value: Value | None = held.value if isinstance(held, View) else held
         if type(value) is not Value:  # it is a tensor that no plan decides about
             value = None
         self.events.append(Saved("" if value is None else value.name, _node_of(tensor), _call_for(value)))

@@ -19,12 +19,14 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.calls import Argument, Call, OutputKey, Replay, base_of, returned_by, select_output
+from lightning_dpx.memory.execute.distributed_tensors import DistributedValue, Origin, origin_of, part_of
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
@@ -113,6 +115,7 @@ class Rematerialisation:
         self._lock = threading.RLock()  # backward has a thread per device, and shifted modules have values on several
         self.refused: dict[str, str] = {}
         self.reached: list[weakref.ref[Value]] | None = None  # that others are made from, found along the graph
+        self._origins: dict[int, Origin] = {}  # by id, of the part of a distributed tensor that is being packed
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -122,6 +125,8 @@ class Rematerialisation:
         noting = self._want_operands and not self.names.compiled  # code is compiled for the modes that are on
         self._want_operands = False
         pack: Pack = self._counted if self.names.again else self.pack
+        if self.names.is_distributed:
+            pack = partial(self._by_parts, pack)
         wrap: Callable[[Pack], Pack] = _unseen if noting else _as_it_is
         if self.names.compiled:
             wrap = torch.compiler.disable  # or it would be compiled as well
@@ -153,6 +158,18 @@ class Rematerialisation:
         self.names.count()
         return self.pack(tensor)
 
+    def _by_parts(self, pack: Pack, tensor: torch.Tensor) -> Any:
+        """``pack``, of a distributed tensor for the part of it that is here."""
+        part = part_of(tensor)
+        origin = None if part is None else origin_of(tensor, part, known_value)
+        if part is None or origin is None:
+            return pack(tensor)
+        self._origins[id(part)] = origin
+        try:
+            return DistributedValue(tensor, pack(part))
+        finally:
+            del self._origins[id(part)]
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
         if self.names.in_compiled_code:
@@ -162,27 +179,29 @@ class Rematerialisation:
         node = tensor.grad_fn
         if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
             return Unnamed(tensor, version_counter(tensor))  # it lives anyway, or is not worth the bookkeeping
-        base = base_of(tensor)
-        if base is not tensor and base.is_leaf and base.requires_grad:
+        origin = self._origins.get(id(tensor)) if self._origins else None
+        base = base_of(tensor) if origin is None else origin.base
+        if origin is None and base is not tensor and base.is_leaf and base.requires_grad:
             return Unnamed(tensor, version_counter(tensor))
         if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
             return Unnamed(tensor.detach(), version_counter(tensor))
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return Unnamed(tensor.detach(), version_counter(tensor))
-        value = self.value_of_tensor(base)
+        value = self.value_of_tensor(base, origin)
         value.want()
         if base is tensor or same_geometry(tensor, base):
             return value
         return View(value, Strides(tensor, value.identity or identity_of(base)))
 
-    def value_of_tensor(self, base: torch.Tensor) -> Value:
+    def value_of_tensor(self, base: torch.Tensor, origin: Origin | None = None) -> Value:
         """The value behind ``base``; the second time the same one."""
-        node = base.grad_fn
+        node = base.grad_fn if origin is None else origin.node
+        output = base.output_nr if origin is None else origin.output
         version = version_counter(base)
         storage = key_of(base.untyped_storage())
-        earlier = None if node is None else known_value(node, base.output_nr)
+        earlier = None if node is None else known_value(node, output)
         if earlier is None and node is not None and self.names.again:
-            earlier = known_value(node, base.output_nr, _GIVEN)
+            earlier = known_value(node, output, _GIVEN)
         if earlier is not None and (before := earlier.identity) is not None:
             if before.storage == storage and before.version == version and before in self._values:
                 return earlier
@@ -198,9 +217,9 @@ class Rematerialisation:
             value.identity = identity
             value.dropped = False
             self._values[identity] = weakref.ref(value)
-            self._decide(value, base)
+            self._decide(value, base, node, output)
         elif node is not None and not value.operator:
-            self._decide(value, base)
+            self._decide(value, base, node, output)
         return value
 
     def know_again(self, value: Value, tensor: torch.Tensor) -> None:
@@ -212,14 +231,13 @@ class Rematerialisation:
         storage = weakref.ref(tensor.untyped_storage(), lambda _: self._again.pop(identity, None))
         self._again[identity] = weakref.ref(value), storage
 
-    def _decide(self, value: Value, tensor: torch.Tensor) -> None:
+    def _decide(self, value: Value, tensor: torch.Tensor, node: Any | None, output: int) -> None:
         """Keeps or drops ``value``, which is ``tensor`` and has its name, and maybe its producer, just now."""
-        node = tensor.grad_fn
         name = value.name
         if node is not None and not value.operator:
             value.operator = node.name()
-            _register(node, tensor.output_nr, value)
-        if (node is not None or self.names.again) and self.consider(value, node, tensor.output_nr):
+            _register(node, output, value)
+        if (node is not None or self.names.again) and self.consider(value, node, output):
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
@@ -394,6 +412,8 @@ class Rematerialisation:
         """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
         hook = saved.unpack_hook
         if hook == self.unpack:
+            if type(saved.data) is DistributedValue:
+                raise NotRecomputable(f"{node.name()} may talk to other processes")
             return saved.data
         if hook is None:  # saved where no hooks were on
             return _unnamed(saved.data)
@@ -409,6 +429,8 @@ class Rematerialisation:
         """Called by autograd when backward needs a saved tensor."""
         if type(saved) is Unnamed:
             return saved.read()
+        if type(saved) is DistributedValue:
+            return saved.read(self.unpack)
         value = saved if type(saved) is Value else saved.value
         with self._lock:
             if self._undecided:  # a backward inside of the forward's context

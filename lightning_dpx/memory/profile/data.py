@@ -159,6 +159,7 @@ class Profile:
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
         place_seconds: Of bookkeeping at each place at which something is dropped; see places.py.
         usual_places: Places for each value that is made again, as the values' seconds count them already.
+        communicates: Whether the step talks to other processes.
     """
 
     values: tuple[SavedValue, ...]
@@ -179,6 +180,7 @@ class Profile:
     replaying: float = 0.0
     place_seconds: float = 0.0
     usual_places: float = 0.0
+    communicates: bool = False
 
     @property
     def peak(self) -> int:

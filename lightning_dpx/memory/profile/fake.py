@@ -67,6 +67,8 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         probe: What tries operators of fakes for real, where the target is there.
     """
 
+    _sees_fakes = True
+
     def __init__(
         self,
         device: torch.device,

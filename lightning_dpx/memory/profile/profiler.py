@@ -153,7 +153,9 @@ def _profiled(
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
     profile = replace(profile, step_seconds=times[0], forward_seconds=times[1])
-    if not (compiled or by_hand or profile.saves):
+    if timer.communicates:
+        profile = replace(profile, communicates=True)
+    elif not (compiled or by_hand or profile.saves):
         at("timing planned steps")
         with torch.enable_grad():
             measure = partial(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.memory.profile import timing_effort
+from lightning_dpx.memory.tracing.communication import CommunicationWatch, has_other_processes
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class StepTimer:
     Attributes:
         watches: Whether the next step is watched, as the first one is: what writes to tensors that are not buffers
             is not timed without, although that takes time itself.
+        communicates: Whether the step talks to other processes, which must run it equally often.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StepTimer:
         self._is_in_a_row = False
         self._can_follow_itself = True
         self.watches = True
+        self.communicates = False
 
     def in_a_row(self, measure: Callable[[], T]) -> T:
         """What ``measure`` returns, whose steps follow each other as in training; what they change is put back after.
@@ -102,17 +105,20 @@ class StepTimer:
 
     def least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         """The least time of several steps, and that of their forward, after one that is not counted."""
-        self.timed(forward, backward)
+        with CommunicationWatch() if has_other_processes() else nullcontext() as watch:
+            self.timed(forward, backward)
+        self.communicates = watch is not None and watch.has_seen_any
         return self.in_a_row(partial(self._least, forward, backward))
 
     def _least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         best = (float("inf"), 0.0)
         times = list[float]()
-        for turn in range(1, timing_effort.rounds(_MOST_STEPS) + 1):
+        most = timing_effort.rounds(_FEWEST_STEPS if self.communicates else _MOST_STEPS)
+        for turn in range(1, most + 1):
             whole, forward_only = self.timed(forward, backward)
             best = min(best, (whole, forward_only))
             times.append(whole)
             is_sure = turn >= _FEWEST_STEPS and sum(times) > _SHORT and is_confirmed(times)
-            if sum(times) > _ENOUGH or is_sure:
+            if not self.communicates and (sum(times) > _ENOUGH or is_sure):
                 break
         return best

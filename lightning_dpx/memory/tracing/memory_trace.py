@@ -23,16 +23,19 @@ from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.torch_compat import (
+    COLLECTIVES,
+    FakeTensor,
     TorchDispatchMode,
     current_graph_task_id,
     engine_code,
+    is_traceable_wrapper_subclass,
     is_view,
     key_of,
+    on_distributed_tensors,
     tree_leaves,
 )
 
 aten = torch.ops.aten
-_COLLECTIVES = {"c10d", "_c10d_functional"}
 _QUIET = {aten.detach.default, aten.alias.default}  # what pack hooks do themselves
 _CONSTANTS = {aten.new_zeros, aten.zeros, aten.zeros_like}
 _FILLING = {aten.index_add, aten.index_put, aten.put, aten.scatter, aten.scatter_add}
@@ -92,6 +95,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         communicates: Whether an operator was one of several processes.
     """
 
+    _sees_fakes = False  # with which a distributed tensor finds out what its parts will be, the first time
+
     def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
@@ -138,12 +143,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entry[1] if entry is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if on_distributed_tensors(types):
+            return NotImplemented
         if self._writes is not None:
             self._writes.before(func, args, kwargs)
         out, seconds, taken = self.observed(func, args, kwargs or {})
         with self._lock:
             self.seconds += seconds
-            if func not in _QUIET:
+            if func not in _QUIET and (self._sees_fakes or type(out) is not FakeTensor):
                 self._see(func, out, args, kwargs, taken)
         return out
 
@@ -164,7 +171,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle()
         before = self.live
         earlier = len(self.allocations)
-        self.communicates |= func.namespace in _COLLECTIVES
+        self.communicates |= func.namespace in COLLECTIVES
         self.called.append(func)
         given: set[int] | None = None
         if (func is aten.add.Tensor or func.overloadpacket in _FILLING) and _called_by_engine():
@@ -176,6 +183,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in _tensors_in((out,)):
             if leaf.device != self._device or leaf.layout is not torch.strided:
                 continue
+            if type(leaf) is not torch.Tensor and is_traceable_wrapper_subclass(leaf):
+                continue  # it has no memory of its own
             storage = leaf.untyped_storage()
             if key_of(storage) in self._present:
                 continue

@@ -11,6 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
@@ -52,6 +55,41 @@ class Copied(Sharded):
         return (found + self.branch(batch[0]) if takes_branch else found).square().mean()
 
 
+class Gathering(Copied):
+    """A loss over the rows of all processes, one of which is slow; in the step itself, or in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contrast = Contrast()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            for _ in range(1_000_000):
+                pass
+        found = self.net(batch[0]) + self.branch(batch[0])
+        gathered = self.all_gather(found, sync_grads=True).flatten(0, 1)
+        return gathered.softmax(0).square().mean() + self.contrast(found)
+
+
+class Contrast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.Tanh())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gathered = torch.cat(all_gather(self.layers(rows)))
+        return nn.functional.gelu(gathered).softmax(1).log_softmax(1).square().mean()
+
+
+class TensorParallel(Sharded):
+    """Every layer has a part of its weights here, and a part there."""
+
+    def configure_model(self) -> None:
+        of_block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in self.net[:3]:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], of_block)
+
+
 class OptionsOfDDP(DDPStrategy):
     """Parameters may go unused where DDP was told to look for them."""
 
@@ -80,7 +118,7 @@ def trained(
         **options,
     )
     trainer.fit(module, DataLoader(TensorDataset(rows), 512))
-    own = [parameter.to_local() if kind is Sharded else parameter for parameter in module.parameters()]
+    own = [one.to_local() if isinstance(one, DTensor) else one for one in module.parameters()]
     return [parameter.detach().clone() for parameter in own]
 
 
@@ -103,6 +141,15 @@ def main(rank: int, port: str) -> None:
         planned = trained([planner], Copied, OptionsOfDDP(**options))
         dropped = bool(planner.plan.dropped | planner.plan.replayed)
         found["copied"].append([all(map(torch.equal, without, planned)), dropped])
+    found["others"] = []
+    os.environ["LIGHTNING_DPX_TIMING"] = "full"
+    for kind in (Gathering, TensorParallel):
+        planner = dpx.ActivationPlanner(budget=0.9 if kind is Gathering else 0.8)
+        strategies = [OptionsOfDDP() if kind is Gathering else ModelParallelStrategy(1, 2) for _ in range(2)]
+        without = trained([], kind, strategies[0])
+        planned = trained([planner], kind, strategies[1])
+        dropped = bool(planner.plan.dropped | planner.plan.replayed)
+        found["others"].append([all(map(torch.equal, without, planned)), dropped, "contrast" in planner.plan.replayed])
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 

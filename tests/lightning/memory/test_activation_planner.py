@@ -32,7 +32,8 @@ def test_a_sharded_module_trains_to_the_same_bits_with_a_plan(found: list[dict[s
 
 def test_all_processes_follow_the_plan_of_the_first(found: list[dict[str, Any]]) -> None:
     first, second = found
-    assert first == second
+    assert first["dropped"] == second["dropped"]
+    assert first["peaks"] == second["peaks"]
     assert first["dropped"]
     unplanned, budget = first["peaks"]
     assert budget == unplanned // 2
@@ -42,3 +43,9 @@ def test_copies_train_to_the_same_bits_with_a_plan_whatever_ddp_is_told(found: l
     """As it is, with a static graph, with parameters that go unused, and with gradients in its buckets."""
     for one in found:
         assert one["copied"] == [[True, True]] * 4
+
+
+def test_steps_in_which_processes_meet_are_planned_though_one_of_them_is_slow(found: list[dict[str, Any]]) -> None:
+    """A loss over the rows of all processes, and tensor-parallel layers: all time the steps equally often."""
+    for one in found:
+        assert one["others"] == [[True, True, False]] * 2
