@@ -68,8 +68,8 @@ def search_plan(
     A module that ``fully_shard`` has spread over processes is planned on fake tensors as what it was before, on the
     device where it is; all processes of the default group call this, each with rows of the same shapes, and all get the
     plan of the first. The budget is that of one process. Gathered parameters and gradients come on top. A module whose
-    step talks to other processes, as tensor-parallel layers do, is profiled by all of them at once, too; each has a plan
-    of its own, which makes nothing again that takes the others.
+    step talks to other processes, as tensor-parallel layers do, is profiled by all of them at once, too; each process
+    gets a plan of its own, in which nothing is recomputed that would need the others.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
