@@ -16,6 +16,7 @@ from lightning_dpx.devices import default_backend, wire_device
 from lightning_dpx.errors import CollectiveError, ConfigurationError, ReplicationError
 from lightning_dpx.lightning.lightning_api import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning_dpx.lightning.lightning_compat import init_dist_connection
+from lightning_dpx.lightning.processes.attempt_store import agent_store, attempt_store, is_kept_by_agent
 from lightning_dpx.reducers import between_processes, start_roll_call
 
 Fingerprint = Mapping[str, Any]
@@ -40,7 +41,10 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     def join() -> None:
         try:
             init_dist_connection(
-                environment, backend or default_backend(device), timeout=datetime.timedelta(seconds=timeout)
+                environment,
+                backend or default_backend(device),
+                timeout=datetime.timedelta(seconds=timeout),
+                **_own_store(environment, timeout),
             )
         except BaseException as error:  # noqa: BLE001  raised again by the caller
             failures.append(error)
@@ -65,6 +69,15 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
         f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
         f"{environment.main_address}:{environment.main_port} for the others ({why})"
     ) from (why if isinstance(why, BaseException) else None)
+
+
+def _own_store(environment: ClusterEnvironment, timeout: float) -> dict[str, Any]:
+    """Arguments for the process group's store, where the one that it would use has seen earlier attempts."""
+    if distributed.is_initialized() or not is_kept_by_agent():
+        return {}
+    world_size = environment.world_size()
+    store = agent_store(environment.main_address, environment.main_port, world_size, timeout)
+    return {"store": attempt_store(store, environment.global_rank(), world_size, timeout)}
 
 
 def disconnect() -> None:

@@ -19,6 +19,7 @@ from tests.lightning.processes.process_program import WITH_MEETINGS, Embedded, S
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("process_program.py")
+RESTARTED = Path(__file__).with_name("restart_program.py")
 
 
 def free_port() -> int:
@@ -156,6 +157,38 @@ def test_under_torchrun_files_are_written_once_and_resume_in_one_process(tmp_pat
     trainer = make_trainer(max_epochs=3, strategy=dpx.DPXStrategy(execution="inline"), devices=3)
     trainer.fit(model, make_loader(48), make_loader(48), ckpt_path=tmp_path / "half.ckpt")
     assert_equal(model.state_dict(), one_device(max_epochs=3))
+
+
+def under_torchrun(folder: Path) -> str:
+    """What two agents print that stand for two nodes, each with two processes of two replicas."""
+    port = free_port()
+    with programs.quick_interpreter():
+        agents = [
+            programs.start(
+                "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}",
+                "--max-restarts=2", "--monitor-interval=0.1", "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", RESTARTED, folder, joint=True,
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        return "".join(finish(agents))
+
+
+def test_a_killed_process_is_started_again_and_the_run_ends_as_if_nothing_was_lost(tmp_path: Path) -> None:
+    """torchrun keeps the store of all attempts: found there, addresses of lost processes let every restart time out."""
+    weights = []
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "killed":
+            (folder / "kill").touch()
+        printed = under_torchrun(folder)
+        resumed = name == "killed"
+        assert printed.count("ended well in attempt") == 4, printed
+        assert printed.count(f"resumed: {resumed}") == 4, printed
+        assert not (folder / "kill").exists()
+        weights.append(torch.load(folder / "weights.pt", weights_only=True))
+    assert_equal(weights[1], weights[0], bitwise=True)
 
 
 def test_different_models_are_refused_at_setup_by_name(tmp_path: Path) -> None:
