@@ -21,7 +21,7 @@ from lightning_dpx.lightning.rehearsal.shift_rehearsal import rehearse_shifts
 from lightning_dpx.lightning.run import OneDevice
 from lightning_dpx.lightning.session import Session, give_trainer
 from lightning_dpx.python_objects.compiled import compiled_names
-from lightning_dpx.reducers import ProcessReducer, choose_reducer
+from lightning_dpx.reducers import ProcessReducer, choose_reducer, make_communication_hook
 from lightning_dpx.replicas import ReplicaSet, synchronize_batch_norm
 from lightning_dpx.step import TrainingStep
 
@@ -148,7 +148,8 @@ def _process_reducer(strategy: "DPXStrategy") -> ProcessReducer | None:
     stopping = strategy.stopping
     if not isinstance(stopping, CoordinatedStop):
         return None
-    return ProcessReducer(options.gradient_buckets, options.wire_dtype, stopping.requested_here, stopping.apply)
+    hook = None if options.communication_hook is None else make_communication_hook(options.communication_hook)
+    return ProcessReducer(options.gradient_buckets, options.wire_dtype, stopping.requested_here, stopping.apply, hook)
 
 
 def _announce_reducer(strategy: "DPXStrategy", devices: Sequence[torch.device]) -> None:

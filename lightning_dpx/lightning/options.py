@@ -9,7 +9,7 @@ import torch
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM
 from lightning_dpx.lightning.rehearsal.rehearsals import Verify
-from lightning_dpx.reducers import REDUCERS, GradientReducer
+from lightning_dpx.reducers import REDUCERS, GradientReducer, make_communication_hook
 from lightning_dpx.replicas import (
     BufferMode,
     Execution,
@@ -54,6 +54,7 @@ class StrategyOptions:
     buffers: BufferMode
     loss_reduction: LossReduction
     communication_dtype: CommunicationDtype | None
+    communication_hook: Any
     gradient_buckets: int
     shifts: dict[str, str] | Literal["auto"] | None
     shift_activations: list[str] | None
@@ -75,6 +76,8 @@ class StrategyOptions:
             REDUCERS[self.reducer]
         if self.communication_dtype is not None:
             check_choice("communication_dtype", self.communication_dtype, get_args(CommunicationDtype))
+        if self.communication_hook is not None:
+            make_communication_hook(self.communication_hook)
         _check_count("gradient_buckets", self.gradient_buckets)
         _check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps)
         check_workload(self.workload)

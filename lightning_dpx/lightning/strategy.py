@@ -30,13 +30,7 @@ from lightning_dpx.shifting import BetweenSteps
 from lightning_dpx.step import LossReduction
 
 # What a Trainer sets; see adoption.py.
-_SET_BY_TRAINERS = (
-    "_own_accelerator",
-    "_precision_plugin",
-    "_checkpoint_io",
-    "cluster_environment",
-    "parallel_devices",
-)
+_OF_TRAINERS = ("_own_accelerator", "_precision_plugin", "_checkpoint_io", "cluster_environment", "parallel_devices")
 
 
 class DPXStrategy(HookedStrategy):
@@ -105,6 +99,8 @@ class DPXStrategy(HookedStrategy):
             micro-batches are not what one device gives (batch norm), or verify="off" leaves that open, and where torch
             shall use deterministic algorithms, as M depends on times that are measured. Evaluation has an M of its
             own: it is cut where it would not fit. Dropout draws by micro-batch; 1 keeps the bits of a step without one.
+        communication_hook: How gradients travel between processes: "bf16", "fp16", "powersgd", a PowerSGDState, or a
+            hook of torch.distributed.algorithms.ddp_comm_hooks with its state, (state, hook). They are compressed.
         accelerator: Lightning's accelerator.
         parallel_devices: The devices, one per replica; usually given by Trainer(devices=...).
         cluster_environment: Lightning's cluster environment.
@@ -144,6 +140,7 @@ class DPXStrategy(HookedStrategy):
         batch_slicer: Slicer | Callable[[Any, list[int]], list[Any]] | None = None,
         verify: Verify = "warn",
         micro_batches: int | list[int] | Literal["auto"] = "auto",
+        communication_hook: Any = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -170,6 +167,7 @@ class DPXStrategy(HookedStrategy):
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             verify=verify,
             micro_batches=micro_batches,
+            communication_hook=communication_hook,
         )
         self.planning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
         self.out_of_memory = OutOfMemory(on_oom)
@@ -183,7 +181,7 @@ class DPXStrategy(HookedStrategy):
         self.session: Session | OneDevice = self.one_device
         self.module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
         self._announced: set[str] = set()
-        self.adoption = Adoption(self, *_SET_BY_TRAINERS)
+        self.adoption = Adoption(self, *_OF_TRAINERS)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     def __repr__(self) -> str:

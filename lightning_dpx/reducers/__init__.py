@@ -4,6 +4,7 @@ from lightning_dpx.reducers.base import REDUCERS, GradientReducer, choose_reduce
 from lightning_dpx.reducers.buckets import GradientPacker
 from lightning_dpx.reducers.collective import CollectiveReducer
 from lightning_dpx.reducers.colocate import ColocateReducer
+from lightning_dpx.reducers.communication_hooks import CommunicationHook, make_communication_hook
 from lightning_dpx.reducers.hierarchical import HierarchicalReducer
 from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.reducers.nccl import NCCLReducer
@@ -15,6 +16,7 @@ from lightning_dpx.reducers.roll_call import current_roll_call, declare_failed, 
 __all__ = [
     "REDUCERS",
     "CollectiveReducer",
+    "CommunicationHook",
     "ColocateReducer",
     "OverlappedReduction",
     "GradientPacker",
@@ -30,6 +32,7 @@ __all__ = [
     "current_roll_call",
     "declare_failed",
     "least_loaded_placement",
+    "make_communication_hook",
     "make_reducer",
     "register_reducer",
     "small_aside_placement",

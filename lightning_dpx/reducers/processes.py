@@ -10,8 +10,10 @@ from lightning_dpx.devices import wire_device
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_like
+from lightning_dpx.reducers.communication_hooks import CommunicationHook, HookBucket
 from lightning_dpx.reducers.roll_call import current_roll_call, waits_for_others
 from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
+from lightning_dpx.torch_compat import flatten_dense
 
 Result = TypeVar("Result")
 
@@ -24,6 +26,7 @@ class ProcessReducer:
         communication_dtype: What they travel in; their own dtype unless given.
         notice: Asked before every reduction for a flag that travels with it, at no cost of its own.
         on_notice: Called on all processes with the ranks whose flag was set, if any was.
+        hook: A communication hook, which averages dense gradients instead, in whatever dtype it likes.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class ProcessReducer:
         communication_dtype: torch.dtype | None = None,
         notice: Callable[[], bool] = lambda: False,
         on_notice: Callable[[list[int]], None] = lambda ranks: None,
+        hook: CommunicationHook | None = None,
     ) -> None:
         self._num_splits = max(1, num_splits)
         self._wire = communication_dtype
+        self._hook = hook
         self._notice = notice
         self._on_notice = on_notice
         self._calls = 0
@@ -63,7 +68,16 @@ class ProcessReducer:
         all_rows, kinds = self._agree(grads, rows)
         factor = 1.0 if rows < 0 else rows / all_rows
         result: Gradients = [None] * len(grads)
-        self._reduce_dense(grads, like, [i for i, kind in enumerate(kinds) if kind is torch.strided], factor, result)
+        dense = [index for index, kind in enumerate(kinds) if kind is torch.strided]
+        if self._hook is None:
+            self._reduce_dense(grads, like, dense, factor, result)
+        else:
+            # Parameters without a gradient anywhere travel as zeros: the buckets of a hook stay the same.
+            kept = [index for index, kind in enumerate(kinds) if kind is not torch.sparse_coo]
+            trained = [index for index in kept if like[index].requires_grad]
+            self._reduce_by_hook(self._hook, grads, like, trained, factor, result)
+            for index in set(trained).difference(dense):
+                result[index] = None
         sparse = [index for index, kind in enumerate(kinds) if kind is torch.sparse_coo]
         if sparse:
             self._reduce_sparse(grads, like, sparse, factor, result)
@@ -105,6 +119,38 @@ class ProcessReducer:
             arrived = bucket.to(members[0].dtype)
             for index, member, tensor in zip(indices, members, unflatten_like(arrived, members), strict=True):
                 result[index] = tensor.to(member.device)
+
+    def _reduce_by_hook(
+        self,
+        hook: CommunicationHook,
+        grads: Gradients,
+        like: Sequence[torch.Tensor],
+        used: list[int],
+        factor: float,
+        result: Gradients,
+    ) -> None:
+        own = [_dense(grads[index], like[index]) for index in used]
+        wires = [wire_device(gradient.device) for gradient in own]
+        targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
+        groups = []
+        for indices in alike(own, targets):
+            sizes = [own[index].numel() for index in indices]
+            for split in split_at_boundaries(sizes, self._num_splits):
+                groups.append([indices[position] for position in split])
+        # A hook divides by the number of processes, as if all had as many samples.
+        scale = factor * distributed.get_world_size()
+        waiting = []
+        for number, group in enumerate(groups):
+            members = [own[index] for index in group]
+            buffer = flatten_dense([_widened(member).to(wire_device(member.device)) for member in members]) * scale
+            parameters = [like[used[index]] for index in group]
+            is_last = number == len(groups) - 1
+            bucket = HookBucket(index=number, buffer=buffer, parameters=parameters, is_last=is_last)
+            waiting.append((hook.start(bucket), group, members))
+        for wait, group, members in waiting:
+            arrived = wait().to(members[0].dtype)
+            for index, member, tensor in zip(group, members, unflatten_like(arrived, members), strict=True):
+                result[used[index]] = tensor.to(member.device)
 
     def _reduce_sparse(
         self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients

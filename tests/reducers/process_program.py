@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from lightning_dpx.reducers import ProcessReducer
+from lightning_dpx.reducers import ProcessReducer, make_communication_hook
 
 Grads = list[torch.Tensor | None]
 ROWS = (6, 2)  # samples of the ranks
@@ -44,6 +46,38 @@ def sparse_cases() -> dict[str, tuple[list[torch.Tensor], list[Grads]]]:
     }  # fmt: skip
 
 
+def hook_case() -> tuple[list[torch.Tensor], list[list[Grads]]]:
+    """Parameters, and of every step the gradients of rank 0 and rank 1; one has none in the second, one never has."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 24), (24,), (8, 4), (5,)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    steps = []
+    for step in range(4):
+        both: list[Grads] = []
+        for _ in range(2):
+            # An outer product is of rank 1, which PowerSGD sends as it is.
+            rows = torch.randn(16, 1, generator=generator)
+            columns = torch.ones(1, 24)
+            plain = [torch.randn(shape, generator=generator) for shape in shapes[1:3]]
+            both.append([rows @ columns, plain[0], None if step == 1 else plain[1], None, None])
+        steps.append(both)
+    return [*parameters, frozen], steps
+
+
+def hooked(rank: int) -> dict[str, list[Grads]]:
+    """What every hook makes of the steps of :func:`hook_case`."""
+    parameters, steps = hook_case()
+    state = PowerSGDState(process_group=None, start_powerSGD_iter=2, min_compression_rate=1)
+    hooks = {"bf16": "bf16", "fp16": "fp16", "powersgd": state, "plain": (None, allreduce_hook)}
+    means: dict[str, list[Grads]] = {}
+    for name, given in hooks.items():
+        reducer = ProcessReducer(2, hook=make_communication_hook(given))
+        means[name] = [reducer.mean(step[rank], parameters, ROWS[rank]) for step in steps]
+    means["sum"] = [ProcessReducer(2, hook=make_communication_hook("bf16")).mean(steps[0][rank], parameters, -1)]
+    return means
+
+
 def main() -> None:
     folder, rank = Path(sys.argv[2]), int(os.environ["NODE_RANK"])
     torch.set_num_threads(1)
@@ -56,6 +90,7 @@ def main() -> None:
         seen[f"{case} on bfloat16"] = wire.mean(grads[rank], parameters, ROWS[rank])
     halves = torch.full((3,), 1 + 2.0**-7, dtype=torch.bfloat16)
     seen["dense bfloat16"] = ProcessReducer().mean([halves], [halves], ROWS[rank])
+    seen["hooks"] = hooked(rank)
     seen["noticed"] = []
     for sets in (lambda: rank == 1, lambda: False):
         ProcessReducer(notice=sets, on_notice=seen["noticed"].append).mean([halves], [halves], 1)

@@ -9,7 +9,7 @@ import torch
 import lightning_dpx as dpx
 from lightning_dpx.reducers import ProcessReducer
 from tests.lightning.processes.test_processes import finish, start
-from tests.reducers.process_program import ROWS, sparse_cases
+from tests.reducers.process_program import ROWS, hook_case, sparse_cases
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
@@ -72,6 +72,31 @@ def test_sparse_values_travel_in_the_communication_dtype(seen: list[dict[str, An
     torch.testing.assert_close(sent.to_dense(), exact.to_dense(), rtol=2**-7, atol=1e-3)
     (sent,), (exact,) = seen[0]["bfloat16 on bfloat16"], seen[0]["bfloat16 mean"]
     assert torch.equal(sent.to_dense(), exact.to_dense()), "halves are summed in float32"
+
+
+@pytest.mark.parametrize(("name", "digits"), [("plain", 1e-6), ("bf16", 2e-2), ("fp16", 2e-3), ("powersgd", 1e-5)])
+def test_communication_hooks_average_by_samples(seen: list[dict[str, Any]], name: str, digits: float) -> None:
+    parameters, steps = hook_case()
+    total = sum(ROWS)
+    for number, step in enumerate(steps):
+        for rank in range(2):
+            means = seen[rank]["hooks"][name][number]
+            for index in range(len(parameters)):
+                whole = one_device([row[index] for row in step], (ROWS[0] / total, ROWS[1] / total))
+                mean = means[index]
+                assert (mean is None) == (whole is None)
+                # Two outer products that share a factor are of rank 1 together: PowerSGD loses nothing of the first.
+                if whole is None or (name == "powersgd" and index > 0 and number > 1):
+                    continue
+                torch.testing.assert_close(mean, whole, rtol=digits, atol=digits)
+    for one, other in zip(seen[0]["hooks"][name][-1], seen[1]["hooks"][name][-1], strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_a_communication_hook_can_sum(seen: list[dict[str, Any]]) -> None:
+    _, steps = hook_case()
+    whole = one_device([row[0] for row in steps[0]], (1.0, 1.0))
+    torch.testing.assert_close(seen[0]["hooks"]["sum"][0][0], whole, rtol=2e-2, atol=2e-2)
 
 
 def test_a_notice_of_one_process_reaches_all(seen: list[dict[str, Any]]) -> None:
