@@ -120,6 +120,20 @@ def test_replicas_of_a_compiled_module_train_as_one_device_and_compile_as_often(
     assert together.num_calls > alone.num_calls, "both replicas must have run compiled code"
 
 
+@pytest.mark.slow  # the compiler of the CPU's code takes half a minute
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_modes_of_the_default_backend_train_as_one_device(mode: str) -> None:
+    weights = []
+    for options in ({}, {"strategy": dpx.DPXStrategy(execution="inline"), "devices": 2}):
+        torch.manual_seed(0)
+        model = Model()
+        model.net = torch.compile(model.net, mode=mode)
+        make_trainer(**options).fit(model, make_loader(48), make_loader(48))
+        weights.append({name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()})
+    assert_equal(weights[1], weights[0])
+
+
 @pytest.mark.parametrize("form", ["whole", "in place"])
 def test_threads_that_were_asked_for_are_left_out_and_it_is_said(form: str) -> None:
     strategy = dpx.DPXStrategy(execution="threads", verify="off")
