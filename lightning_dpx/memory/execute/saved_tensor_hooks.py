@@ -103,7 +103,7 @@ class Rematerialisation:
         if names.again:
             names.listener = _HoldsArguments()
         self._dropped = dropped
-        self._uncached = {name: place for place, name in enumerate(uncached)}
+        self._uncached = {name: number for number, name in enumerate(uncached)}
         self._undecided: list[weakref.ref[Value]] = []  # shall be uncached, once it is known who saves what
         self._compressed = compressed
         self._offloaded = offloaded
@@ -122,6 +122,8 @@ class Rematerialisation:
         """Forward passes in here drop what is wanted; their backward may come later."""
         self.names.begin()
         self._values.clear()
+        # Noting costs some us for every call of a torch function. So the first forward does it, and
+        # later ones only if a recipe has asked for an operand in the forward before.
         noting = self._want_operands and not self.names.compiled  # code is compiled for the modes that are on
         self._want_operands = False
         pack: Pack = self._counted if self.names.again else self.pack
@@ -164,6 +166,8 @@ class Rematerialisation:
         origin = None if part is None else origin_of(tensor, part, known_value)
         if part is None or origin is None:
             return pack(tensor)
+        # Hooks take a tensor and nothing else, and ``pack`` may be wrapped: so what was found out
+        # about the part waits for :meth:`pack` under the part's id.
         self._origins[id(part)] = origin
         try:
             return DistributedValue(tensor, pack(part))
@@ -174,6 +178,8 @@ class Rematerialisation:
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
         if self.names.in_compiled_code:
             return Unnamed(tensor.detach(), version_counter(tensor))  # made by no operator that is known
+        # Sparse and jagged tensors, and those of a running transform of torch.func, have no single
+        # block of memory to be known by.
         if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return Unnamed(tensor.detach(), version_counter(tensor))
         node = tensor.grad_fn
@@ -181,6 +187,7 @@ class Rematerialisation:
             return Unnamed(tensor, version_counter(tensor))  # it lives anyway, or is not worth the bookkeeping
         origin = self._origins.get(id(tensor)) if self._origins else None
         base = base_of(tensor) if origin is None else origin.base
+        # The memory of a view of a parameter stays, whatever a plan does.
         if origin is None and base is not tensor and base.is_leaf and base.requires_grad:
             return Unnamed(tensor, version_counter(tensor))
         if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
@@ -200,6 +207,8 @@ class Rematerialisation:
         version = version_counter(base)
         storage = key_of(base.untyped_storage())
         earlier = None if node is None else known_value(node, output)
+        # An argument that was kept for one call is saved by an operator now: from here on it has a
+        # name, and may be decided about like any other value.
         if earlier is None and node is not None and self.names.again:
             earlier = known_value(node, output, _GIVEN)
         if earlier is not None and (before := earlier.identity) is not None:
@@ -219,6 +228,8 @@ class Rematerialisation:
             self._values[identity] = weakref.ref(value)
             self._decide(value, base, node, output)
         elif node is not None and not value.operator:
+            # It was saved first by a tensor without a producer, detached for instance. With the
+            # producer there may be a recipe after all.
             self._decide(value, base, node, output)
         return value
 
@@ -228,6 +239,7 @@ class Rematerialisation:
         Otherwise it would get a name of its own, and all values after it the names of others.
         """
         identity = identity_of(tensor)
+        # An identity is good only while the memory lives: its address may be given out again then.
         storage = weakref.ref(tensor.untyped_storage(), lambda _: self._again.pop(identity, None))
         self._again[identity] = weakref.ref(value), storage
 
@@ -242,10 +254,12 @@ class Rematerialisation:
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
             if name in self._compressed:
+                # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):
                     value.uncached = name in self._uncached
                 else:
                     self.refused[name] = "it is not a mask this time"
+            # A plan that was made for a device can be followed on the host, but for this.
             elif name in self._offloaded and not is_host(tensor.device):
                 offload(value, self._offloading)
 
@@ -255,6 +269,8 @@ class Rematerialisation:
             if value.name in self._uncached:
                 self._undecided.append(weakref.ref(value))
             return True
+        # Others were made from it before it was saved itself, so it has a recipe. It is kept now
+        # and will never run that: what the recipe takes must not wait for it.
         if value.make is not None and not value.dropped:
             forget_recipe(value)
         return False
@@ -290,8 +306,10 @@ class Rematerialisation:
             if identity is None or not self.names.again:
                 raise
             call = self.names.call_that_makes(identity.storage)
+            # Until it is made again, the call keeps its arguments.
             if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
                 raise
+            # This tensor has been counted already, before it was packed.
             key = OutputKey("saved", self.names.saved - call.saved - 1)
             return select_output, self._picked(call, key, identity.size, identity.dtype)
 
@@ -303,11 +321,11 @@ class Rematerialisation:
         try:
             return recipe_for(node.name())(Node(self, node, output, depth, identity))
         except NotRecomputable:
-            found = returned_by(node, output)
-            if found is None:
+            call_and_key = returned_by(node, output)
+            if call_and_key is None:
                 raise
             like = output_metadata(node)[output]
-            return select_output, self._picked(*found, torch.Size(like.shape), like.dtype)
+            return select_output, self._picked(*call_and_key, torch.Size(like.shape), like.dtype)
 
     def _picked(self, call: Call, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> tuple[Value, OutputKey]:
         """The value that ``call`` becomes, and which output to select from it."""
@@ -320,6 +338,8 @@ class Rematerialisation:
             outcome.dropped = True
             for source in outcome.sources:
                 source.want()
+            # Weakly: the value holds the call, and cycles would live until Python looks for them,
+            # which it does not while a planned forward runs.
             call.outcome = weakref.ref(outcome)
         assert isinstance(outcome.make, Replay), "it is a call"
         outcome.make.want(key, size, dtype)
@@ -338,6 +358,8 @@ class Rematerialisation:
             raise NotRecomputable("an argument of the call is gone")
         if argument.source is None:
             return self.keep_argument(argument, tensor)
+        # It is marked apart from the values of the graph: no recipe may find it there and count on
+        # a tensor that is kept for calls only.
         value = known_value(*argument.source, _GIVEN)
         if value is None:
             value = self.keep_argument(argument, tensor)
@@ -358,6 +380,7 @@ class Rematerialisation:
             return value
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
+            # The node holds the parameter, which is there anyway.
             value = Value("", "leaf")
             value.keep(node.variable)
         else:
@@ -378,18 +401,18 @@ class Rematerialisation:
     def constant(self, node: Any, index: int, most: int) -> Any:
         """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
         self.want_operands(node)
-        found = operand_of(node, index)
-        if not isinstance(found, WeakTensor):
-            return found
-        value = self.keep_constant(found.base(most))
-        return value if found.view is None else View(value, found.look)
+        operand = operand_of(node, index)
+        if not isinstance(operand, WeakTensor):
+            return operand
+        value = self.keep_constant(operand.base(most))
+        return value if operand.view is None else View(value, operand.look)
 
     def want_operands(self, node: Any) -> None:
         """The next step notes operands, too: a recipe has asked for those of ``node``."""
         self._want_operands = True
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
-        """The value of such a tensor; it may not be written to before backward."""
+        """The value of a tensor outside of the graph; it may not be written to before backward."""
         value = Value("", "constant")
         value.keep(tensor)
         return value
@@ -400,18 +423,20 @@ class Rematerialisation:
         Raises:
             NotRecomputable: it is in the hands of others, who would bring it back, or run a region again, right now.
         """
+        # ``_saved_{name}`` would call the unpack hook, ``_raw_saved_{name}`` does not; an argument
+        # that is no tensor has only the former.
         saved = getattr(node, f"_raw_saved_{name}", None)
         if saved is None:
             return getattr(node, f"_saved_{name}")  # a number
-        found = self.packed(node, saved)
-        if found is None:
+        held = self.packed(node, saved)
+        if held is None:
             _refuse_released(node, name)
-        return found
+        return held
 
     def packed(self, node: Any, saved: Any) -> Any:
         """What a saved tensor of ``node`` holds, as :meth:`read_saved` gives it."""
         hook = saved.unpack_hook
-        if hook == self.unpack:
+        if hook == self.unpack:  # a bound method is another object every time
             if type(saved.data) is DistributedValue:
                 raise NotRecomputable(f"{node.name()} may talk to other processes")
             return saved.data
@@ -435,6 +460,7 @@ class Rematerialisation:
         with self._lock:
             if self._undecided:  # a backward inside of the forward's context
                 self._decide_uncached()
+            # Autograd checks versions of the tensors that it holds itself, and not behind hooks.
             if value.counter is not None and version_counter(value.counter) != value.version:
                 refuse_changed(value)
             base = compute(value) if value.tensor is None else value.tensor
@@ -446,6 +472,7 @@ class Rematerialisation:
                     refuse_changed(value)
                 if self._known and value.operator and self.is_unknown(value.name):
                     self.unknown[value.name] = base.nbytes
+            # A view is read before the use is released, which may forget the tensor.
             tensor: torch.Tensor = base if saved is value else saved.read()
             release_use(value)
         return tensor
@@ -461,6 +488,7 @@ class _HoldsArguments:
     def begins(self, call: Call) -> None:
         """The call takes its arguments."""
         for argument in call.arguments:
+            # What a recipe makes again needs not be there when the last of the values is saved.
             if argument.source is None or argument.source[0].name() not in RECIPES:
                 argument.hold()
 
@@ -472,17 +500,17 @@ _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 
 
 def identity_of(base: torch.Tensor) -> Identity:
-    """By which ``base`` is known again."""
+    """The identity of ``base``, by which it is known again."""
     storage = key_of(base.untyped_storage())
     offset = int(base.storage_offset())
     return Identity(storage, version_counter(base), base.dtype, base.size(), base.stride(), offset)
 
 
-def _unnamed(found: Any) -> Any:
+def _unnamed(saved: Any) -> Any:
     """What autograd holds itself, without the graph that led to it."""
-    if not isinstance(found, torch.Tensor) or (found.ndim == 0 and not found.requires_grad):
-        return found  # a number, which may come as a tensor
-    return keep(found)
+    if not isinstance(saved, torch.Tensor) or (saved.ndim == 0 and not saved.requires_grad):
+        return saved  # a number, which may come as a tensor
+    return keep(saved)
 
 
 def _as_it_is(pack: Pack) -> Pack:
@@ -501,6 +529,7 @@ def _unseen(pack: Pack) -> Pack:
 
 def known_value(node: Any, output: int, tag: str = _TAG) -> Value | None:
     """The value of that output, if there is one already."""
+    # Most nodes have one output; for that one no tuple is made, here and in :func:`_register`.
     known = node.metadata.get((tag, output) if output else tag)
     return known() if known is not None else None
 
@@ -518,6 +547,7 @@ def _refuse_released(node: Any, name: str) -> None:
 
 
 def _register(node: Any, output: int, value: Value, tag: str = _TAG) -> None:
+    """Marks the output as ``value``, weakly, so that a node keeps no value alive."""
     node.metadata[(tag, output) if output else tag] = weakref.ref(value)
 
 
@@ -555,7 +585,10 @@ class Node:
 
     def constant(self, index: int = 0) -> Any:
         """Operand number ``index`` of those that are not part of the graph."""
-        return self._owner.constant(self._node, index, math.prod(self.shape) * self.dtype.itemsize // 2)
+        # A tensor of the step that has to be kept for this must be worth it: no more than half of
+        # what goes in exchange.
+        most = math.prod(self.shape) * self.dtype.itemsize // 2
+        return self._owner.constant(self._node, index, most)
 
     def copies(self, *names: str) -> list[torch.Tensor]:
         """What these inputs held when the operator ran, of those that are written to without a new version."""
@@ -568,35 +601,39 @@ class Node:
             source, output = self._node.next_functions[edge]
             known = None if source is None else known_value(source, output)
             if known is not None and known.identity is not None:
+                # The node's own saved tensor would be found in later steps as well. Where it has
+                # none, this value has to be named in each of them: the routine is told of it.
                 if self._owner.reached is not None and self._owner.read_saved(self._node, name) is None:
                     self._owner.reached.append(weakref.ref(known))
                 return known  # saved, so it may not have been written to
-        found = self._owner.read_saved(self._node, name)
-        if found is not None:
-            return found
+        saved = self._owner.read_saved(self._node, name)
+        if saved is not None:
+            return saved
         if edge is None:
             raise NotRecomputable(f"{self._node.name()} did not save {name}")
         return self.edge(edge)
 
     def optional(self, name: str) -> Any:
-        """Likewise, or ``None``."""
+        """The tensor that the operator saved under ``name``, or ``None``."""
         return self._owner.read_saved(self._node, name)
 
     def saved_list(self, name: str) -> list[Any]:
         """The tensors that the operator saved under ``name``, where it is a list; ``None`` for those that are none."""
-        found = [self._owner.packed(self._node, saved) for saved in getattr(self._node, f"_raw_saved_{name}")]
-        if any(one is None for one in found):
+        raw = getattr(self._node, f"_raw_saved_{name}")
+        entries = [self._owner.packed(self._node, saved) for saved in raw]
+        # ``None`` is an index that was left out, as in ``x[:, index]``, or all were used up.
+        if any(entry is None for entry in entries):
             _refuse_released(self._node, name)
-        return found
+        return entries
 
     @property
     def saved_strides(self) -> tuple[int, ...] | None:
-        """Of the output, where it is saved."""
+        """The strides of the output where it is saved; ``None`` elsewhere."""
         return None if self._identity is None else self._identity.stride
 
     @property
     def num_edges(self) -> int:
-        """Input tensors."""
+        """The number of input tensors, also of those without an edge."""
         return len(self._node.next_functions)
 
     def has_edge(self, index: int) -> bool:
@@ -605,12 +642,12 @@ class Node:
 
     @property
     def shape(self) -> list[int]:
-        """Of the output."""
+        """The shape of the output."""
         return list(output_metadata(self._node)[self.output].shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the output."""
+        """The dtype of the output."""
         if self._identity is not None:  # the metadata are made anew for every look, and for all outputs
             return self._identity.dtype
         dtype: torch.dtype = output_metadata(self._node)[self.output].dtype
@@ -618,6 +655,6 @@ class Node:
 
     @property
     def device(self) -> torch.device:
-        """Of the output."""
+        """The device of the output."""
         device: torch.device = output_metadata(self._node)[self.output].device
         return device

@@ -40,11 +40,10 @@ class Identity(NamedTuple):
 
     def is_dense_unlike(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has its dims in another order in memory: operators of libraries rely on theirs."""
-        steps = [
-            (step, size, other)
-            for step, size, other in zip(self.stride, self.size, tensor.stride(), strict=True)
-            if size != 1
-        ]
+        steps = list[tuple[int, int, int]]()
+        for step, size, other in zip(self.stride, self.size, tensor.stride(), strict=True):
+            if size != 1:  # the stride of a dim of one element means nothing, and may be any
+                steps.append((step, size, other))
         expected = 1
         for step, size, _ in sorted(steps):
             if step != expected:
@@ -93,6 +92,7 @@ class Value:
         operator: The name of the node that produced it.
     """
 
+    # A step makes one for every tensor that a plan decides about.
     __slots__ = (
         "__weakref__",
         "_storage",
@@ -126,6 +126,7 @@ class Value:
         self.pending = self.num_uses = 0
         self._storage = 0  # a weak reference, once nothing here holds the storage
 
+    # A default is there even when the interpreter ends and has emptied the module.
     def __del__(self, _free: Callable[[int], None] = free_weak_storage) -> None:
         if self._storage:
             _free(self._storage)
@@ -147,6 +148,8 @@ class Value:
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """Forgets ``tensor``, which it is; while the value lives no other storage gets the same identity."""
+        # The address of a storage is part of an identity, and is not given out again while there is
+        # a weak reference; the memory itself is freed.
         if not self._storage:
             self._storage = weak_storage(tensor.untyped_storage())  # type: ignore[assignment]
         self.tensor = None
@@ -155,15 +158,18 @@ class Value:
         """From now on ``tensor``, which it is, is computed when it is needed; who writes into it is noticed still."""
         self.dropped = True
         self.version = version_counter(tensor)
+        # A detached tensor shares the count of writes, also after its data were exchanged for
+        # nothing: so writes are noticed, and no memory is held for it.
         if type(tensor) in _COUNTED:
             self.counter = tensor.detach()
             self.counter.data = _nothing(tensor.dtype, tensor.device)
         self.let_go(tensor)
 
     def learn(self, make: Make | None, inputs: Sequence[Any]) -> None:
-        """How it is made; ``None`` where that is unknown."""
+        """Notes how it is made; ``None`` where that is unknown."""
         self.make = make
         self.inputs = inputs
+        # Mostly all inputs are values, and their list does for both: one object less per value.
         for entry in inputs:
             if type(entry) is not Value:
                 break
@@ -174,7 +180,7 @@ class Value:
         self.sources = [value for value in values if type(value) is Value]
 
     def want(self) -> None:
-        """One more will ask for it."""
+        """Notes that one more will ask for it."""
         self.pending += 1
         self.num_uses += 1
 
@@ -213,11 +219,12 @@ class Strides:
         if base.stride() != original.stride:  # it was made anew, with strides of its own
             again = torch.empty_strided(original.size, original.stride, dtype=base.dtype, device=base.device)
             base = again.copy_(base)
+        # Made anew, it may begin at another place of its memory.
         return base.as_strided(size, stride, offset - original.offset + base.storage_offset())
 
 
 class Both:
-    """A view of a view."""
+    """Shows a value as a view of a view, one look after the other."""
 
     __slots__ = ("first", "then")
 
@@ -257,9 +264,11 @@ def compute(wanted: Value) -> torch.Tensor:
         if is_plain:
             under_way.run_operators()
         else:  # a function mode of the step, such as a shift's, must not move what is repeated where it was
+            # Autocast has converted the inputs already, and would do so once more.
             with torch.no_grad(), DisableAutocast(), DisableTorchFunction():
                 under_way.run_operators()
         if under_way.stack:
+            # A call of a module ends the loop over operators: it runs outside of these contexts.
             call = under_way.stack.pop()
             call.tensor = run_recipe(call)  # with gradients and autocast as in forward
             under_way.have(call)
@@ -299,7 +308,7 @@ class _Computation:
         stack = self.stack
         while stack:
             value = stack[-1]
-            if value.tensor is not None:
+            if value.tensor is not None:  # two values on the stack were waiting for it
                 stack.pop()
                 continue
             missing = [source for source in value.sources if source.tensor is None]
@@ -322,6 +331,7 @@ class _Computation:
         else:
             self._made.add(value)
             used(value)
+        # Giving the uses back has forgotten uncached inputs; those of more to come are put back.
         for source, tensor in needed:
             source.tensor = tensor
 
@@ -374,11 +384,13 @@ def run_recipe(value: Value) -> torch.Tensor:
     make = value.make
     if make is None:
         raise NotRecomputable(f"{value.name or value.operator} has no recipe")
+    # Saved tensors are checked when backward asks for them; inputs of recipes only here.
     for source in value.sources:
         if not source.dropped and source.tensor is not None and version_counter(source.tensor) != source.version:
             refuse_changed(source)
     made: torch.Tensor = make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
     identity = value.identity
+    # The profile has compared the numbers, of one step; in all others shape and dtype must agree.
     if identity is not None and (made.dtype is not identity.dtype or made.size() != identity.size):
         raise RuntimeError(
             f"{value.operator} gave {list(made.size())} in {made.dtype} for {value.name} when it was repeated, instead "
@@ -423,6 +435,7 @@ def compress(value: Value) -> bool:
     mask = value.held()
     if not mask.dtype.is_floating_point or not is_host(mask.device) or not mask.numel():
         return False  # devices have operators that save masks as bytes, and finding out would wait for them
+    # The value was a mask when it was profiled; this time it is looked at again, bit by bit.
     with torch.no_grad(), DisableAutocast():
         other = mask.amax()
         small = mask.ne(0)
@@ -454,6 +467,7 @@ def forget_recipe(value: Value) -> None:
         for source in top.sources:
             source.pending -= 1
             source.num_uses -= 1
+            # One with a name is saved itself, so backward will ask for it all the same.
             if source.dropped and not source.name and not source.num_uses:
                 stack.append(source)
         top.learn(None, ())
@@ -494,15 +508,16 @@ def refuse_changed(value: Value) -> NoReturn:
 def refuse(
     tensor: torch.Tensor, version: int, name: str, size: Sequence[int] | None = None, operator: str = ""
 ) -> NoReturn:
-    """Likewise, for a tensor of which a plan knows no more than that.
+    """A tensor was written to that is no value, as autograd refuses it.
 
     Raises:
         RuntimeError: always.
     """
     made_by = f", the output of {operator}," if operator else ""
+    shape = list(tensor.shape) if size is None else list(size)
     raise RuntimeError(
         "One of the variables needed for gradient computation has been modified by an inplace operation. A tensor that "
-        f"backward needs was changed in place: {name} of shape {list(tensor.shape if size is None else size)}{made_by} "
+        f"backward needs was changed in place: {name} of shape {shape}{made_by} "
         f"has version {version_counter(tensor)} instead of {version}."
     )
 
@@ -512,5 +527,7 @@ _COUNTED = (torch.Tensor, torch.nn.Parameter)
 
 @cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor, one for all: a dropped value costs no allocation."""
+    # It outlives the step that asks for it first, whose modes would count it or make a fake of it.
     with disable_current_modes():
         return torch.empty(0, dtype=dtype, device=device)
