@@ -58,13 +58,14 @@ from lightning_dpx.torch_compat import (
 )
 
 _TAG = "lightning_dpx.calls"
-_TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
+_TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)  # steps are profiled on fakes, too
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _LEAVES = (torch.Tensor, bool, int, float, type(None))
 _NORMS = (AnyBatchNorm.forward, AnyInstanceNorm.forward)
 _SMALL_BUFFER = 4096  # bytes; of larger ones no copy is made at every call, which no plan counts
 _HOST = torch.device("cpu")
+# Backward has a thread per device: what one of them makes again concerns no other.
 _REPEATING = threading.local()
 
 
@@ -76,7 +77,7 @@ class OutputKey(NamedTuple):
 
 
 class ReplayOutputs:
-    """What a call gave when it was made again, as far as anybody wants it.
+    """The tensors that a replayed call gave, as far as they are selected from it.
 
     Attributes:
         given: The tensors.
@@ -89,18 +90,19 @@ class ReplayOutputs:
 
     @property
     def nbytes(self) -> int:
-        """Of the storages of all of them."""
+        """Bytes of the storages of all its tensors."""
+        # Several of the tensors may be views of one memory.
         storages = {key_of(tensor.untyped_storage()): tensor.untyped_storage() for tensor in self.given.values()}
         return sum(storage.nbytes() for storage in storages.values())
 
     @property
     def device(self) -> torch.device | None:
-        """Where the first one is."""
+        """The device of the first tensor."""
         return next((tensor.device for tensor in self.given.values()), None)
 
 
 def select_output(outcome: ReplayOutputs, key: OutputKey) -> torch.Tensor:
-    """One of its tensors."""
+    """The tensor of a replayed call that ``key`` tells."""
     return outcome.given[key]
 
 
@@ -137,14 +139,14 @@ class Argument:
         Raises:
             NotRecomputable: it was written to.
         """
-        found: torch.Tensor | None = self._reference()
-        counter = self._counter if found is None else found
+        tensor: torch.Tensor | None = self._reference()
+        counter = self._counter if tensor is None else tensor
         if counter is not None and version_counter(counter) != self._version:
             raise NotRecomputable("an argument of the call was changed in place")
-        return found
+        return tensor
 
     def apart(self) -> "Argument":
-        """The same one, without the graph that leads to it."""
+        """A copy of this argument without the graph that leads to it."""
         duplicate = copy.copy(self)
         duplicate.settle()
         return duplicate
@@ -159,14 +161,15 @@ class Argument:
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Keeps count of what is written to it, also through others once it is gone itself; not its memory."""
+        # A detached tensor shares the count of writes, also after its data were exchanged.
         if type(tensor) is not FakeTensor:
             self._counter = tensor.detach()
             self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def is_in(self, storage: int) -> bool:
         """Whether that is its memory."""
-        found: torch.Tensor | None = self._reference()
-        return found is not None and key_of(found.untyped_storage()) == storage
+        tensor: torch.Tensor | None = self._reference()
+        return tensor is not None and key_of(tensor.untyped_storage()) == storage
 
 
 class Call:
@@ -210,10 +213,11 @@ class Call:
             leaves = []
             self._held = []
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
-        own = {key: Argument(tensor) for key, tensor in given.items()}
-        self._given = [own.get(id(leaf), leaf) for leaf in leaves]
-        self.arguments = list(own.values())
+        arguments = {key: Argument(tensor) for key, tensor in given.items()}
+        self._given = [arguments.get(id(leaf), leaf) for leaf in leaves]
+        self.arguments = list(arguments.values())
         self.num_bytes = sum(tensor.nbytes for tensor in given.values())
+        # Autocast and random numbers are those of the device that the call runs on.
         home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
         self._autocast = _autocast_state(home)
         self.draws = CallDraws(home, self._states.generators)
@@ -221,6 +225,7 @@ class Call:
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
         self._buffers: list[_Buffer] = []
         if not self._obstacle and any(buffers_of(part) for part in self._anatomy.parts):
+            # Copies of buffers are no part of the step, for those who watch its operators.
             with unseen(), torch.no_grad():
                 self._buffers = _buffers_of(self._anatomy.parts)
 
@@ -230,20 +235,21 @@ class Call:
             argument.settle()
 
     def apart(self) -> "Call":
-        """The same one, for those who keep it longer than the graph that it stands in."""
+        """A copy of this call without its graph, to be kept for longer than that."""
         duplicate = copy.copy(self)
-        own = {id(argument): argument.apart() for argument in self.arguments}
+        arguments = {id(argument): argument.apart() for argument in self.arguments}
         duplicate.draws = copy.copy(self.draws)
-        duplicate.arguments = list(own.values())
-        duplicate._given = [own.get(id(leaf), leaf) for leaf in self._given]
+        duplicate.arguments = list(arguments.values())
+        duplicate._given = [arguments.get(id(leaf), leaf) for leaf in self._given]
         return duplicate
 
     def left(self, output: Any) -> None:
-        """It is over, with this result."""
+        """Ends the call, with this result; what it returned is marked in the graph."""
         self.draws.end()
         self._is_over = True
         if not self._obstacle and (changed := self._changed()):
             self._obstacle = f"it changes {changed}"
+        # A call that is never made again holds nothing of its module either.
         if self._obstacle:
             self._states.forget(uncompiled_of(self.module))
             self._buffers = []
@@ -251,6 +257,8 @@ class Call:
             self._anatomy = Anatomy(uncompiled_of(self.module), looks=False)
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self._was_given(leaf):
+                # An inner call that returned the tensor has left its mark first, and keeps it: to
+                # make that one again runs less than to make this one.
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
                 marks.setdefault((_TAG, leaf.output_nr), (self, OutputKey("returned", number)))
 
@@ -260,12 +268,14 @@ class Call:
             return f"what {type(self.module).__name__} consists of"
         if self._anatomy.versions() != self._parameters:
             return f"a parameter of {type(self.module).__name__}"
+        # Norms may write their statistics. The second call gets copies, so they are written once.
         for buffer in self._buffers:
             if not buffer.is_there() or (buffer.is_changed() and not _is_norm(buffer.part)):
                 return f"{type(buffer.part).__name__}.{buffer.key}"
         return self._anatomy.state.difference(self._held, self._anatomy.state.marks())
 
     def _was_given(self, tensor: torch.Tensor) -> bool:
+        """Whether the call only hands on what it was given, and has not made it."""
         return any(argument.source == (tensor.grad_fn, tensor.output_nr) for argument in self.arguments)
 
     @property
@@ -287,6 +297,7 @@ class Call:
                 f"{self.name!r} runs a backward of its own, and cannot be called again before it is over."
             )
         was = repeating()
+        # Backward runs without gradients, and without them autograd would save nothing to catch.
         with ExitStack() as stack, torch.enable_grad():
             for kind, enabled, dtype in self._autocast:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
@@ -308,34 +319,40 @@ class Call:
         state = self._anatomy.state
         now = state.marks()
         if left := state.put_back(self._held, now):
-            state.put_back(now)
+            state.put_back(now)  # some of it may be back already
             raise RuntimeError(f"{left} of {self.name!r} was changed between forward and backward.")
         return now
 
     @contextmanager
     def _buffers_of_then(self) -> Iterator[None]:
         """Other tensors with the same numbers stand in for the buffers, which backward may need as they are."""
+        # Of large buffers there are no copies: these must be as they were.
         for buffer in self._buffers:
             if buffer.copy is None and not _is_norm(buffer.part) and (not buffer.is_there() or buffer.is_changed()):
                 raise RuntimeError(
                     f"Buffer {buffer.key!r} of a {type(buffer.part).__name__} in {self.name!r} was changed between "
                     "forward and backward."
                 )
-        own = [(part, dict(buffers_of(part))) for part in self._anatomy.parts if buffers_of(part)]
+        parts = self._anatomy.parts
+        before = [(part, dict(buffers_of(part))) for part in parts if buffers_of(part)]
         try:
-            for part, buffers in own:
-                buffers_of(part).update({key: None if b is None else b.detach().clone() for key, b in buffers.items()})
+            for part, buffers in before:
+                for key, tensor in buffers.items():
+                    if tensor is not None:
+                        buffers_of(part)[key] = tensor.detach().clone()
             for buffer in self._buffers:
                 if buffer.copy is not None:
                     buffers_of(buffer.part)[buffer.key] = buffer.copy.clone()
             yield
         finally:
-            for part, buffers in own:
-                buffers_of(part).clear()
+            for part, buffers in before:
+                buffers_of(part).clear()  # the call may have registered more of them
                 buffers_of(part).update(buffers)
 
     def given_again(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """Its arguments, by position and by name, with these tensors."""
+        # Leaves this time, for the graph of the second call ends with it; that need gradients as
+        # they did, for autograd decides by that what it saves.
         anew = {
             argument: tensor.detach().requires_grad_(argument.requires_grad)
             for argument, tensor in zip(self.arguments, tensors, strict=True)
@@ -365,7 +382,7 @@ class Replay:
         self._wanted[key] = size, dtype
 
     def forgo(self, key: OutputKey) -> None:
-        """None will."""
+        """This tensor will not be selected after all."""
         del self._wanted[key]
 
     @contextmanager
@@ -389,6 +406,7 @@ class Replay:
         if call.obstacle:
             raise RuntimeError(f"{call.name!r} cannot be called again: {call.obstacle}.")
 
+        # The same code saves the same tensors in the same order: that tells which is which.
         def catch(tensor: torch.Tensor) -> None:
             nonlocal number
             self._take(outcome, OutputKey("saved", number), base_of(tensor))
@@ -440,6 +458,8 @@ def _described(key: OutputKey) -> str:
 
 def _obstacle(leaves: Collection[Any]) -> str:
     """Why a call that takes this cannot be made again; empty if it can."""
+    # Writes to an argument have to be noticed and its memory has to be known: inference tensors
+    # count no writes, and sparse tensors and subclasses need not have one storage.
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if type(leaf) not in _TENSORS or leaf.layout is not torch.strided or leaf.is_inference():
@@ -448,8 +468,10 @@ def _obstacle(leaves: Collection[Any]) -> str:
                 return "it runs inside a transform of torch.func"
         elif not isinstance(leaf, (*_PLAIN, Enum)):
             return f"it takes a {type(leaf).__name__}, which may change"
+    # Hooks on all modules would be told of the second call as of one more.
     if has_any_global_hook():  # type: ignore[no-untyped-call]
         return "there are hooks on all modules"
+    # In backward the step's modes are off. Ours, which only notes operands, may be missing then.
     modes = [mode for mode in function_modes() if not isinstance(mode, UntrackedInputs)]  # type: ignore[no-untyped-call]
     return f"it runs under a {type(modes[-1]).__name__}" if modes else ""
 
@@ -462,6 +484,7 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if number == 0 and is_sharding_hook(hook):
                 continue  # its own parameters are there in its backward, and it is called without hooks
+            # A hook is an object of ours or one of its methods.
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
     return ""
@@ -474,6 +497,7 @@ def is_sharding_hook(hook: Any) -> bool:
 
 def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     """The arguments one by one, and how they were put together: most calls take no lists."""
+    # ``tree_flatten`` walks containers in Python, at every call.
     leaves = [*args, *kwargs.values()]
     if all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return leaves, (len(args), tuple(kwargs))
@@ -481,8 +505,9 @@ def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
 
 
 def _autocast_state(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
+    """Device type, whether autocast is on for it, and its dtype: of the host and of ``device``."""
     kinds = dict.fromkeys(["cpu", device.type])
-    kinds.pop("meta", None)
+    kinds.pop("meta", None)  # torch raises an error when it is asked about autocast there
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
@@ -513,18 +538,20 @@ class _Buffer(NamedTuple):
 
 
 def _buffers_of(parts: Collection[nn.Module]) -> list[_Buffer]:
-    found = []
+    buffers = list[_Buffer]()
     for part in parts:
         for key, tensor in buffers_of(part).items():
             if tensor is not None:
+                # The second call of a norm in training may read any statistics: it uses none.
                 small = tensor.nbytes <= _SMALL_BUFFER and not (_is_norm(part) and part.training)
                 copy = tensor.detach().clone() if small else None
-                found.append(_Buffer(part, key, tensor, version_counter(tensor), copy))
-    return found
+                buffers.append(_Buffer(part, key, tensor, version_counter(tensor), copy))
+    return buffers
 
 
 def _is_norm(part: nn.Module) -> bool:
     """Whether it is one of torch's, which in training writes its statistics and does not read them."""
+    # Neither a subclass nor an instance may have a forward of its own, which may do anything.
     return type(part).forward in _NORMS and "forward" not in vars(part)
 
 
@@ -546,12 +573,18 @@ class Anatomy:
         self.parts = list(module.modules())
         self.parameters = list(module.parameters())
         self.obstacle = _obstacle_in(self.parts) if looks else ""
-        self.state = ObjectState(self.parts if looks and not self.obstacle else [])
+        # The walk over objects is long, and what it finds is held: not for a call that is never
+        # made.
+        walked = self.parts if looks and not self.obstacle else []
+        self.state = ObjectState(walked)
         self.obstacle = self.obstacle or self.state.obstacle
-        self._inside = _Watched([held for part in self.parts for held in (submodules_of(part), parameters_of(part))])
-        self._hooks = _Watched(
-            [hooks for part in self.parts for hooks in (forward_pre_hooks_of(part), forward_hooks_of(part))]
-        )
+        inside = list[dict[Any, Any]]()
+        hooks = list[dict[Any, Any]]()
+        for part in self.parts:
+            inside += (submodules_of(part), parameters_of(part))
+            hooks += (forward_pre_hooks_of(part), forward_hooks_of(part))
+        self._inside = _Watched(inside)
+        self._hooks = _Watched(hooks)
 
     def is_same(self) -> bool:
         """Whether it consists of the same still."""
@@ -562,16 +595,16 @@ class Anatomy:
         return self._hooks.is_same()
 
     def versions(self) -> list[int]:
-        """Of the parameters."""
+        """The versions of the parameters."""
         return [version_counter(parameter) for parameter in self.parameters]
 
     def training(self) -> list[bool]:
-        """Of the parts."""
+        """Whether each part is in training."""
         return [part.training for part in self.parts]
 
 
 class _Watched:
-    """What some dicts hold."""
+    """What some dicts held when they were first looked at."""
 
     def __init__(self, dicts: list[dict[Any, Any]]) -> None:
         self._dicts = dicts
@@ -581,6 +614,7 @@ class _Watched:
         return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def is_same(self) -> bool:
+        # Every call asks, for all its parts: ``map`` compares them without a loop in Python.
         held = self._held()
         return len(held) == len(self._found) and all(map(is_, held, self._found))
 
@@ -594,12 +628,14 @@ class States:
 
     def of(self, module: nn.Module) -> tuple[Anatomy, list[Any]]:
         """What was found for ``module``, and what that holds now."""
+        # The entry holds the module, so no other one gets its id.
         known = self._known.get(id(module))
         if known is not None and known[1].is_same() and known[1].has_same_hooks():
             _, anatomy, before = known
             now = anatomy.state.marks()
             if not anatomy.state.difference(before, now):
                 return anatomy, now
+        # Another object may lead to other objects: those are looked for anew.
         anatomy = Anatomy(module)
         now = anatomy.state.marks()
         if not anatomy.obstacle:
@@ -607,5 +643,5 @@ class States:
         return anatomy, now
 
     def forget(self, module: nn.Module) -> None:
-        """Holds nothing of ``module`` any longer."""
+        """Forgets what was found for ``module``."""
         self._known.pop(id(module), None)

@@ -13,7 +13,7 @@ from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
 from lightning_dpx.python_objects.compiled import is_compiled
 from lightning_dpx.torch_compat import DisableTorchFunction, compiled_call_of, is_traceable_wrapper_subclass
 
-_OF_NO_CALL = "?:0"
+_OF_NO_CALL = "?:0"  # no module has such a path, so no plan has such a name
 
 
 class _Running:
@@ -31,6 +31,7 @@ class _Running:
     __slots__ = ("given", "hears", "noted", "saved", "stack", "watch")
 
     def __init__(self) -> None:
+        # Entries are lists because numbers are counted up in place; the first one is the root's.
         self.stack: list[list[Any]] = [["", 0, None]]
         self.saved = 0
         self.noted: list[weakref.ref[Call]] = []
@@ -46,7 +47,7 @@ class Listener(Protocol):
         """One begins."""
 
     def ends(self, call: Call) -> None:
-        """It is over."""
+        """A call is over."""
 
 
 class CallNames:
@@ -72,11 +73,13 @@ class CallNames:
         self._running: list[_Running] = []
         self._handles: list[Any] = []
         self.compiled = frozenset(compiled_parts(module))
+        # Only where this holds is every saved tensor looked at for the part of it that is here.
         self.is_distributed = any(map(is_traceable_wrapper_subclass, module.parameters()))
         self.parts: dict[str, nn.Module] = {}
         for path, child in module.named_modules():
             if any(_is_inside(path, part) for part in self.compiled):
                 continue  # hooks would be compiled, too
+            # The root's name is empty and needs no hook; scripted parts refuse hooks.
             if child is not module and not isinstance(child, torch.jit.ScriptModule):
                 self.parts[path] = child
         self.install()
@@ -87,6 +90,8 @@ class CallNames:
             if paths is not None and path not in paths:
                 continue
             enter = _Enter(self, path)
+            # First before the forward and last after it: what other hooks of the module save is
+            # told by its call, too.
             if compiled_call_of(part) is not None:
                 self._handles.append(hook_compiled_call(part, enter, enter.leave))
                 continue
@@ -140,7 +145,7 @@ class CallNames:
         return 0 if running is None else running.saved
 
     def count(self) -> None:
-        """Autograd saves one more."""
+        """Counts one more tensor that autograd saves."""
         running = self._saving
         if running is not None:
             running.saved += 1
@@ -169,6 +174,7 @@ class CallNames:
 
     def call_that_makes(self, storage: int) -> Call | None:
         """The innermost of the running calls that was not given that memory, if it is noted, and heard all along."""
+        # A call does not make what it was given, but the one around it may.
         for _, _, call in reversed(self.stack or ()):
             if call is not None and not any(argument.is_in(storage) for argument in call.arguments):
                 return call if call.is_counted else None
@@ -191,15 +197,18 @@ class CallNames:
         running: _Running = self._local.running
         self._local.stack = self._local.running = None
         self._running.remove(running)
+        # Arguments know where they come from in the graph, which must go with the step's tensors.
         for reference in running.noted:
-            if (call := reference()) is not None:
+            call = reference()
+            if call is not None:
                 call.settle()
 
     def next_name(self) -> str:
-        """The next value of the running call; of none that a plan knows, if it is not known which one that is."""
+        """The name of the next value of the running call; one of no plan if that is not known."""
         running = self._saving
         if running is None:
             return _OF_NO_CALL
+        # In a routine most modules have no hooks, so calls are not followed: it knows the name.
         if running.given is not None:
             return running.given
         call = running.stack[-1]
@@ -215,14 +224,15 @@ class CallNames:
 
 def compiled_parts(module: nn.Module) -> list[str]:
     """Paths of the parts that ``torch.compile`` has compiled; not of those inside others, which are one code."""
-    found: list[str] = []
+    paths: list[str] = []
     for path, child in module.named_modules():  # outer ones first
-        if is_compiled(child) and not any(_is_inside(path, outer) for outer in found):
-            found.append(path)
-    return found
+        if is_compiled(child) and not any(_is_inside(path, outer) for outer in paths):
+            paths.append(path)
+    return paths
 
 
 def _is_inside(path: str, outer: str) -> bool:
+    """Whether the module at ``path`` is a part of the other one, as all are of the root."""
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
@@ -246,12 +256,18 @@ class _Enter(Passive):
             if watch is not None:
                 watch(self._path, number)
             name = self._path if number == 1 else f"{self._path}#{number}"
-            stack.append([name, 0, names.note(module, name, args, kwargs) if name in names.again else None])
+            call = names.note(module, name, args, kwargs) if name in names.again else None
+            stack.append([name, 0, call])
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        stack = self._names.stack if self._names is not None else None
-        if stack is not None and len(stack) > 1 and (call := stack.pop()[2]) is not None:
-            with DisableTorchFunction():
-                call.left(output)
-                if self._names is not None and self._names.listener is not None:
-                    self._names.listener.ends(call)
+        names = self._names
+        stack = names.stack if names is not None else None
+        if names is None or stack is None or len(stack) < 2:  # the first entry is the step's own
+            return
+        call = stack.pop()[2]
+        if call is None:
+            return
+        with DisableTorchFunction():
+            call.left(output)
+            if names.listener is not None:
+                names.listener.ends(call)

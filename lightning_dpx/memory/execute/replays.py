@@ -93,6 +93,8 @@ class Replay:
         saved.append(tensor)
         self._versions.append(version_counter(tensor))
         count = len(saved)
+        # A replay ends with the last tensor, so the random numbers up to there are to be compared.
+        # Which one is the last is known from earlier calls; until then each of them is noted.
         if self._expected is None or count == self._expected:
             self._random = self.call.draws.digest()
         return count - 1
@@ -100,15 +102,21 @@ class Replay:
     def left(self, output: Any) -> str:
         """The call is over: drops what was saved, or keeps it and says why."""
         saved = self.saved
+        # Without its output: no value of the graph is picked from this call.
         self.call.left(None)
         why = self.call.obstacle
         if not why and any(version_counter(tensor) != version for tensor, version in self._given):
             why = "it changes what it is given"
+        # Without their graphs: nodes in there hold the hooks, which hold this call, a cycle.
         self._given = [(tensor.detach(), version) for tensor, version in self._given]
         if why:
             self.saved = [tensor.detach() for tensor in saved]
             return why
-        self._end_at(self._random if self._expected in (None, len(saved)) else None)
+        # After another number of tensors than expected, the state is not that of the last one.
+        random = self._random if self._expected in (None, len(saved)) else None
+        self._end_at(random)
+        # The call itself may write to what it has saved; it is an error only where backward asks
+        # for such a tensor, as it is without a plan.
         now = [version_counter(tensor) for tensor in saved]
         if now != self._versions:
             self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
@@ -135,6 +143,8 @@ class Replay:
 
     def unpack(self, number: int) -> torch.Tensor:
         """Called by autograd when backward needs one of them."""
+        # All tensors but the first are found here, without the lock: each is asked for by its own
+        # node, in one thread.
         again = self._again
         if again is not None:
             tensor = again[number]
@@ -156,6 +166,7 @@ class Replay:
         return tensor
 
     def _kept(self, number: int) -> torch.Tensor:
+        """One of a call that could not be dropped."""
         tensor = self.saved[number]
         if version_counter(tensor) != self._versions[number]:
             refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")
@@ -176,9 +187,11 @@ class Replay:
         call = self.call
         count = len(self._sizes)
         found = list[torch.Tensor]()
+        # All is checked here that autograd would check for tensors that it holds itself.
         for tensor, version in self._given:
             if version_counter(tensor) != version:
                 refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
+        # To find out whether what was written to is also saved takes the outputs of a whole call.
         stops = self._stops and not self._written()
 
         def catch(tensor: torch.Tensor) -> None:
@@ -198,6 +211,7 @@ class Replay:
         return found
 
     def _check(self, found: Sequence[torch.Tensor]) -> None:
+        """Refuses a call that has saved something else this time, by numbers of elements."""
         sizes = [tensor.numel() for tensor in found]
         if sizes != self._sizes:
             raise RuntimeError(
@@ -221,15 +235,16 @@ class Replay:
 
 
 def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
-    """Of the tensors in ``output``: what counts writes to them, without their memory; and the count."""
-    found = []
+    """What counts writes to each tensor in ``output``, without its memory, and the count so far."""
+    counters = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
+            # A detached tensor shares the count of writes, also after its data were exchanged.
             counter = leaf.detach()
             if type(leaf) is torch.Tensor:
                 counter.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-            found.append((counter, version_counter(leaf)))
-    return found
+            counters.append((counter, version_counter(leaf)))
+    return counters
 
 
 def _as_it_is(hook: Any) -> Any:
@@ -286,6 +301,7 @@ class Replays:
             if compiled_call_of(part) is not None:
                 self._handles.append(hook_compiled_call(part, hooks, hooks.leave))
                 continue
+            # Last before the forward and first after it: a replay runs the forward, and no hooks.
             self._handles.append(part.register_forward_pre_hook(hooks, with_kwargs=True))
             self._handles.append(part.register_forward_hook(hooks.leave, prepend=True, always_call=True))
 
@@ -309,12 +325,15 @@ class Replays:
             return
         number = step.calls[path] = step.calls.get(path, 0) + 1
         name = path if number == 1 else f"{path}#{number}"
+        # Without gradients nothing is saved, and transforms of torch.func forbid hooks.
         is_on = torch.is_grad_enabled() and saved_tensors_hooks_enabled()  # type: ignore[attr-defined]
+        # Of nested calls the outer one is replayed, and runs the inner ones.
         wanted = step.replay is None and is_on and name in self._names
         step.running.append(wanted and self._begin(step, name, module, args, kwargs))
 
     def _begin(self, step: _Step, name: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether the call can be replayed; from here on it is watched."""
+        # Function modes, such as a shift's, would take every look at a tensor for a use.
         with DisableTorchFunction():
             call = Call(module, name, args, kwargs, 0, self._states)
             if call.obstacle:
@@ -323,6 +342,8 @@ class Replays:
             given = [argument.tensor() for argument in call.arguments]
         tensors = [tensor for tensor in given if tensor is not None]
         step.replay = replay = Replay(call, tensors, self._drawn.get(name), self._wrap)
+        # Pushed by hand: a context manager would have to be left in another function, the hook that
+        # is called after the forward, and takes ten times as long.
         hooks = self._wrap(replay.pack), self._wrap(replay.unpack)
         step.outer = STEP_ASIDE.now
         _push(*hooks)
@@ -330,7 +351,7 @@ class Replays:
         return True
 
     def left(self, output: Any) -> None:
-        """It is over."""
+        """A module with hooks has returned this, or nothing after an error."""
         step: _Step | None = getattr(self._local, "step", None)
         if step is None or repeating() or not step.running:
             return
@@ -356,7 +377,7 @@ class Replays:
 
 
 class _Hooks(Passive):
-    """Those of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
+    """The hooks of one module; its copies, by deepcopy or pickle, get some that do nothing."""
 
     def __init__(self, replays: Replays | None, path: str) -> None:
         self._replays = replays
