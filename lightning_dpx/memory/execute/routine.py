@@ -43,6 +43,7 @@ from lightning_dpx.torch_compat import (
     top_saved_tensors_hooks,
 )
 
+# Asked with ``True``, it also tells of hooks while torch traces.
 _top = top_saved_tensors_hooks
 _push = push_saved_tensors_hooks
 _pop = pop_saved_tensors_hooks
@@ -104,14 +105,21 @@ class Routine:
 
     def joined(self, newer: "Routine") -> "Routine":
         """What both of them know; where they differ, what the newer one says."""
-        calls = {path: max(self.calls.get(path, 0), newer.calls.get(path, 0)) for path in self.calls | newer.calls}
-        kept = {
-            call: stretch for call, stretch in self.stretches.items() if call.number >= newer.calls.get(call.path, 0)
-        }
+        calls = dict(self.calls)
+        for path, num_calls in newer.calls.items():
+            calls[path] = max(calls.get(path, 0), num_calls)
+
+        # The newer forward tells nothing of calls that it did not make: there the older one holds.
+        def is_missing(call: Entered) -> bool:
+            return call.number >= newer.calls.get(call.path, 0)
+
+        stretches = {call: stretch for call, stretch in self.stretches.items() if is_missing(call)}
+        passed = {call for call in self.passed if is_missing(call)}
+        noting = {call: on for call, on in self.noting.items() if is_missing(call)}
         unseen = frozenset(call for call in newer.unseen if call.number >= calls.get(call.path, 0))
-        passed = {call for call in self.passed if call.number >= newer.calls.get(call.path, 0)}
-        noting = {call: on for call, on in self.noting.items() if call.number >= newer.calls.get(call.path, 0)}
-        return Routine(kept | newer.stretches, calls, unseen, newer.passed | passed, noting | newer.noting)
+        stretches |= newer.stretches
+        noting |= newer.noting
+        return Routine(stretches, calls, unseen, newer.passed | passed, noting)
 
 
 def make_routine(
@@ -139,6 +147,8 @@ def make_routine(
     crossed = False
     passing = list[Entered]()
     passed = set[Entered]()
+    # A call that is made again knows its tensors by their numbers, so from its beginning up to the
+    # last one that matters nothing may go unheard: there a stretch begins, and none ends.
     counted = _where_to_count(events, wanted)
     counted_until = -1
     for at, event in enumerate(events):
@@ -153,6 +163,7 @@ def make_routine(
                 last_entry = None
                 crossed = False
             else:
+                # Whether the stretch ends here shows with the next tensor that matters.
                 last_entry = event
                 quiet_before = len(quiet)
                 crossed = crossed or event.path in containers
@@ -164,6 +175,8 @@ def make_routine(
         if event.name not in wanted:
             quiet.append(None)
             continue
+        # The stretch ends and another begins with the last call, if enough tensors lie between them
+        # to be worth a hook on that module, or the call of a container does.
         may_break = last_entry is not None and at > counted_until
         if may_break and (not entries or crossed or quiet_before >= _WORTH_A_BREAK):
             if entries:
@@ -172,6 +185,7 @@ def make_routine(
             entries = []
             quiet = quiet[quiet_before:]
         else:
+            # The stretch goes on across these calls; that they are made then is no news.
             passed.update(passing)
         entries += [*quiet, event]
         last_entry = None
@@ -180,6 +194,8 @@ def make_routine(
         passing.clear()
     if entries:
         stretches[start] = tuple(entries)
+    # The plan may be about calls that this forward left out. One that comes after all ends the
+    # routine, which knows nothing of what is saved in it.
     unseen = set[Entered]()
     for name in wanted:
         call = name.rpartition(":")[0]
@@ -203,6 +219,7 @@ def _where_to_count(events: Sequence[Event], wanted: Collection[str]) -> dict[in
 
 
 def _where_to_note(events: Sequence[Event], unpacked: Collection[int]) -> dict[Entered, bool]:
+    """Calls at which noting begins (``True``), for an operator before the next call, or ends."""
     found: dict[Entered, bool] = {}
     last = _ROOT
     is_on = False
@@ -231,9 +248,11 @@ class _Forward:
 
     def on(self, hook: Pack) -> bool:
         """Switches the hooks on, unless others are at work here."""
+        # Regions of others, such as torch.utils.checkpoint's, keep the hooks that they have put on.
         top = _top(True)
         if top is not self._outer and (top is None or self._outer is None or top[0] is not self._outer[0]):
             return False
+        # A transform of torch.func is running, which forbids hooks.
         if not saved_tensors_hooks_enabled():  # type: ignore[attr-defined]
             return False
         hooks = self._wrap(hook), self._unpack
@@ -254,7 +273,7 @@ class _Forward:
 
 
 class _Followed(_Forward):
-    """One that is followed call by call."""
+    """A forward that is followed call by call, with hooks on every module."""
 
     def __init__(self, pack: Pack, wrap: Callable[[Pack], Pack], unpack: Callable[[Any], Any]) -> None:
         super().__init__(pack, wrap, unpack)
@@ -283,7 +302,7 @@ class _Followed(_Forward):
         self.calls[path] = number
         top = _top(True)
         if top is not None and top[0] is self._ours:  # else a region of others, from which we hear nothing
-            self.events.append(Entered(path, number - 1))
+            self.events.append(Entered(path, number - 1))  # names of calls count from 1
 
     def _save(self, tensor: torch.Tensor) -> Any:
         packed = self._pack(tensor)
@@ -298,7 +317,7 @@ class _Followed(_Forward):
 
 
 class _Routinely(_Forward):
-    """One that follows a routine."""
+    """A forward that follows a routine, with hooks where that has something to drop."""
 
     def __init__(
         self,
@@ -319,6 +338,8 @@ class _Routinely(_Forward):
         self._counts = bool(names.again)
 
     def start(self) -> None:
+        # What is saved while no hooks are on is not counted: until then, and in calls that are
+        # running when they go off, no call knows the numbers of its tensors.
         if self._counts:
             self._names.hear(hears=False)
         self._begin(_ROOT)
@@ -334,6 +355,7 @@ class _Routinely(_Forward):
         routine = self._routine
         if call in routine.unseen or number >= routine.calls.get(path, 0):
             self._lose()
+        # An earlier stretch is not over: it may go on across calls, if it did when it was noted.
         elif self._is_on:
             if call not in routine.passed:
                 self._lose()
@@ -346,6 +368,7 @@ class _Routinely(_Forward):
         wanted = self._routine.noting.get(call)
         if wanted is None or wanted == self._is_noting:
             return
+        # Function modes are a stack, from which only the last one can be taken.
         if len_torch_function_stack() != self._modes + self._is_noting:
             self.changed = self.changed or wanted  # modes of others lie on it: it goes when they have gone
         elif wanted:
@@ -355,14 +378,14 @@ class _Routinely(_Forward):
             self.stop_noting()
 
     def on(self, hook: Pack) -> bool:
-        """Likewise; from here on tensors are counted, for the calls that begin now."""
+        """Switches the hooks on; from here on tensors are counted, for the calls that begin now."""
         is_on = super().on(hook)
         if is_on and self._counts:
             self._names.hear(hears=True)
         return is_on
 
     def off(self) -> None:
-        """Likewise; in calls that are under way numbers are no longer known."""
+        """Switches them off; in calls that are under way numbers are no longer known."""
         super().off()
         if self._counts:
             self._names.hear(hears=False)
@@ -374,6 +397,7 @@ class _Routinely(_Forward):
             self._operands.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _begin(self, call: Entered) -> None:
+        """Switches the hooks on, if a stretch begins with this call."""
         entries = self._routine.stretches.get(call)
         if entries is not None:
             self._entries = entries
@@ -391,6 +415,8 @@ class _Routinely(_Forward):
         self._at = at = at + 1
         if entry is None:
             return self._kept(tensor)
+        # The place alone could be another tensor's by now; with the same producer a mistake costs
+        # memory or time, and no correctness, because the recipe is looked for in this step's graph.
         if entry.node != _node_of(tensor):
             self._lose()
             return self._lost(tensor)
@@ -401,6 +427,7 @@ class _Routinely(_Forward):
         return packed
 
     def _kept(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds for a tensor that does not matter: itself, and no name."""
         if self._counts:
             self._names.count()
         return keep(tensor)
@@ -412,6 +439,7 @@ class _Routinely(_Forward):
         self.on(self._lost)
 
     def _lost(self, tensor: torch.Tensor) -> Any:
+        """Packs a tensor of a forward that is not known, under a name that is in no plan."""
         self._at += 1
         self._names.give(f"{_OF_ANOTHER}{self._at}")
         return self._pack(tensor)
@@ -463,9 +491,10 @@ class Practised(Rematerialisation):
         self._learnt: Routine | None = None
         self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
         self._watched = watched
-        self._patience = watched
+        self._patience = watched  # forwards that are still to be followed call by call
         self.num_losses = 0
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
+        # Several threads may run forwards of the module at the same time.
         self._guard = threading.Lock()
         self._running = 0
         self._handles: list[Any] = []
@@ -481,14 +510,16 @@ class Practised(Rematerialisation):
         """Around a forward."""
         forward = self._begun(pack, wrap)
         self._current.forward = forward
+        operands = forward.operands if isinstance(forward, _Followed) else nullcontext()
         try:
             if isinstance(forward, _Followed):
                 self.names.watch(forward.enter)
                 self.reached = []
-            with STEP_ASIDE.standing_in(), forward.operands if isinstance(forward, _Followed) else nullcontext():
+            with STEP_ASIDE.standing_in(), operands:
                 try:
                     forward.start()
                     yield
+                    # Tensors that its last stretch waits for have not come.
                     if isinstance(forward, _Routinely) and not forward.is_over:
                         forward.changed = True
                 finally:
@@ -501,6 +532,8 @@ class Practised(Rematerialisation):
                 forward.stop_noting()
             with self._guard:
                 self._running -= 1
+                # Each loss doubles the forwards that are followed, so that steps of a changing
+                # structure end up being followed nearly always.
                 if forward.changed:
                     self.num_losses += 1
                     self._patience = max(self._watched, min(2**self.num_losses, _MOST_PATIENCE))
@@ -517,6 +550,7 @@ class Practised(Rematerialisation):
         return _Followed(pack, wrap, self.unpack)
 
     def _set_hooks(self) -> None:
+        """Puts hooks on all modules, or only where the routine needs them."""
         self.names.remove()
         for handle in self._handles:
             handle.remove()
@@ -532,11 +566,15 @@ class Practised(Rematerialisation):
             self._handles.append(self.names.parts[path].register_forward_pre_hook(enter, prepend=True))
 
     def _learn(self, forward: _Followed) -> None:
-        reached = [value for reference in self.reached or () if (value := reference()) is not None]
+        wanted = forward.dropped | self._unmet(forward)
+        for reference in self.reached or ():
+            value = reference()
+            if value is not None and value.name:
+                wanted.add(value.name)
         self.reached = None
-        wanted = forward.dropped | {value.name for value in reached if value.name} | self._unmet(forward)
         routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.unpacked)
         with self._guard:
+            # What was refused in a forward that was followed is no news in a routine.
             self._refused_before |= self.refused.keys()
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
@@ -544,11 +582,14 @@ class Practised(Rematerialisation):
 
     def _unmet(self, forward: _Followed) -> set[str]:
         """What the plan drops and this forward has not saved."""
+        # Their calls go into the routine as unseen ones.
         met = {event.name for event in forward.events if isinstance(event, Saved)}
         return set(self._dropped) - met
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """As the plan says; in a forward that it does not know, by what makes the value."""
+        # Names say nothing in a forward that has lost the routine. Rather too much is dropped then,
+        # of what the plan's own operators make, than the budget exceeded.
         forward = getattr(self._current, "forward", None)
         if forward is not None and forward.changed and node is not None and node.name() in self._trusted:
             return self.find_recipe(value, node, output)
@@ -569,11 +610,14 @@ class Practised(Rematerialisation):
             forward.ask(node)
 
     def is_unknown(self, name: str) -> bool:
-        """Likewise; of what has lost the routine, no name is known: the forwards after it are followed."""
+        """Whether nothing was decided about that name; those of a lost routine do not count.
+
+        The forwards after it are followed, and tell what is unknown.
+        """
         return super().is_unknown(name) and not name.startswith(_OF_ANOTHER)
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Likewise, and notes steps that run backwards of their own, which are followed call by call for good."""
+        """Gives the tensor; notes steps with backwards of their own, to follow them for good."""
         # Code that looks at an attribute of a node, such as ``grad_fn._saved_input``, unpacks it as well.
         if self._running and current_graph_task_id() != -1:
             self._runs_backwards = True
