@@ -39,6 +39,7 @@ class CallDraws:
         if self._home.type == "cpu":
             with DisableTorchDispatch():
                 return RandomStates(())
+        # To ask a device's generator may take operators, which are none of the step.
         with unseen():
             return RandomStates([self._home])
 
@@ -75,6 +76,7 @@ class CallDraws:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """What runs in here draws the call's numbers again; generators are afterwards what they were before."""
+        # The stack unwinds backwards: torch's generators are put back before the lock goes.
         with ExitStack() as stack:
             if self._others_before is not None:
                 stack.callback(ProcessGenerators().restore)

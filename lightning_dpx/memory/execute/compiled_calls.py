@@ -31,9 +31,11 @@ class _HookedCall:
         self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The pairs that were entered are left again, whatever comes or goes meanwhile.
         hooks = list(self.hooks)
         for enter, _ in reversed(hooks):
             enter(self._module, args, kwargs)
+        # As ``always_call=True`` does it for forward hooks: a name that is entered is left as well.
         output = None
         try:
             output = self.code(*args, **kwargs)
@@ -42,6 +44,7 @@ class _HookedCall:
                 leave(self._module, args, output)
         return output
 
+    # The hooks are those of a plan on this very module.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.code, memo)
 
@@ -55,6 +58,7 @@ class CompiledCallHandle:
 
     def remove(self) -> None:
         """The last pair leaves the module as ``module.compile()`` had left it."""
+        # After another ``module.compile()``, or a ``remove`` before, there is nothing to take off.
         hooked = compiled_call_of(self._module)
         if not isinstance(hooked, _HookedCall) or self._hooks not in hooked.hooks:
             return
@@ -75,12 +79,14 @@ def hook_compiled_call(module: nn.Module, enter: Enter, leave: Leave) -> Compile
     if not isinstance(hooked, _HookedCall):
         hooked = _HookedCall(module, hooked)
         vars(module)[_ATTRIBUTE] = hooked
+    # The first pair of the list is entered last and left first.
     hooked.hooks.insert(0, (enter, leave))
     return CompiledCallHandle(module, (enter, leave))
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
     """What a call of ``module`` runs between its hooks: compiled code where it is compiled, else its forward."""
+    # A call of the module itself would run its hooks once more.
     compiled = compiled_call_of(module)
     if compiled is None:
         forward: Callable[..., Any] = module.forward

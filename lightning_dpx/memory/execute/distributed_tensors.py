@@ -77,7 +77,10 @@ class DistributedValue:
         if version_counter(self._counter) != self._version:
             refuse(self._counter, self._version, "a distributed tensor")
         part = unpack(self.held)
-        consists_of = {name: part if isinstance(one, torch.Tensor) else one for name, one in self._consists_of.items()}
+        consists_of = dict(self._consists_of)
+        for name, entry in consists_of.items():
+            if isinstance(entry, torch.Tensor):
+                consists_of[name] = part
         whole: torch.Tensor = self._kind.__tensor_unflatten__(consists_of, self._context, self._size, self._stride)
         return whole
 
@@ -87,8 +90,12 @@ def part_of(tensor: Any) -> torch.Tensor | None:
     if not on_distributed_tensors((type(tensor),)):
         return None
     names, _ = tensor.__tensor_flatten__()
-    parts = [value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)]
-    return parts[0].detach() if len(parts) == 1 and type(parts[0]) is torch.Tensor else None
+    entries = [getattr(tensor, name) for name in names]
+    parts = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    # The result of a collective that is under way has another type; to read it would be to wait.
+    if len(parts) != 1 or type(parts[0]) is not torch.Tensor:
+        return None
+    return parts[0].detach()
 
 
 def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, int], Any]) -> Origin | None:
@@ -101,6 +108,8 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
     """
     node: Any = tensor.grad_fn
     output = tensor.output_nr
+    # Operators on this side of ``from_local`` work on distributed tensors, and may talk to other
+    # processes when they are repeated: a value is looked for only on the other side.
     is_plain = False
     is_dense = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
     for _ in range(_MOST_VIEWS):
@@ -113,11 +122,14 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
         name = node.name()
         if name != _FROM_LOCAL and name not in VIEWS:
             break
+        # The part can be taken for the operator's whole result only if no view on the way has left
+        # out or reordered elements.
         is_plain = is_plain or name == _FROM_LOCAL
         is_dense = is_dense and (name == _FROM_LOCAL or name in _RESHAPES)
         node, output = node.next_functions[0]
     if not (is_plain and is_dense):
         return None
+    # The operator itself is no view: what it gave is not there as a tensor, but its shape is known.
     like = output_metadata(node)[output]
     if like.dtype != part.dtype or torch.Size(like.shape).numel() != part.numel():
         return None

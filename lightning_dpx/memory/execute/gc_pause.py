@@ -24,6 +24,7 @@ class _Collector:
     def resting(self) -> Iterator[None]:
         """No collection by itself in here; ``gc.collect()`` works as ever."""
         with self._lock:
+            # Whoever has it off wants it off, also afterwards.
             if not self._resting:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
@@ -38,6 +39,7 @@ class _Collector:
 
     def collect_young(self) -> None:
         """Finds what a run in :meth:`resting` has left in cycles, unless that is switched off."""
+        # Without the oldest generation, in which all that lives in the process would be searched.
         if self._was_enabled:
             gc.collect(1)
 

@@ -32,6 +32,7 @@ class _Offloaded(OffloadedTensor):
 
     def free_original(self) -> None:
         """Gives the tensor's memory free: from here on it may be written to."""
+        # Up to here the copy may still be read from the tensor, so a write may be in it.
         if self._original is not None and version_counter(self._original) != self._version:
             self._changed = f"has version {version_counter(self._original)} instead of {self._version}"
         super().free_original()
@@ -92,28 +93,30 @@ class Offloader:
         offloaded = _Offloaded(tensor, version, name)
         with self._lock:
             device = self._devices.setdefault(tensor.device, _Device(self._prefetch_depth))
+            # Weakly: where no backward runs, what is on its way goes with the graph.
             device.leaving.append(weakref.ref(offloaded))
             device.free_all_but(self._prefetch_depth)
         return device.fetches.fetch, device.fetches.slot_for(offloaded)
 
     def settle(self) -> None:
         """Forward is over: what is on its way gives its memory free."""
+        # A value that leaves later would push these out, but there is none.
         with self._lock:
             for device in self._devices.values():
                 device.free_all_but(0)
 
 
 def copy_seconds(tensor: torch.Tensor) -> float:
-    """Of a copy of ``tensor`` to the host's memory or back: the slower of the two, each the better of two."""
+    """Seconds of a copy of ``tensor`` to the host or back: the slower way, better of two tries."""
     slower = 0.0
     offloaded = OffloadedTensor(tensor, _HOST)
-    for way in (lambda: OffloadedTensor(tensor, _HOST).free_original(), offloaded.fetch):
+    for copy in (lambda: OffloadedTensor(tensor, _HOST).free_original(), offloaded.fetch):
         best = float("inf")
         for _ in range(2):
-            offloaded.release()
+            offloaded.release()  # or the second fetch would find the tensor there
             synchronize(tensor.device)
             start = time.perf_counter()
-            way()
+            copy()
             synchronize(tensor.device)
             best = min(best, time.perf_counter() - start)
         slower = max(slower, best)

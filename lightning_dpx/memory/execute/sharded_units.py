@@ -25,8 +25,11 @@ def sharded_units(module: nn.Module) -> list[str]:
 
 def unit_of(path: str, units: Sequence[str]) -> str:
     """The innermost of ``units`` that the module at ``path`` is in, ``""`` if that is the model itself or none."""
-    inside = [unit for unit in units if unit and (path == unit or path.startswith(f"{unit}."))]
-    return inside[-1] if inside else ""
+    innermost = ""
+    for unit in units:  # outer ones first
+        if unit and (path == unit or path.startswith(f"{unit}.")):
+            innermost = unit
+    return innermost
 
 
 class ShardedUnits:
@@ -53,11 +56,13 @@ class ShardedUnits:
 
     def allows(self, value: Value, call: str) -> bool:
         """Whether ``value`` can be made again where the module at ``call`` needs it; else it is kept."""
+        # The outermost unit is whole all the time; other units' parameters are gone by then.
         unit = unit_of(call, self.paths)
         needed = self._needed_by(value)
         if needed <= {unit, ""}:
             self._needed[value] = needed
             return True
+        # It is kept, so neither it nor what is made from it needs these parameters.
         self._needed[value] = frozenset()
         return False
 
@@ -66,23 +71,26 @@ class ShardedUnits:
         return any(unit.startswith(f"{call}.") for unit in self.paths)
 
     def _needed_by(self, value: Value) -> frozenset[str]:
+        """Units with a parameter that ``value`` is made from, directly or by way of others."""
         if value in self._needed:
             return self._needed[value]
-        found: set[str] = set()
+        units: set[str] = set()
+        # A call of a module may use any parameters, which its inputs do not tell.
         if isinstance(value.make, Replay):
-            found.add(_ELSEWHERE)
+            units.add(_ELSEWHERE)
         if value.make is None:
-            found |= self._unit_of_tensor(value.tensor)
-        for one in value.inputs:
-            source = one.value if isinstance(one, View) else one
+            units |= self._unit_of_tensor(value.tensor)
+        for entry in value.inputs:
+            source = entry.value if isinstance(entry, View) else entry
             if isinstance(source, Value):
-                found |= self._needed_by(source)
+                units |= self._needed_by(source)
             elif isinstance(source, Unnamed):
-                found |= self._unit_of_tensor(source.tensor)
-        self._needed[value] = frozenset(found)
+                units |= self._unit_of_tensor(source.tensor)
+        self._needed[value] = frozenset(units)
         return self._needed[value]
 
     def _unit_of_tensor(self, tensor: torch.Tensor | None) -> set[str]:
+        """The unit that a parameter is of; empty for any other tensor."""
         if tensor is None or tensor.layout is not torch.strided:
             return set()
         unit = self._unit_of_storage.get(key_of(tensor.untyped_storage()))

@@ -49,9 +49,11 @@ class _StepAside:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Transforms of this thread do not mind hooks of which :meth:`are` has told."""
+        # The class is one for all threads, and goes back with the last plan that is at work.
         with self._lock:
             self._users += 1
             graph.__class__ = _PerThread  # see [Note: one thread only]
+        # These nest: a plan that drops values and replays calls, a call replayed within a forward.
         outer = getattr(self._local, "hooks", None)
         was_in_use = self.in_use
         self._local.in_use = True
@@ -91,6 +93,7 @@ class _StepAside:
     def disable(self, message: str) -> Iterator[None]:
         """What transforms of this thread find in the place of torch's own."""
         self._local.count = self.count + 1
+        # Only our own hooks step aside. Where others lie on top torch refuses, as without a plan.
         mine = getattr(self._local, "hooks", None)
         top = top_saved_tensors_hooks(True)
         if mine is None or top is None or tuple(top) != mine:
@@ -107,9 +110,10 @@ class _StepAside:
 
 
 def _torchs_own() -> _Disable:
-    """Or what others have put in its place."""
-    found: _Disable = vars(graph)[_NAME]
-    return found
+    """Torch's context manager, or what others have put in its place."""
+    # ``graph.disable_saved_tensors_hooks`` is the property while a plan is at work.
+    disable: _Disable = vars(graph)[_NAME]
+    return disable
 
 
 class _PerThread(ModuleType):
@@ -120,6 +124,7 @@ class _PerThread(ModuleType):
         """Ours in the threads of plans, torch's own elsewhere."""
         return STEP_ASIDE.disable if STEP_ASIDE.in_use else _torchs_own()
 
+    # Without a setter, others could not patch this name while a plan is at work.
     @disable_saved_tensors_hooks.setter
     def disable_saved_tensors_hooks(self, value: _Disable) -> None:
         vars(self)[_NAME] = value

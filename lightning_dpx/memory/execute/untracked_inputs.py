@@ -27,6 +27,7 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "Sque
 _SUM = ((0, "input"), (1, "other"))
 _FIRST = ((0, "input"),)
 _BIAS = ((2, "bias"),)
+# Of these their nodes note nothing, though what is computed depends on them.
 _EPS = ((4, "eps"),)
 _TRAIN = ((2, "training"),)
 _OPTIONAL = {"bias", "eps", "value", "nan", "posinf", "neginf", "training"}
@@ -67,6 +68,7 @@ class UntrackedInputs(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        # Every function of torch in the step comes here: most leave after one look into a dict.
         result = func(*args) if not kwargs else func(*args, **kwargs)
         places = _NOTED.get(func)
         if places is not None:
@@ -92,10 +94,13 @@ def _note(
     if node is None:
         return None
     notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    # A dropout in evaluation hands out its input, whose node may have notes of its own.
     if _TAG in notes:
         return None
     if outside:
         notes[_TAG] = [_noted(operand) for operand in outside]
+    # A call in training mode writes into the statistics without counting up their version, so later
+    # nothing tells whether they are those of this call.
     if func is F.batch_norm and not _given(args, kwargs, 5, "training"):
         mean = _given(args, kwargs, 1, "running_mean")
         variance = _given(args, kwargs, 2, "running_var")
@@ -124,8 +129,10 @@ def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dic
 
 
 def _noted(operand: Any) -> Any:
+    """A number as it is, a tensor weakly, all else as unknown."""
     if not isinstance(operand, Tensor):
         return operand if isinstance(operand, int | float | complex | None) else _UNKNOWN
+    # Tensors of inference mode count no writes.
     if type(operand) not in _PLAIN or operand.is_inference():
         return _UNKNOWN
     return WeakTensor(operand)
@@ -148,6 +155,8 @@ class WeakTensor:
     __slots__ = ("_ref", "_version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
+        # The object of a view may go with the call, its base stays. A base of another dtype does
+        # not show these numbers: a complex one is no view of its parts.
         base = view_base(tensor)
         self.view = None
         if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
@@ -162,20 +171,23 @@ class WeakTensor:
         Raises:
             NotRecomputable: it is not, or takes more than ``most`` bytes and would have to be kept for this.
         """
-        found: Tensor | None = self._ref()
-        if found is None:
+        tensor: Tensor | None = self._ref()
+        if tensor is None:
             raise NotRecomputable("an operand outside of the graph is gone")
-        if version_counter(found) != self._version:
+        if version_counter(tensor) != self._version:
             raise NotRecomputable("an operand outside of the graph was changed in place")
-        if not isinstance(found, nn.Parameter) and self._bytes(found) > most:
+        # A parameter is there anyway, whatever its size.
+        if not isinstance(tensor, nn.Parameter) and self._bytes(tensor) > most:
             raise NotRecomputable("an operand outside of the graph is as large as the result")
-        return found
+        return tensor
 
     def look(self, base: Tensor) -> Tensor:
         """The tensor, made of what it is a view of."""
         return base if self.view is None else base.as_strided(*self.view)
 
     def _bytes(self, base: Tensor) -> int:
+        """What is kept for it at the most."""
+        # An expanded view has more elements than there is memory.
         size = base.size() if self.view is None else self.view[0]
         return min(size.numel() * base.itemsize, base.untyped_storage().nbytes())
 
