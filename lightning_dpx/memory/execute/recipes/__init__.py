@@ -14,6 +14,7 @@ to the node. It repeats the very operator on the very inputs, so the result is t
 that cannot work for this call raises :class:`NotRecomputable`.
 """
 
+# Importing a file registers its recipes.
 from lightning_dpx.memory.execute.recipes import (
     attention,
     combining,

@@ -17,7 +17,7 @@ def _inputs(node: Any) -> list[Any]:
     Raises:
         NotRecomputable: the node draws random numbers, or another output than the first is asked for.
     """
-    if node.dropout_p:
+    if node.dropout_p:  # see the module's docstring
         raise NotRecomputable("attention with dropout draws random numbers")
     if node.output:
         raise NotRecomputable("only the first output of attention is computed again")
@@ -45,6 +45,7 @@ def _flash(node: Any) -> Any:
     is_causal = node.is_causal
     scale = node.scale
     operator = aten._scaled_dot_product_flash_attention.default
+    # Without dropout, and without the mask of it that the operator can return for debugging.
     return (lambda q, k, v: operator(q, k, v, 0.0, is_causal, False, scale=scale)[0]), inputs
 
 
@@ -59,12 +60,14 @@ def _cudnn(node: Any) -> Any:
 
 
 def _biased(node: Any, operator: Any) -> Any:
+    """The two kernels that take a bias on the scores, with the same arguments."""
     inputs = _inputs(node)
     is_causal = node.is_causal
     scale = node.scale
     bias = node.optional("attn_bias")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # With the log-sum-exp, which the forward asked for as well, for its backward.
         attended: torch.Tensor = operator(q, k, v, bias, True, 0.0, is_causal, scale=scale)[0]
         return attended
 

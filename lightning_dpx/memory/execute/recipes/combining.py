@@ -23,12 +23,14 @@ def _sub(node: Any) -> Any:
 
 @recipe("RsubBackward0", "RsubBackward1")
 def _rsub(node: Any) -> Any:
+    # One edge: the other operand is a number. Two: it is a tensor, which may need no gradient.
     number = node.constant() if node.num_edges == 1 else node.operand(1)
     return partial(torch.rsub, alpha=node.alpha), [node.operand(0), number]
 
 
 @recipe("MaskedFillBackward0", "MaskedFillBackward1")
 def _masked_fill(node: Any) -> Any:
+    # One edge: it is filled with a number. Two: with a tensor, which may need no gradient.
     number = node.constant() if node.num_edges == 1 else node.operand(1)
     return torch.masked_fill, [node.edge(0), node.saved("mask"), number]
 
@@ -70,17 +72,20 @@ def _addcmul(node: Any) -> Any:
 
 @recipe("WhereBackward0")
 def _where(node: Any) -> Any:
+    # Autograd saves the condition alone: gradients of the others do not depend on their numbers.
     return torch.where, [node.saved("condition"), node.operand(0), node.operand(1)]
 
 
 def _joined(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         dim = signed(node.dim)
+        # The call noted those of its tensors that need no gradient, in order: the first of them
+        # stands in the first place without an edge.
         missing = count()
-        parts = [
-            node.edge(index) if node.has_edge(index) else node.constant(next(missing))
-            for index in range(node.num_edges)
-        ]
+        parts = []
+        for index in range(node.num_edges):
+            part = node.edge(index) if node.has_edge(index) else node.constant(next(missing))
+            parts.append(part)
         return (lambda *parts: operator(parts, dim)), parts
 
     return make
@@ -114,7 +119,12 @@ def _cross(node: Any) -> Any:
 
 @recipe("ClampBackward0")
 def _clamp(node: Any) -> Any:
-    bounds = {name: bound for name in ("min", "max") if (bound := node.optional(name)) is not None}
+    # Bounds that are tensors; with numbers it is another node. Either of them may be left out.
+    bounds = {}
+    for name in ("min", "max"):
+        bound = node.optional(name)
+        if bound is not None:
+            bounds[name] = bound
 
     def clamp(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         return torch.clamp(x, **dict(zip(bounds, given, strict=True)))
@@ -130,6 +140,7 @@ recipe("XlogyBackward0")(of_saved(torch.xlogy, "self", "other"))
 recipe("LogaddexpBackward0")(of_saved(torch.logaddexp, "self", "other"))
 recipe("PowBackward1")(of_saved(torch.pow, "self", "exponent"))
 recipe("ComplexBackward0")(of_saved(torch.complex, "real", "imag"))
+# This node saves its result in place of its inputs.
 recipe("PolarBackward0")(lambda node: (torch.polar, [node.edge(0), node.edge(1)]))
 
 
@@ -142,5 +153,6 @@ def _prelu(node: Any) -> Any:
 def _dropout(node: Any) -> Any:
     if node.constant() is False:  # of the call: the node does not note whether it was in training
         return torch.clone, [node.edge(0)]
-    scale = 1.0 / (1.0 - node.p) if node.p < 1 else 0.0  # the mask was drawn once and is saved
+    # The mask was drawn once and is saved. With ``p=1`` torch scales by zero as well.
+    scale = 1.0 / (1.0 - node.p) if node.p < 1 else 0.0
     return (lambda x, mask: x * mask * scale), [node.edge(0), node.saved("result1")]

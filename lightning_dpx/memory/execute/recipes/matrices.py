@@ -18,7 +18,8 @@ def _addmm(node: Any) -> Any:
     operator = torch.addmm if plain else partial(torch.addmm, alpha=node.alpha, beta=node.beta)
     if node.has_edge(0):
         return operator, [node.edge(0), left, right]
-    dtype = node.dtype  # autocast converts a frozen bias, which the graph does not know
+    # Autocast converts a frozen bias before the operator gets it, of which the graph does not know.
+    dtype = node.dtype
     return (lambda bias, left, right: operator(bias.to(dtype), left, right)), [node.constant(), left, right]
 
 
@@ -40,7 +41,7 @@ def _baddbmm(node: Any) -> Any:
     dtype = node.dtype
 
     def multiply(start: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        # autocast converts an operand outside of the graph, which the graph does not know
+        # Autocast converts an operand outside of the graph, of which the graph does not know.
         return torch.baddbmm(start.to(dtype), left, right, alpha=alpha, beta=beta)
 
     return multiply, inputs
@@ -50,7 +51,8 @@ def _baddbmm(node: Any) -> Any:
 def _linear(node: Any) -> Any:
     inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
     dtype = node.dtype
-    if node.num_edges > 2 and (bias := node.operand(2)) is not None:
+    bias = node.operand(2) if node.num_edges > 2 else None
+    if bias is not None:
         inputs.append(bias)
 
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,10 +66,12 @@ def _convolution(node: Any) -> Any:
     inputs = [node.saved("input", edge=0), node.saved("weight", edge=1)]
     dtype = node.dtype
     rest = node.stride, node.padding, node.dilation, node.transposed, node.output_padding, node.groups
+    # A bias is never saved. The node tells its size, which is [0] where there is none.
     if any(node.bias_sym_sizes_opt or ()):
         inputs.append(node.operand(2))
 
     def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # Convolutions of all kinds, transposed or not, are one operator.
         return torch.convolution(x, weight, None if bias is None else bias.to(dtype), *rest)
 
     return convolve, inputs
@@ -75,6 +79,7 @@ def _convolution(node: Any) -> Any:
 
 @recipe("EmbeddingBackward0")
 def _embedding(node: Any) -> Any:
+    # What the node notes beside, such as padding_idx, is for the gradient alone.
     return torch.embedding, [node.edge(0), node.saved("indices")]
 
 
@@ -92,6 +97,7 @@ def _index_select(node: Any) -> Any:
 
 @recipe("IndexBackward0")
 def _index(node: Any) -> Any:
+    # ``x[:, index]`` has an index for its second dim only; the first entry of the list is ``None``.
     where = node.saved_list("indices")
     places = [place for place, index in enumerate(where) if index is not None]
 

@@ -21,11 +21,13 @@ def _batch_norm(node: Any) -> Any:
     if getattr(node, "training", True):
 
         def scale(x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+            # The weight takes the inverse deviation in, so there must be one.
             weight, bias = affine if affine else (torch.ones_like(inverse), torch.zeros_like(inverse))
             one = torch.ones_like(inverse)
             return torch.native_batch_norm(x, inverse * weight, bias, mean, one, False, 0.0, 0.0)[0]
 
         return scale, [node.saved("input", edge=0), node.saved(names[0]), node.saved(names[1]), *affine]
+    # The nodes of cuDNN's and MIOpen's operators spell it out.
     eps = node.eps if hasattr(node, "eps") else node.epsilon
 
     def infer(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
@@ -63,6 +65,7 @@ def _layer_norm(node: Any) -> Any:
     if node.output:
         raise NotRecomputable("only the first output of layer norm is computed again")
     shape = list(node.normalized_shape)
+    # Unlike other norms' it saves both, also frozen ones.
     weight = node.optional("weight")
     bias = node.optional("bias")
 
@@ -80,9 +83,12 @@ def _rms_norm(node: Any) -> Any:
         raise NotRecomputable("only the first output of RMS norm is computed again")
     shape = list(node.normalized_shape)
     weight = node.optional("weight")
-    inputs = [node.saved("input", edge=0), node.constant(), *([] if weight is None else [weight])]
+    inputs = [node.saved("input", edge=0), node.constant()]
+    if weight is not None:
+        inputs.append(weight)
 
     def normalise(x: torch.Tensor, eps: float | None, weight: torch.Tensor | None = None) -> torch.Tensor:
+        # Without eps the operator takes that of its dtype, by itself.
         normal: torch.Tensor = aten._fused_rms_norm.default(x, shape, weight, eps)[0]
         return normal
 
@@ -92,7 +98,7 @@ def _rms_norm(node: Any) -> Any:
 @recipe("WeightNormInterfaceBackward0")
 def _weight_norm(node: Any) -> Any:
     dim = signed(node.dim)
-    output = node.output
+    output = node.output  # the weight is the first result, its norms are the second
     inputs = [node.saved("v", edge=0), node.saved("g", edge=1)]
     return (lambda v, g: aten._weight_norm_interface.default(v, g, dim)[output]), inputs
 

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from lightning_dpx.memory.execute.recipes.registry import Recipe, argument, aten, recipe, signed, with_arguments
 
+# By node: what it repeats. The input comes along the edge: some of these nodes save their result in
+# place of it (relu, exp), some save nothing (neg).
 _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Silu": F.silu, "Mish": F.mish, "Exp": torch.exp,
     "Expm1": torch.expm1, "Log": torch.log, "Log1P": torch.log1p, "Sqrt": torch.sqrt, "Rsqrt": torch.rsqrt,
@@ -54,7 +56,8 @@ def _along_dim(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         dim = signed(node.dim)
         dtype = node.dtype
-        return (lambda x: operator(x.to(dtype), dim)), [node.edge(0)]  # another dtype converts before it sums
+        # Another dtype was asked for as an argument, which converts before it sums.
+        return (lambda x: operator(x.to(dtype), dim)), [node.edge(0)]
 
     return make
 
@@ -68,7 +71,7 @@ def _softmax(operator: Callable[..., torch.Tensor]) -> Recipe:
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         dim = signed(node.dim)
         dtype = node.dtype
-        # a wider result was asked for as an argument, which converts before it sums
+        # A wider result was asked for as an argument, which converts before it sums.
         return (lambda x: operator(x if x.dtype == dtype else x.to(dtype), dim, False)), [node.edge(0)]
 
     return make
@@ -87,13 +90,14 @@ def _safe_softmax(node: Any) -> Any:
 
 @recipe("NanToNumBackward0")
 def _nan_to_num(node: Any) -> Any:
+    # The call has noted what nan, inf and -inf become.
     inputs = [node.saved("self", edge=0), *(node.constant(index) for index in range(3))]
     return aten.nan_to_num.default, inputs
 
 
 @recipe("PowBackward2")
 def _power_of_number(node: Any) -> Any:
-    base = node.self
+    base = node.self  # a number
     return (lambda x: torch.pow(base, x)), [node.saved("exponent", edge=0)]
 
 
@@ -106,14 +110,19 @@ recipe("LogsumexpBackward0")(with_arguments(aten.logsumexp.default, "dim", "keep
 
 
 def _reduced(operator: Callable[..., torch.Tensor], *arguments: str) -> Recipe:
-    """Of a tensor, in the dtype of the result: one that was asked for is not noted, and converts before it reduces."""
+    """A recipe of one tensor that is reduced in the dtype of the result.
+
+    A dtype that was asked for is not noted by the node, and converts before it reduces.
+    """
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         given = [argument(node, name) for name in arguments]
         dtype = node.dtype
 
         def reduce(x: torch.Tensor) -> torch.Tensor:
-            return operator(x, *given, dtype=None if x.is_complex() else dtype)
+            # A norm of complex numbers is real, but torch takes only complex dtypes for them.
+            wanted = None if x.is_complex() else dtype
+            return operator(x, *given, dtype=wanted)
 
         return reduce, [node.edge(0)]
 
@@ -154,6 +163,7 @@ def _selected(node: Any) -> Any:
     ndim = len(node.shape)
 
     def select_output(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        # Without keepdim the indices lack the dim that they are about.
         if x.ndim == ndim:
             return x.gather(dim, indices)
         return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)

@@ -22,6 +22,7 @@ def _max_pool(node: Any) -> Any:
     if node.output:
         raise NotRecomputable("the indices of max pooling are kept")
     rest = node.kernel_size, node.stride, node.padding, node.dilation, node.ceil_mode
+    # The node shows an empty stride where none was given; that means the size of the kernel.
     return (lambda x: F.max_pool2d(x, rest[0], rest[1] or None, *rest[2:])), [node.saved("self", edge=0)]
 
 
@@ -39,19 +40,21 @@ def _avg_pool_3d(node: Any) -> Any:
 
 @recipe("AdaptiveAvgPool2DBackward0")
 def _adaptive_avg_pool(node: Any) -> Any:
-    size = node.shape[-2:]
+    size = node.shape[-2:]  # the node does not note it
     return (lambda x: F.adaptive_avg_pool2d(x, size)), [node.saved("self", edge=0)]
 
 
 @recipe("AdaptiveAvgPool3DBackward0")
 def _adaptive_avg_pool_3d(node: Any) -> Any:
-    size = node.shape[-3:]
+    size = node.shape[-3:]  # likewise
     return (lambda x: F.adaptive_avg_pool3d(x, size)), [node.saved("self", edge=0)]
 
 
 def _pooled(num_dims: int) -> Recipe:
     """The largest numbers stand where the saved indices say: nothing is searched again."""
 
+    # The maxima stand where the indices say. So nothing is searched again, and of fractional
+    # pooling, whose windows are random, nothing has to be known.
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         if node.output:
             raise NotRecomputable("the indices of max pooling are kept")
@@ -69,6 +72,8 @@ recipe("MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool3DBackward0", "Fractiona
 recipe("AdaptiveMaxPool2DBackward0", "FractionalMaxPool2DBackward0")(_pooled(2))
 
 
+# By the node's name: the operator, its arguments between the size and the scales, and of how many
+# dims there is such an operator.
 _RESIZED = {
     "Nearest{}D": ("upsample_nearest{}d", (), (1, 2, 3)),
     "NearestExact{}D": ("_upsample_nearest_exact{}d", (), (1, 2, 3)),
@@ -79,6 +84,7 @@ _RESIZED = {
     "Bicubic{}DAa": ("_upsample_bicubic{}d_aa", ("align_corners",), (2,)),
     "Trilinear{}D": ("upsample_trilinear{}d", ("align_corners",), (3,)),
 }
+# The scales have other names for every number of dims.
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 for _name, (_operator, _arguments, _ranks) in _RESIZED.items():
@@ -106,6 +112,7 @@ recipe("AffineGridGeneratorBackward0")(with_arguments(aten.affine_grid_generator
 def _pad(node: Any) -> Any:
     """The node does not note what it fills with."""
     pad = argument(node, "pad")
+    # F.pad takes ``None`` for zero, the operator itself does not.
     return (lambda x, value: aten.constant_pad_nd.default(x, pad, value or 0.0)), [node.edge(0), node.constant()]
 
 

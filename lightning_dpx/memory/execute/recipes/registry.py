@@ -28,7 +28,7 @@ def recipe(*names: str) -> Callable[[Recipe], Recipe]:
 
 
 def view(*names: str) -> Callable[[Recipe], Recipe]:
-    """Likewise, for nodes that show their only input in another shape."""
+    """Registers a recipe for nodes that show their only input in another shape."""
     VIEWS.update(names)
     return recipe(*names)
 
@@ -39,10 +39,10 @@ def recipe_for(name: str) -> Recipe:
     Raises:
         NotRecomputable: there is none.
     """
-    found = RECIPES.get(name)
-    if found is None:
+    recipe_of_name = RECIPES.get(name)
+    if recipe_of_name is None:
         raise NotRecomputable(f"there is no recipe for {name}")
-    return found
+    return recipe_of_name
 
 
 def signed(number: int) -> int:
@@ -59,12 +59,14 @@ def argument(node: Any, name: str) -> Any:
 
 
 def with_arguments(operator: Callable[..., Any], *arguments: str) -> Recipe:
-    """Of one tensor and what the node noted of the other arguments, in the operator's order."""
+    """A recipe of one tensor and of what the node noted of the other arguments, in order."""
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
+        # Read at once: the function that is returned must not hold on to the node.
         given = [argument(node, name) for name in arguments]
         output = node.output
 
+        # An operator of several results has one node; ``output`` is the one that is asked for.
         def again(x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor | Sequence[torch.Tensor] = operator(x, *given)
             return result if isinstance(result, torch.Tensor) else result[output]
@@ -75,5 +77,9 @@ def with_arguments(operator: Callable[..., Any], *arguments: str) -> Recipe:
 
 
 def of_saved(operator: Callable[..., torch.Tensor], *names: str) -> Recipe:
-    """Of tensors that the node saved under ``names``, or that come along its edges in this order."""
-    return lambda node: (operator, [node.saved(name, edge=index) for index, name in enumerate(names)])
+    """A recipe of tensors that the node saved under ``names``, or of its edges in this order."""
+
+    def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
+        return operator, [node.saved(name, edge=index) for index, name in enumerate(names)]
+
+    return make

@@ -14,6 +14,8 @@ from lightning_dpx.memory.execute.recipes.registry import argument, aten, recipe
 @view("SqueezeBackward3", "SqueezeBackward4", "SqueezeBackward5", "UnsqueezeBackward1")  # in place
 def _reshape(node: Any) -> Any:
     shape = node.shape
+    # The node does not tell how a copy lay in memory. One that was made again may lie in another
+    # order than the first, and have no view of this shape.
     return (lambda x: x.reshape(shape)), [node.edge(0)]
 
 
@@ -54,7 +56,9 @@ def _slice(node: Any) -> Any:
     start = node.start
     end = node.end
     step = node.step
-    first, last = (None if bound is None else signed(bound) for bound in (start, end))
+    # Either bound may be left out.
+    first = None if start is None else signed(start)
+    last = None if end is None else signed(end)
     return (lambda x: aten.slice(x, dim, first, last, step)), [node.edge(0)]
 
 
@@ -63,7 +67,8 @@ def _split(node: Any) -> Any:
     dim = signed(node.dim)
     size = node.split_size
     start = size * node.output
-    length = min(size, node.self_sym_sizes[dim] - start)  # the last part may be shorter than the others
+    # The last part may be shorter than the others, and the node notes their size only.
+    length = min(size, node.self_sym_sizes[dim] - start)
     return _part(dim, start, length), [node.edge(0)]
 
 
@@ -90,6 +95,7 @@ def _unbind(node: Any) -> Any:
 
 @view("BackwardHookFunctionBackward")
 def _hooked(node: Any) -> Any:
+    # Modules with full backward hooks pass inputs and outputs through this function, as they are.
     return (lambda x: x), [node.edge(node.output)]
 
 
@@ -100,6 +106,7 @@ def _copy(node: Any) -> Any:
     dtype = node.dtype
     device = node.device
     stride = node.saved_strides
+    # Without ``copy`` a tensor that is so already would be handed out itself.
     if stride is None:
         return (lambda x: x.to(device, dtype, copy=True)), [node.edge(0)]
     return (lambda x: torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(x)), [node.edge(0)]
@@ -128,6 +135,7 @@ recipe("FftR2CBackward0")(with_arguments(aten._fft_r2c.default, "dim", "normaliz
 def _complex_to_real(node: Any) -> Any:
     dim = argument(node, "dim")
     normalization = node.normalization
+    # 2n real numbers have as many complex ones as 2n + 1, so the input does not tell the size.
     size = node.shape[dim[-1]]
     return (lambda x: aten._fft_c2r.default(x, dim, normalization, size)), [node.edge(0)]
 
@@ -135,5 +143,5 @@ def _complex_to_real(node: Any) -> Any:
 @recipe("Col2ImBackward0")
 def _col2im(node: Any) -> Any:
     rest = [argument(node, name) for name in ("kernel_size", "dilation", "padding", "stride")]
-    size = node.shape[-2:]
+    size = node.shape[-2:]  # the node does not note it
     return (lambda x: aten.col2im.default(x, size, *rest)), [node.edge(0)]
