@@ -72,19 +72,19 @@ class Taken(NamedTuple):
         for size in self.blocks:
             if size < 0:
                 given_back[-size] = given_back.get(-size, 0) + 1
-        found = list[tuple[int, int]]()
+        staying = list[tuple[int, int]]()
         most = 0
         for size, live in zip(self.blocks, accumulate(self.blocks), strict=True):
             if size > 0 and not given_back.get(size):
-                found.append((size, most))
+                staying.append((size, most))
             elif size > 0:
                 given_back[size] -= 1
             most = max(most, live)
-        return found
+        return staying
 
 
 class Account:
-    """Of an allocator that tells nothing."""
+    """The account of an allocator that tells nothing."""
 
     def start(self) -> int:
         """An operator begins; what this returns belongs to :meth:`stop`."""
@@ -96,12 +96,13 @@ class Account:
 
 
 class HostAccount(Account):
-    """Of the CPU allocator, for the calling thread.
+    """The account of the CPU allocator, for the calling thread.
 
     Where a profiler runs in this thread already, nothing is told: there can only be one.
     """
 
     def __init__(self) -> None:
+        # In order: shapes, memory, stacks, FLOPs, modules. Only memory is of use here.
         nothing = ProfilerConfig()
         self._config = _profiler.ProfilerConfig(_profiler.ProfilerState.CPU, False, True, False, False, False, nothing)
 
@@ -112,22 +113,23 @@ class HostAccount(Account):
 
     def start(self) -> int:
         """An operator begins; whether anybody is told."""
-        if _a_profiler_runs():
+        if _a_profiler_runs():  # to start another one would end it
             return False
         start_legacy_profiler(self._config)
         return True
 
     def stop(self, started: int) -> Taken:
-        """Its blocks, and the most bytes of them at once."""
+        """The operator's blocks, and the most bytes of them at once."""
         if not started:
             return Taken()
+        # Every operator of a step comes here. Events of other kinds have no size.
         threads = end_legacy_profiler()
         blocks = [size for events in threads for event in events if (size := event.cpu_memory_usage())]
         return Taken(max(accumulate(blocks), default=0), blocks)
 
 
 class PeakAccount(Account):
-    """Of an accelerator's allocator, by its statistics, whose peak so far is lost to everybody else."""
+    """The account of an accelerator's allocator, whose statistics lose their peak so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,6 +141,6 @@ class PeakAccount(Account):
             return allocated_and_peak(self._device)[0]
 
     def stop(self, started: int) -> Taken:
-        """The peak of the statistics, beyond that."""
+        """The peak of the statistics, beyond what was there before."""
         with DisableTorchDispatch():
             return Taken(max(0, allocated_and_peak(self._device)[1] - started))

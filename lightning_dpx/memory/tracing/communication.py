@@ -28,6 +28,7 @@ class CommunicationWatch(TorchDispatchMode):
         self.has_seen_any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # These do the operator on their parts; that comes here again, with its collectives.
         if on_distributed_tensors(types):
             return NotImplemented
         self.has_seen_any |= func.namespace in COLLECTIVES

@@ -103,6 +103,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writes = writes
         self._account = account_of(device)
         self._on_host = is_host(device)
+        # On the host it is this thread's processor time, in which no other program has a part.
         self._clock = time.thread_time if self._on_host else time.perf_counter
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._constant: Allocation | None = None  # the last one that was made
@@ -143,6 +144,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entry[1] if entry is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # These do the operator on their parts, which comes here again.
         if on_distributed_tensors(types):
             return NotImplemented
         if self._writes is not None:
@@ -161,13 +163,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = func(*args, **kwargs)
             if not self._on_host:
-                synchronize(self._device)
+                synchronize(self._device)  # or the time would be that of handing it to the device
         finally:
+            # Also where it fails: a profiler that is left on hides the blocks of later operators.
             seconds = self._clock() - start
             taken = self._account.stop(token)
         return out, seconds, taken
 
     def _see(self, func: Any, out: Any, args: Any, kwargs: Any, taken: Taken) -> None:
+        # What the sum before this operator has replaced would be gone by now.
         self._settle()
         before = self.live
         earlier = len(self.allocations)
@@ -177,6 +181,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (func is aten.add.Tensor or func.overloadpacket in _FILLING) and _called_by_engine():
             terms = args[:1] if func is aten.add.Tensor else self._constant_among(args[:1])
             self._sum = self._term_of_sum(out, terms)
+            # Whether the sum has memory of its own is known with the next event.
             if self._sum is not None:
                 self.operators.append(self._event(max(0, taken.most - out.untyped_storage().nbytes())))
                 return
@@ -188,12 +193,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = leaf.untyped_storage()
             if key_of(storage) in self._present:
                 continue
+            # An unknown storage is new, or older than the trace; then an operand has it. Operands
+            # are looked at here only, as most operators' results are new or known.
             if given is None:
                 given = {_identity(x) for x in _tensors_in((*args, *(kwargs or {}).values()))}
             if key_of(storage) not in given:
                 self._add(storage)
                 if func.overloadpacket in _CONSTANTS:
                     self._constant = self.allocations[-1]
+        # The allocator's account includes the results.
         inside = self._inside(func, args, out, taken.most - (self.live - before))
         if inside and len(self.allocations) > earlier:
             self._courses[self.now] = _Course(before, taken, self.allocations[earlier:])
@@ -206,10 +214,17 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _constant_among(self, tensors: Any) -> list[torch.Tensor]:
         """Of ``tensors``, the constant that was made last."""
         known = self._constant
-        return [x for x in tensors if _identity(x) and known and self.allocation_of(x.untyped_storage()) is known]
+        if known is None:
+            return []
+        constants = []
+        for tensor in tensors:
+            if _identity(tensor) and self.allocation_of(tensor.untyped_storage()) is known:
+                constants.append(tensor)
+        return constants
 
     def _term_of_sum(self, out: torch.Tensor, terms: Any) -> tuple[torch.UntypedStorage, Allocation] | None:
         """The memory of the sum, and that of the term into which it may have been added."""
+        # See [Note: sums of gradients] for the terms that autograd adds to in place.
         for term in terms:
             if not _identity(term) or not _identity(out) or is_view(term):
                 continue
@@ -226,21 +241,27 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage that an operator has made."""
         allocation = Allocation(storage.nbytes(), self.now, len(self.operators))
         self.allocations.append(allocation)
         self.live += allocation.num_bytes
         self._follow(storage, allocation)
 
     def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
+        """From now on the end of ``storage`` is the end of ``allocation``."""
         reference = weakref.ref(storage, self._gone(key_of(storage), allocation))
         self._present[key_of(storage)] = reference, allocation
 
     def _gone(self, address: int, allocation: Allocation) -> Callable[[Any], None]:
+        """Called when the storage that is followed there ends."""
+
         def forget(_reference: Any) -> None:
             with self._lock:
+                # Another storage may have got the address before this one's end was told.
                 entry = self._present.get(address)
                 if entry is not None and entry[1] is allocation:
                     del self._present[address]
+                # The term goes right after the sum: it was the sum, which lives on in its memory.
                 if self._sum is not None and allocation is self._sum[1]:
                     storage = self._sum[0]
                     self._sum = None
@@ -261,6 +282,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def passing(self, apart: Collection[int] = ()) -> list[int]:
         """The curve without the allocations that are still there, and without those whose ids are ``apart``."""
+        # By how much the bytes change that are to be left out, at every event; summed up below.
         lasting = [0] * (len(self.curve) + 1)
         for allocation in self.allocations:
             if allocation.died is None or id(allocation) in apart:
@@ -273,6 +295,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = sum_so_far
             sum_so_far = sum_so_far + lasting[event]
             result.append(live - sum_so_far)
+            # An operator may have had most inside before its result came that is left out here.
             if lasting[event] and event in self._courses:
                 result[-1] = max(result[-1], self._courses[event].most_of_passing() - before)
         return result
@@ -284,8 +307,10 @@ _BETWEEN = {"__torch_dispatch__", "_fn", "inner"}  # modes, and torch's own wrap
 
 def _called_by_engine() -> bool:
     """Whether autograd's engine itself calls the mode, and no Python code that runs in backward."""
+    # A backward that records gradients never adds in place.
     if current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
+    # Two frames up is the mode, as the first two are this function's and the one that asks.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in _BETWEEN:
         frame = frame.f_back
@@ -294,14 +319,15 @@ def _called_by_engine() -> bool:
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """Of what an operator takes or gives: tensors, and lists of them."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple | dict):
-            found += (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return found
+            tensors += (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return tensors
 
 
 def _identity(tensor: torch.Tensor) -> int:
+    """Of its storage; 0 where it has none of its own, such as sparse tensors."""
     return key_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0

@@ -23,7 +23,8 @@ def inside_bytes(func: Any, args: Sequence[Any], out: Any, kind: str) -> int:
     rule = _RULES_OF[kind].get(func.overloadpacket) or _RULES.get(func.overloadpacket)
     if rule is None:
         return 0
-    results = [leaf for leaf in (out if isinstance(out, list | tuple) else [out]) if isinstance(leaf, torch.Tensor)]
+    leaves = out if isinstance(out, list | tuple) else [out]
+    results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return rule(args, results)
 
 
@@ -31,6 +32,7 @@ def _convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
     given = args[0]
     weight = args[1]
     out = results[0]
+    # The library works in this layout itself, but for the weight.
     if _channels_last(given) or _channels_last(weight):
         return int(weight.nbytes)
     if args[6]:  # transposed: the result is there three times, in two layouts of the library's and in ours
@@ -67,13 +69,16 @@ def _given_and_result(args: Sequence[Any], results: Sequence[torch.Tensor]) -> i
 
 
 def _copies(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
-    """Of what the operator takes in a row only."""
+    """Bytes of copies that are made of what the operator takes in a row only."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
 
 
 def _copies_of_factors(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
-    """A product of matrices takes rows or columns that are neighbors, and nothing that was expanded."""
+    """Bytes of copies of what a product of matrices does not take as it lies.
+
+    Rows or columns have to be neighbors, and nothing may be expanded.
+    """
     factors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.ndim > 1]
     return sum(factor.nbytes for factor in factors if 1 not in factor.stride()[-2:] and min(factor.shape) > 1)
 
@@ -83,23 +88,33 @@ def _attention_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) ->
 
 
 def _attention_on_host(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
+    # Of every thread, in float32: a block of scores, the largest score and the sum of each row, and
+    # the rows of the output.
     rows, columns = _blocks_on_host(args[0], args[1])
     return 4 * torch.get_num_threads() * rows * (columns + 2 + int(args[0].size(-1)))
 
 
 def _attention_backward_on_host(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
+    # Likewise: a block of scores, one of their gradients, and a sum for each row.
     rows, columns = _blocks_on_host(args[1], args[2])
     return 4 * torch.get_num_threads() * rows * (2 * columns + 1)
 
 
 def _blocks_on_host(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     """Rows and columns of the scores that a thread has at once."""
+    # The sizes that torch's kernel is compiled for, of which it takes one by the number of queries.
     length = query.size(-2)
-    most = 256 if length >= 768 else 64 if length >= 192 else 32
+    if length >= 768:
+        most = 256
+    elif length >= 192:
+        most = 64
+    else:
+        most = 32
     return min(most, length), min(512, key.size(-2))
 
 
 _BLOCK = 16  # channels
+# What all devices have in common comes first, then what one type adds or does in another way.
 _RULES: dict[Any, Rule] = {
     aten.addmm: _copies_of_factors,
     aten.bmm: _copies_of_factors,
