@@ -3,6 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+# The plan cache writes these classes to disk as lists of their fields, and reads them back by
+# position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
+
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
@@ -194,6 +197,7 @@ class Profile:
 
         rows: list[tuple[str, ...]] = []
         for value in sorted(self.values, key=lambda value: value.num_bytes, reverse=True):
+            # What has no name only stands on the way to others: no plan can decide about it.
             if value.name:
                 again = value.refused or f"{value.seconds * 1e3:.3f}"
                 rows.append((value.name, value.operator, f"{value.num_bytes / MIB:.2f}", again))
@@ -204,23 +208,28 @@ class Profile:
 
 def most_with(stretches: Sequence[int], wanted: Collection[tuple[int, int]]) -> int:
     """Bytes of a call at the most, if these are ``wanted``: for each the first stretch without it, and its bytes."""
+    # The last entry is for what is there to the end of the call anyway, and so adds to no stretch.
     stays = [0] * (len(stretches) + 1)
     for gone, num_bytes in wanted:
         stays[min(gone, len(stretches))] += num_bytes
-    most = there = 0
+    most = 0
+    added = 0
+    # The stretches were watched while nothing was wanted: what is wanted does not go where it went
+    # then, and so adds to every stretch from there on.
     for stretch, more in zip(stretches, stays, strict=False):
-        there += more
-        most = max(most, stretch + there)
+        added += more
+        most = max(most, stretch + added)
     return most
 
 
 def outermost(calls: Sequence[SavedCall], chosen: Collection[str]) -> set[int]:
     """The numbers of the ``chosen`` calls that are in no other chosen one."""
-    found = set()
+    numbers = set()
     for at, call in enumerate(calls):
+        # An outer call that is made again makes the inner ones again as well.
         parent = call.parent
         while parent >= 0 and calls[parent].name not in chosen:
             parent = calls[parent].parent
         if parent < 0 and call.name in chosen:
-            found.add(at)
-    return found
+            numbers.add(at)
+    return numbers

@@ -180,6 +180,7 @@ class NotedCalls:
         self._open.append(len(self._noted))
         noted = _Noted(call, parent, self._trace.now, len(self._buckets))
         self._noted.append(noted)
+        # It stays among the open calls all the same, for those that are made in it.
         if call.obstacle:
             return
         with disable_current_modes(), torch.no_grad():
@@ -190,24 +191,31 @@ class NotedCalls:
                     return
                 allocation = self._trace.allocation_of(tensor.untyped_storage())
                 argument.watch(tensor)
-                if allocation is not None:
-                    noted.allocations.append(allocation)
-                noted.given.append(tensor.detach() if allocation is None else tensor.clone())
+                if allocation is None:  # it was there before the step, or is elsewhere
+                    noted.given.append(tensor.detach())
+                    continue
+                # A copy, outside of the trace: the tensor itself goes when it would go without a
+                # profile, and its memory is counted to that moment.
+                noted.allocations.append(allocation)
+                noted.given.append(tensor.clone())
 
     def ends(self, call: Call) -> None:
         """It is over."""
         noted = self._noted[self._open.pop()]
-        if noted.call is not call:  # some call has ended without telling
+        if noted.call is not call:  # some call has ended without telling, so the numbers are wrong
             self._open.clear()
             self._noted.clear()
             return
+        # It is kept until the calls are tried, and the graph that it stands in must not be.
         noted.call = call.apart()
         noted.end = self._trace.now
         noted.count = len(self._buckets) - noted.first
+        # Compiled code has no operators that could be repeated one by one.
         fewest = 1 if call.name.partition("#")[0] in self._names.compiled else _FEWEST_TENSORS
         if call.obstacle or noted.count < fewest or self.units.holds_units(call.name.partition("#")[0]):
             noted.given = []
             return
+        # Otherwise the last state was noted before this call began to save.
         if self._random is not None and self._random[0] >= noted.first:
             noted.random = self._random[1]
         try:
@@ -218,6 +226,8 @@ class NotedCalls:
         for at, tensor in enumerate(arguments):
             value = None if tensor is None else self._find(tensor)
             if value is not None and noted.given:
+                # Autograd keeps that argument itself, so no copy of it need be kept until the call
+                # is tried.
                 noted.given[at] = weakref.ref(value)
 
     def packed(self, tensor: torch.Tensor, held: Any, hold: int, name: str) -> None:
@@ -226,6 +236,8 @@ class NotedCalls:
         self._buckets.append((weakref.ref(held), tensor.numel()))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
+            # A call that is made again ends with the last tensor that it saved, and the generators
+            # are compared there. Which tensor is the last shows only when the call is over.
             self._random = number, self._noted[innermost].call.draws.digest()
         if hold >= 0:
             self._hold_of[number] = hold
@@ -237,6 +249,7 @@ class NotedCalls:
         innermost = self._open[-1] if self._open else -1
         if innermost < 0 or tensor.layout is not torch.strided:
             return held
+        # What was there before the step gives no memory free, whatever is replayed.
         if self._trace.allocation_of(tensor.untyped_storage()) is None:
             return held
         self._small_bytes[len(self._buckets)] = tensor.nbytes
@@ -265,9 +278,11 @@ class NotedCalls:
         for number, noted in enumerate(self._noted):
             if noted.end >= 0 and noted.given and noted.count <= most and self._saves_enough(noted):
                 kinds.setdefault(self._kind(noted), []).append(number)
+        # A call saves at least as much as those within it, so the most tensors are those of outer
+        # calls.
         for numbers in sorted(kinds.values(), key=lambda numbers: -self._noted[numbers[0]].count):
             tensors = sum(self._noted[number].count for number in numbers)
-            if tensors > left:
+            if tensors > left:  # a smaller kind may still be tried
                 continue
             left -= tensors
             alike: list[_Noted] = []
@@ -275,6 +290,8 @@ class NotedCalls:
                 if self._is_faithful(self._noted[number], meter, alike[0] if alike else None):
                     alike.append(self._noted[number])
                     self._tried.append(number)
+            # One of them may have been hit by whatever else the machine did at that moment; equal
+            # layers are to have equal prices.
             typical = statistics.median_low([noted.seconds for noted in alike]) if alike else 0.0
             for noted in alike:
                 noted.seconds = typical
@@ -292,29 +309,38 @@ class NotedCalls:
             return False
 
     def _saves_enough(self, noted: _Noted) -> bool:
+        """Whether a replay of the call would give memory free that a plan can count on."""
         numbers = range(noted.first, noted.first + noted.count)
         if any(at in self._hold_of for at in numbers):
             return True
         return sum(self._small_bytes.get(at, 0) for at in numbers) >= _FEWEST_BYTES
 
     def _numbered(self, noted: _Noted) -> list[tuple[int, tuple[Any, int]]]:
+        """What autograd holds of a call, each with its number among all that the step saves."""
         return [(at, self._buckets[at]) for at in range(noted.first, noted.first + noted.count)]
 
     def _kind(self, noted: _Noted) -> tuple[Any, ...]:
+        """Equal for calls that save tensors of the same sizes for modules of one class."""
         sizes = tuple(size for _, (_, size) in self._numbered(noted))
         return type(noted.call.module), len(noted.call.arguments), noted.call.draws.drew, sizes
 
     def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
+        """Makes the call again; ``like`` is one of its kind that was watched already."""
         for argument in noted.call.arguments:
             argument.tensor()  # refuses what was written to since; what is kept here is a copy
-        given = [_tensor_of(one) for one in noted.given]
-        if any(tensor is None for tensor in given):
-            return False
+        given: list[torch.Tensor] = []
+        for held in noted.given:
+            tensor = _tensor_of(held)
+            if tensor is None:
+                return False
+            given.append(tensor)
         sizes = [size for _, (_, size) in self._numbered(noted)]
 
         def replay() -> Replay:
-            return Replay.noted(noted.call, [one for one in given if one is not None], sizes, noted.random)
+            return Replay.noted(noted.call, given, sizes, noted.random)
 
+        # Calls of one kind take the same memory: the first of them is watched, and the others are
+        # only timed and compared.
         if like is None:
             watched = meter.watched_replay(replay())
             if watched.trace.communicates:
@@ -396,12 +422,20 @@ class NotedCalls:
             small = 0
             for size, numbers in noted.again.values():
                 holds = [self._hold_of[noted.first + at] for at in numbers if noted.first + at in self._hold_of]
+                # What is no value has no hold that tells when it goes: it is taken to stay as long
+                # as anything of the call.
                 if holds:
                     again.append((size, max(ends[hold] for hold in holds)))
                 else:
                     small += size
-            saved = {id(one): storages[id(one)] for one in noted.allocations if id(one) in storages}
-            beside = {id(one): one for one in noted.allocations if id(one) not in storages}
+            # By the id of their memory, so that what is given twice counts once.
+            saved: dict[int, int] = {}
+            beside: dict[int, Allocation] = {}
+            for allocation in noted.allocations:
+                if id(allocation) in storages:
+                    saved[id(allocation)] = storages[id(allocation)]
+                else:
+                    beside[id(allocation)] = allocation
             found.append(
                 SavedCall(
                     noted.call.name,
@@ -415,7 +449,7 @@ class NotedCalls:
                     tuple(again),
                     small,
                     tuple(saved.values()),
-                    tuple((one.num_bytes, end if one.died is None else one.died) for one in beside.values()),
+                    tuple((span.num_bytes, end if span.died is None else span.died) for span in beside.values()),
                     noted.call.draws.num_bytes,
                 )
             )

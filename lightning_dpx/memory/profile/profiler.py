@@ -79,6 +79,8 @@ def profile_step(
     Raises:
         PlanError: the step leads to no backward.
     """
+    # Hooks inside a compiled part would be compiled with it, so nothing in there gets a name: such
+    # a part is kept, or called again as a whole.
     if (compiled := compiled_parts(module)) == [""]:
         warnings.warn(
             "The model is compiled as a whole, and keeps what its code saves: a plan has nothing to drop. Compile its "
@@ -110,9 +112,13 @@ def _profiled(
     compiled: bool,
 ) -> Profile:
     with disable_current_modes():
+        # It runs a small model for real, which the modes of fake tensors and of whoever calls this
+        # would change; the figure is remembered, and asked for again below.
         meter.bookkeeping()  # before hooks of ours are on
     forward = FreshForward(module, run, context)
     timer = meter.timer(module)
+    # Steps are timed before anything watches them, and uncompiled, as they are watched below: the
+    # extra time of a plan is a share of the same operators.
     times = None
     if meter.times_steps:
         at("timing steps")
@@ -128,12 +134,18 @@ def _profiled(
             with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
                 lifetimes = natural_lifetimes(names, run, meter, context, copies=by_hand)
         except AsksItselfError as asked:
+            # Nothing was kept for the backward that the step runs itself: it runs again, with
+            # copies. The frames of the error would hold tensors of the run that was broken off.
             traceback.clear_frames(asked.__traceback__)
             with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
                 lifetimes = natural_lifetimes(names, run, meter, context, copies=True)
         with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
             at("watching a step")
+            # Python's collector rests, so what the last run has left in cycles is still there, and
+            # would be there beside all of the next one.
             COLLECTOR.collect_young()
+            # All calls are noted: which of them a value needs, or is worth a replay, is what is to
+            # be found out.
             names.again = _Every()
             _stand_in_for_gradients(module, accumulates)
             profile = _full_step(module, names, run, meter, backward, context, lifetimes)
@@ -153,8 +165,12 @@ def _profiled(
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
     profile = replace(profile, step_seconds=times[0], forward_seconds=times[1])
+    # How often planned steps are timed depends on the times, which differ between processes: a
+    # step that meets the others in a collective would wait for them for ever.
     if timer.communicates:
         profile = replace(profile, communicates=True)
+    # Planned steps are measured as they follow a routine, and steps with compiled parts or
+    # backwards of their own never do.
     elif not (compiled or by_hand or profile.saves):
         at("timing planned steps")
         with torch.enable_grad():
@@ -163,13 +179,15 @@ def _profiled(
             )
             bookkeeping = KNOWN_STEPS.measured_once(profile, module, measure)
         if bookkeeping.step_seconds:
+            # What others do on the processor only ever adds to a time, so the lesser of both
+            # counts.
             step_seconds = min(times[0], bookkeeping.step_seconds)
             profile = replace(profile, step_seconds=step_seconds, forward_seconds=min(times[1], step_seconds))
     return with_bookkeeping(profile, bookkeeping)
 
 
 class FreshForward:
-    """A forward of a step that finds no gradients, as it is without anybody who watches."""
+    """A forward that finds no gradients on the parameters, as a training step does after ``zero_grad``."""
 
     def __init__(self, module: nn.Module, run: Run, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._module = module
@@ -219,7 +237,9 @@ class _Gradients:
 
     def _note(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
+        # A sparse gradient has no storage that could be looked for.
         if gradient is not None and gradient.layout is torch.strided:
+            # The trace holds its allocations, so no id is given twice.
             self.allocations.add(id(self._trace.allocation_of(gradient.untyped_storage())))
 
 
@@ -243,7 +263,9 @@ def _full_step(
         forward_events = trace.now
         forward_operators = len(trace.operators)
         forward_seconds = trace.seconds
+        # Autograd asks before the forward is over only where the step runs a backward of its own.
         asks_itself = bool(hooks.log.asks)
+        # From here on every request may be the last one of its value, and gets no copy.
         hooks.is_over = True
         if result is None:  # by hand; without a backward that needs what was saved, all of it is a forward
             forward_events = hooks.log.asks[0][0] if hooks.log.asks else forward_events
@@ -253,6 +275,7 @@ def _full_step(
             hooks.try_new_values()
             backward(result)
         synchronize(meter.device)
+    # The graph goes with the loss: what happens from here on is not part of the step.
     end = trace.now
     del result
     if asks_itself:
@@ -261,6 +284,8 @@ def _full_step(
     for name, span in hooks.found.memories:
         unused = lifetimes.last_use(name, forward_operators)
         freed = end if span.died is None else min(span.died, end)  # some go with the step itself
+        # The run without anything kept had other events; what both runs have in common are the
+        # operators, so their number is translated into an event of this run.
         last_forward = trace.operators[unused - 1] if unused else None
         storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
     requests, saves = hooks.log.requests(end)

@@ -132,6 +132,7 @@ class ProfilingHooks(Rematerialisation):
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
         """A copy of it that is not counted, so that the tensor itself goes when it would go without a plan."""
+        # Outside of the trace, which would count the copy as memory of the step.
         with disable_current_modes(), torch.no_grad():
             argument.watch(tensor)
             value = super().keep_argument(argument, copy_as_it_lies(tensor))
@@ -147,6 +148,8 @@ class ProfilingHooks(Rematerialisation):
         self.try_new_values()
         event = self.log.note_asked(saved.index)
         tensor = super().unpack(saved.entry)
+        # Another backward may ask for it again: then only the end of a copy of its own tells how
+        # long this one has used it.
         return tensor if self.is_over else self._copy_for(event, saved.entry, tensor)
 
     def _copy_for(self, event: int, entry: Value | View, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +166,7 @@ class ProfilingHooks(Rematerialisation):
         with disable_current_modes(), torch.no_grad():
             copied = value.tensor.clone()
             given = copied if isinstance(entry, Value) else entry.look(copied)
+        # A backward that records gradients (create_graph) saves what it was given once more.
         if torch.is_grad_enabled():
             self.know_again(value, copied)
         self.log.watch_use(event, copied)
@@ -228,6 +232,8 @@ def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dim) > 1:
+            # An expanded dim shows one row many times: that row is copied, and expanded again
+            # below.
             whole = whole.narrow(dim, 0, 1)
     # Where windows overlap, each place is written several times with the same number.
     copied = tensor.new_empty_strided(whole.size(), whole.stride())  # of a fake a fake one
