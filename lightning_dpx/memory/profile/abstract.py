@@ -65,9 +65,10 @@ def profile_absent(
     try:
         try:
             return on_fakes(numbers=True)
-        except DPXError:
+        except DPXError:  # about the step itself, whichever built-in error it is as well
             raise
         except _NO_ANSWER as error:  # it may be that numbers of fakes were to be written into real ones
+            # Its frames hold fakes of the run that was broken off.
             traceback.clear_frames(error.__traceback__)
             return on_fakes(numbers=False)
     except DPXError:
@@ -93,9 +94,10 @@ def profile_absent(
 def _reason(error: Exception) -> str:
     """What failed, and the last line of it that is neither torch's nor ours."""
     ours = (str(Path(torch.__file__).parent), str(_PACKAGE))
-    lines = [
-        f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)
-    ]
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(ours):
+            lines.append(f"{frame.filename}:{frame.lineno}")
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}" + (f", at {lines[-1]}" if lines else "")
 
@@ -110,6 +112,7 @@ def _on_few_rows(
         meter = RooflineCosts(here, target)
         return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter, accumulates=accumulates)
 
+    # What the numbers rest on goes into the plan, and is shown with it.
     rule = f"for {target}: times by FLOPs and bytes"
     if all(tensor.device.type != target.type for tensor in module.parameters()):
         rule += ", what operators take inside by rule"
@@ -138,7 +141,11 @@ def first_rows(batch: Any) -> tuple[int, Cut]:
     rows = sizes[0]
 
     def cut(count: int) -> Any:
-        return tree_map_only(torch.Tensor, lambda t: t[:count] if t.ndim and t.size(0) == rows else t, batch)
+        def first(tensor: torch.Tensor) -> torch.Tensor:
+            # A tensor of another size holds no rows of the batch, and is needed as it is.
+            return tensor[:count] if tensor.ndim and tensor.size(0) == rows else tensor
+
+        return tree_map_only(torch.Tensor, first, batch)
 
     return rows, cut
 
@@ -151,6 +158,7 @@ def target_of(device: torch.device | str) -> torch.device:
     """
     try:
         target = torch.device(device)
+        # Asked for its error: torch takes names of devices that this build has no module for.
         fake_device_for(target)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ConfigurationError(f"device={device!r} is not allowed; give 'cuda', 'cuda:1' or 'cpu'.") from error

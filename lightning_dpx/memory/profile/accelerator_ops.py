@@ -22,6 +22,7 @@ class AsOnAccelerators(TorchFunctionMode):
             training = given.get("training", given.get("train", True))
             if training and 0 < p < 1 and not given.get("inplace"):
                 return torch.native_dropout(given["input"], p, True)[0]
+        # Attention that returns its weights has scores in memory on every device.
         if func in _DROPOUT_OF and not (func is F.multi_head_attention_forward and kwargs.get("need_weights", True)):
             position = _DROPOUT_OF[func]
             kwargs = kwargs if len(args) > position else {**kwargs, "dropout_p": 0.0}

@@ -27,6 +27,7 @@ class AutogradLog:
         self.values: dict[int, int] = {}
         self._released: dict[int, int] = {}  # the event at which autograd let go of what it held
         self._used: dict[int, int] = {}  # by the event of a request, the one at which what autograd got is gone
+        # A weak reference tells of the end only while it is there itself.
         self._copies: list[weakref.ref[torch.UntypedStorage]] = []
 
     def note_saved(self) -> int:
@@ -64,6 +65,8 @@ class AutogradLog:
             if index not in self.values:
                 continue
             released = self._released.get(index, end)
+            # What autograd will ask for again it does not let go of: the end of the copy that it
+            # was given tells how long this request has used it.
             if times[index] > 1 or index not in self._released:
                 released = self._used.get(event, released)
             requests.append(Request(event, self.values[index], released, index))
@@ -75,7 +78,7 @@ class AutogradLog:
     def held(self, end: int) -> tuple[list[int], list[int]]:
         """Of each thing that autograd has got: when it first asked for it, -1 if never, and when it let go of it."""
         asked = [-1] * len(self._saved)
-        for event, index in reversed(self.asks):
+        for event, index in reversed(self.asks):  # the first request is the one that remains
             asked[index] = event
         ends = [self._released.get(index, end) for index in range(len(self._saved))]
         return asked, ends

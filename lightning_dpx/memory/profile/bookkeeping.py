@@ -75,11 +75,15 @@ class _Block(nn.Module):
 @cache
 def measured_bookkeeping() -> Bookkeeping:
     """On the host, of a small network all of whose values are dropped, and all of whose blocks are replayed."""
+    # The model draws its weights, and the step that is planned is to draw what it would have drawn
+    # without that.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         module = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
         x = torch.ones(_ROWS, _WIDTH, device="cpu", requires_grad=True)
         plain = _seconds(lambda: module(x).sum().backward())
         forward = _seconds(lambda: module(x))
+        # All values are dropped, so backward repeats the operators of forward, without a graph.
+        # What is beyond their time is bookkeeping.
         with torch.no_grad():
             again = _seconds(lambda: module(x))
         values = _everything_dropped(module, x)
@@ -88,9 +92,12 @@ def measured_bookkeeping() -> Bookkeeping:
         finally:
             values.remove()
         blocks = [str(number) for number in range(_BLOCKS)]
+        # The same tensors are saved whether every block is replayed or the one module round them:
+        # what they take is the same then, and the difference is what the calls take.
         each = _replayed_forward(module, x, blocks) - forward
         whole = nn.Sequential(module)
         once = _replayed_forward(whole, x, ["0"]) - forward
+    # Differences of times: where others disturb one of them it may be negative.
     tensor = max(0.0, once) / (_BLOCKS * _TENSORS)
     return Bookkeeping(
         value=max(0.0, planned - plain - again) / (_BLOCKS * _RECIPES),
@@ -123,6 +130,7 @@ class _Seen(Rematerialisation):
 
 
 def _replayed_forward(module: nn.Module, x: Tensor, names: list[str]) -> float:
+    """Seconds of a forward in which these calls are noted, to be replayed."""
     replays = Replays(module, names)
 
     def forward() -> None:

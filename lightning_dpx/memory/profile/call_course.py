@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
 from lightning_dpx.memory.execute.calls import OutputKey, Replay
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Value, repeat
@@ -37,17 +39,20 @@ def course_of(call: Value, trace: MemoryTrace) -> CallCourse:
     """
     assert isinstance(call.make, Replay), "it is a call"
     spans: dict[OutputKey, Allocation] = {}
-    with trace, call.make.told(lambda key, tensor: _note(spans, key, trace.allocation_of(tensor.untyped_storage()))):
+
+    def note(key: OutputKey, tensor: torch.Tensor) -> None:
+        span = trace.allocation_of(tensor.untyped_storage())
+        if span is not None:  # what was there before the call takes no memory of its own
+            spans[key] = span
+
+    with trace, call.make.told(note):
         repeat(call)
     if trace.communicates:
         raise NotRecomputable(f"{call.operator} talks to other processes")
     end = len(trace.curve)
     died = {key: end if span.died is None else span.died for key, span in spans.items()}
+    # Only where such a tensor goes the answer for another choice may change, so a stretch ends
+    # there, and one number is enough for it.
     ends = sorted(set(died.values()))
     stretches = [max(trace.curve[start:stop], default=0) for start, stop in pairwise([0, *ends, end])]
     return CallCourse(tuple(stretches), {key: ends.index(event) + 1 for key, event in died.items()})
-
-
-def _note(spans: dict[OutputKey, Allocation], key: OutputKey, span: Allocation | None) -> None:
-    if span is not None:
-        spans[key] = span

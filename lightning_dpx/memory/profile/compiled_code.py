@@ -71,8 +71,16 @@ class _CompiledCalls:
         parts = dict(module.named_modules())
         self._handles: list[Any] = []
         for path in compiled_parts(module):
-            trained = [] if accumulates else [one for one in parts[path].parameters() if one.requires_grad]
-            enter = partial(self._enter, path, [one.nbytes for one in trained])
+            # The first gradients that a backward makes stay, and are no activations; where it adds
+            # to earlier ones, its own are gone at its end and count.
+            gradients: list[int] = []
+            if not accumulates:
+                for parameter in parts[path].parameters():
+                    if parameter.requires_grad:
+                        gradients.append(parameter.nbytes)
+            enter = partial(self._enter, path, gradients)
+            # module.compile() compiles the call with its hooks; torch.compile(module) leaves them
+            # outside.
             if compiled_call_of(parts[path]) is not None:
                 self._handles.append(hook_compiled_call(parts[path], enter, self._leave))
             else:
@@ -92,6 +100,7 @@ class _CompiledCalls:
 
     def _enter(self, path: str, gradients: Sequence[int], _module: nn.Module, args: Any, kwargs: Any) -> None:
         number = self._numbers[path] = self._numbers.get(path, 0) + 1
+        # By the names that CallNames gives to calls.
         self._running = seen = self.seen[path if number == 1 else f"{path}#{number}"] = _Seen(gradients)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
@@ -105,6 +114,8 @@ class _CompiledCalls:
         seen.forward = seen.stop(self._account).most
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         nodes = {leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None}
+        # Code in one piece has one node for all of its outputs, round whose backward the account
+        # can be taken; of a call that was compiled in several pieces nothing is known.
         if [node.name() for node in nodes] == [_BACKWARD]:
             (node,) = nodes
             node.register_prehook(partial(self._before, seen))
@@ -120,6 +131,7 @@ class _CompiledCalls:
         if self._running is None or tensor.layout is not torch.strided:
             return tensor
         key = key_of(tensor.untyped_storage())
+        # What is known or given is there anyway; a storage counts with its first tensor.
         if key not in self._known and key not in self._given:
             self._known.add(key)
             self._running.saved += tensor.untyped_storage().nbytes()
@@ -128,6 +140,8 @@ class _CompiledCalls:
 
 def most_without(taken: Taken, gradients: Sequence[int]) -> int:
     """The most bytes of a backward at once, without blocks that stay and are as large as one of ``gradients``."""
+    # The account knows blocks by their sizes only: one that stays and has the size of a gradient
+    # is taken for it.
     left = Counter(gradients)
     out: Counter[int] = Counter()
     for size, _ in taken.until_each_stays():
@@ -175,11 +189,12 @@ def with_compiled_code(
 
 
 def _corrected(profile: Profile, number: int, seen: _Seen, curve: list[int]) -> SavedCall:
-    """A call as it really is; ``curve`` is as it is with that call."""
+    """The call with what its compiled code takes; ``curve``, bytes at every event, is changed."""
     call = profile.calls[number]
     holds = [hold for hold in profile.holds if hold.call == number and hold.asked >= 0]
     asked = min((hold.asked for hold in holds), default=len(curve))
     over = max((hold.end for hold in holds), default=len(curve))
+    # Nothing that compiled code saves has a name, so all of it counted as small so far.
     more = seen.saved - call.small
     for event in range(call.end, asked):
         curve[event] += more

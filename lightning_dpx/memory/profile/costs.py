@@ -77,6 +77,7 @@ class CostModel:
 
     @contextmanager
     def _untouched(self, module: nn.Module) -> Iterator[None]:
+        # The trace of the run tells it of every write before it happens; see :meth:`_watch`.
         with untouched(module, reach=self.reach_of(module)) as self._writes:
             try:
                 yield
@@ -96,6 +97,7 @@ class CostModel:
 
         The first may fill caches, for example of what a library compiled for these shapes.
         """
+        # Its result is gone before the next is made, so the account below finds nothing of it.
         best = self._repeated(value)[1]
         token = self._account.start()
         try:
@@ -107,6 +109,8 @@ class CostModel:
     def timed_replay(self, replay: Replay) -> TimedReplay:
         """Makes a call again, as backward will, and measures how long that takes."""
         clock = clock_of(self.device)
+        # Operators of accelerators return before they are done: those before must not count, and
+        # this one must to its end.
         synchronize(self.device)
         start = clock()
         found = replay.replay()
@@ -138,6 +142,7 @@ class CostModel:
     def _alone(self, module: nn.Module, watches: bool) -> Iterator[CopyOnWrite | None]:
         with self.preserve_module_state(module):
             writes = self._writes
+            # A step that is timed has no trace that would tell of writes.
             with nullcontext() if writes is None or not watches else BeforeWrites(writes):
                 yield writes
 
@@ -160,6 +165,8 @@ class CostModel:
         """Whether a tensor that was made again is right: to the bit on the host."""
         if torch.equal(again, original):  # nearly always; a comparison with tolerances takes eleven times as long
             return True
+        # Also asked of equal tensors with NaNs, which torch.equal takes for unequal. On
+        # accelerators the order of atomic sums is not fixed, and neither are the last digits.
         tolerance = 0.0
         if not is_host(self.device) and again.dtype.is_floating_point:
             tolerance = 4 * torch.finfo(again.dtype).eps
@@ -170,6 +177,7 @@ class CostModel:
         """The bytes of ``value`` as a compressed mask, and the seconds that packing and unpacking take."""
         clock = clock_of(self.device)
         start = clock()
+        # On a value of its own: that of the step is to be tried as it is.
         trial = Value(value.name, "")
         trial.tensor = value.tensor
         if not compress(trial):
@@ -183,7 +191,11 @@ class CostModel:
 
     def offloading_room(self) -> int:
         """Bytes of the host's memory for what could be computed again as well."""
-        return free_bytes(_HOST) // (2 * max(1, len(accelerators()))) if self.offloads else 0
+        if not self.offloads:
+            return 0
+        # Each device is profiled by itself, and all of them offload to the same host: so each gets
+        # an equal part of one half.
+        return free_bytes(_HOST) // (2 * max(1, len(accelerators())))
 
 
 _HOST = torch.device("cpu")

@@ -67,6 +67,8 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         probe: What tries operators of fakes for real, where the target is there.
     """
 
+    # All tensors of the step may be fakes here. Elsewhere they are a look of torch's own at what
+    # an operator would give, and no memory of the step.
     _sees_fakes = True
 
     def __init__(
@@ -86,12 +88,15 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         self._probe = probe
         self._probed: Probed | None = None  # the operator that is being looked at
         self._by_rule = fake or device.type != target.type
+        # The account of this device tells nothing of what the operators of another one take
+        # inside.
         if self._by_rule:
             self._account = Account()
 
     def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
         """The results of an operator, and what it would take."""
         run = partial(with_known_numbers, func) if self._numbers else func
+        # How long it took here is of no use: the operator computed nothing, or on another device.
         out, _, taken = super().observed(run, args, kwargs)
         self._probed = None if self._probe is None else self._probe.of(func, args, kwargs, out)
         if self._probed is not None:
@@ -135,6 +140,8 @@ class RooflineCosts(CostModel):
         Raises:
             NotRecomputable: the device has another operator for it, which no recipe repeats.
         """
+        # Nodes with this in their name belong to kernels that only the CPU has, such as its
+        # attention; the target saves other tensors, for other nodes.
         if self.elsewhere and "ForCpu" in value.operator:
             raise NotRecomputable("the device that is planned for has another operator")
         self._costs.seconds = 0.0
@@ -163,7 +170,9 @@ class RooflineCosts(CostModel):
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
         """As the host does."""
-        return None if self.offloads or not self.is_mask(value, span) else self._mask_costs(value)
+        if self.offloads or not self.is_mask(value, span):
+            return None
+        return self._mask_costs(value)
 
     def is_mask(self, value: Value, span: Allocation) -> bool:
         """Whether it is one number or zero everywhere."""
@@ -199,6 +208,8 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if schema_of(func).is_mutable and args and isinstance(args[0], torch.Tensor):
             allocation = self._made(args[0])
+            # A dropout fills its mask with draws, all of it, and scales it then. Any other write
+            # makes something else of it.
             if func in _IN_PLACE and allocation is not None and args[0].nbytes == allocation.num_bytes:
                 self.masks.add(allocation)
             elif not _scales(func, args) and allocation is not None:
@@ -212,7 +223,8 @@ class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         if func is aten.mkldnn_rnn_layer.default:
             raise RuntimeError("what a recurrent layer's library keeps is not known to fake tensors")
         out, seconds, taken = super().observed(func, args, kwargs)
-        for leaf in out if isinstance(out, list | tuple) else (out,):
+        results = out if isinstance(out, list | tuple) else (out,)
+        for leaf in results:
             if isinstance(leaf, torch.Tensor) and leaf.device.type not in (self._device.type, "cpu", "meta"):
                 raise RuntimeError(f"the step makes a tensor on {leaf.device}; write device=x.device, or self.device")
         return out, seconds, taken
@@ -230,6 +242,7 @@ _CONSTANTS = {
 
 def _fills(func: Any, args: Any) -> bool:
     """Whether an operator makes a tensor of zeros and one other number."""
+    # Truth values in a dtype of numbers are zeros and ones.
     return func.overloadpacket in _CONSTANTS or (func is aten._to_copy.default and args[0].dtype is torch.bool)
 
 
@@ -278,6 +291,7 @@ class FakeCosts(RooflineCosts):
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
+        # All of them are kept: what their runs have left behind is looked for at the very end.
         self._traces.append(_FakeTrace(self.device, self._target, self._probe, numbers=self._numbers))
         return self._traces[-1]
 
@@ -301,6 +315,7 @@ class FakeCosts(RooflineCosts):
 
     def is_mask(self, value: Value, span: Allocation) -> bool:
         """Whether a dropout has drawn it."""
+        # The last trace is that of the run whose values are tried.
         return span in self._traces[-1].masks
 
 
@@ -333,12 +348,15 @@ def faked(
     """
     if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         raise TypeError("a ScriptModule takes no fake tensors")
+    # Real tensors meet fakes in operators: whole numbers that stay real, and constants that are no
+    # attributes of a module.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     numbers = numbers and is_host(here)
     meter = FakeCosts(mode, here, target, numbers=numbers)
     known: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        # One fake for one tensor, however often it is reached: tied parameters stay tied.
         if id(tensor) not in known:
             known[id(tensor)] = _copy_of(tensor) if numbers and is_known(tensor) else _fake_of(tensor, here)
         return known[id(tensor)]
@@ -346,15 +364,16 @@ def faked(
     with _put_back(module), mode:
         tensors = [found for child in module.modules() for found in _tensors_of(child)]
         for child, name, _ in tensors:
-            for own in (parameters_of(child), buffers_of(child)):
-                if name in own:
-                    own[name] = None
+            for registered in (parameters_of(child), buffers_of(child)):
+                if name in registered:
+                    registered[name] = None
         module.to(here)  # there is nothing to move, but a LightningModule remembers the device
         for child, name, tensor in tensors:
             setattr(child, name, fake(tensor))  # recurrent layers notice
         yield tree_map_only(torch.Tensor, fake, batch), meter
     tensors.clear()
     known.clear()
+    # Fakes that only cycles hold have been left by nothing, and would be told of below.
     gc.collect()
     if meter.left_behind:
         warnings.warn(
@@ -365,9 +384,13 @@ def faked(
 
 
 def _tensors_of(child: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Its own, with their names."""
-    places = parameters_of(child), buffers_of(child), vars(child)
-    return [(child, name, e) for place in places for name, e in place.items() if isinstance(e, torch.Tensor)]
+    """The tensors that ``child`` itself holds, with their names; also plain attributes."""
+    found = []
+    for held in (parameters_of(child), buffers_of(child), vars(child)):
+        for name, entry in held.items():
+            if isinstance(entry, torch.Tensor):
+                found.append((child, name, entry))
+    return found
 
 
 @contextmanager
@@ -375,9 +398,9 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     """Every attribute of every submodule, with what the plain lists, dicts and sets among them contain."""
     states: list[tuple[Any, Any]] = []
     for child in module.modules():
-        own = vars(child)
-        states.append((own, dict(own)))
-        for value in own.values():
+        attributes = vars(child)
+        states.append((attributes, dict(attributes)))
+        for value in attributes.values():
             if type(value) in (dict, OrderedDict, defaultdict):
                 states.append((value, dict(value)))
             elif type(value) in (list, set, deque):
@@ -385,9 +408,13 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Filled again instead of replaced: others may hold the same dict or list.
         for container, content in states:
             container.clear()
-            container.extend(content) if isinstance(container, list | deque) else container.update(content)
+            if isinstance(container, list | deque):
+                container.extend(content)
+            else:
+                container.update(content)
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -400,10 +427,13 @@ def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Made in the mode that is active."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
         raise TypeError(f"there is no fake of a {type(tensor).__name__} with layout {tensor.layout}")
+    # Strides as they are: kernels and views depend on them.
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     made.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         mark_as_parameter(made)
         if tensor.grad is not None and tensor.grad.layout is torch.strided:
+            # Backward adds to a gradient that is there, and takes other memory than for a first
+            # one.
             made.grad = torch.empty_like(made)
     return made

@@ -26,6 +26,7 @@ class DeadValue:
         self.operator = value.operator
         self.num_bytes = value.held().nbytes
         self.span = span
+        # Weak, because the step lets go of values as it would without a profile.
         self.sources = [weakref.ref(source) for source in value.sources]
         self.refused = "" if value.make is not None else refused or _NOT_IN_GRAPH
 
@@ -50,6 +51,7 @@ class FoundValues:
 
     def storage_of(self, name: str, span: Allocation) -> int:
         """The number of the storage that has that memory; values in one storage get the same."""
+        # The list below holds every allocation, so that no id is given twice.
         if id(span) not in self.storages:
             self.storages[id(span)] = len(self.memories)
             self.memories.append((name, span))
@@ -62,14 +64,18 @@ class FoundValues:
             order: The numbers of the others.
         """
         for dead in self.dead:
-            sources = [reference() for reference in dead.sources]
+            inputs = []
+            for reference in dead.sources:
+                source = reference()
+                if source is not None and source in order:  # others have gone in forward as well
+                    inputs.append(order[source])
             self.values.append(
                 SavedValue(
                     dead.name,
                     dead.operator,
                     dead.num_bytes,
                     self.storage_of(dead.name, dead.span),
-                    tuple(order[source] for source in sources if source is not None and source in order),
+                    tuple(inputs),
                     0.0,
                     dead.refused,
                     saved=self.saved[dead.name],
@@ -79,6 +85,7 @@ class FoundValues:
     def offload_nothing(self) -> None:
         """A copy to the host's memory is awaited when the forward is over, and here a backward may come before that."""
         for number, value in enumerate(self.values):
+            # Without the time of a copy no planner takes it for one that can be offloaded.
             if value.copying:
                 refused = _OFFLOADED if value.offloaded else value.refused
                 self.values[number] = replace(value, copying=0.0, offloaded=False, refused=refused)

@@ -22,6 +22,7 @@ from lightning_dpx.torch_compat import FakeTensor, disable_current_modes, schema
 
 aten = torch.ops.aten
 MOST_BYTES = 2**24  # of a tensor: with more, computing would take longer than everything else
+# Memory that was only allocated: what it holds must not be taken for numbers that the step made.
 _UNKNOWN = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.empty_permuted,
 }  # fmt: skip
@@ -45,6 +46,7 @@ def with_known_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if is_mutable:
         return _for_real(func, args, kwargs)
+    # On fakes first, which tells whether the result is small: a large one is never made for real.
     try:
         out = func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):  # its size, or it itself, depends on the numbers

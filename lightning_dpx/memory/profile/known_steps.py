@@ -53,6 +53,7 @@ KNOWN_STEPS = KnownSteps()  # of this process
 def _identity(profile: Profile, module: nn.Module) -> Hashable:
     """Equal for steps that save the same; the class is named, not held."""
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    # Without times: those are measured, and never the same twice.
     saved = tuple((value.name, value.operator, value.num_bytes, value.refused) for value in profile.values)
     calls = tuple((call.name, call.tensors) for call in profile.calls)
     return kind, torch.get_num_threads(), saved, calls

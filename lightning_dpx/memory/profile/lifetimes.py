@@ -35,6 +35,8 @@ class Lifetimes:
 
     def last_use(self, name: str, num_operators: int) -> int | None:
         """Of a value, in another run of ``num_operators``; with as many as this one, it is taken for the same."""
+        # Of a run that took another path nothing is known: all counts as used to the end of
+        # forward.
         return self.last_uses.get(name) if num_operators == self.num_operators else num_operators
 
 
@@ -66,6 +68,7 @@ def natural_lifetimes(
         count = len(trace.operators)
     if hooks.asks_itself:  # and the error was caught
         raise AsksItselfError
+    # Asked before the result goes: what only the loss holds is there to the last.
     last_uses: dict[str, int | None] = {}
     for name, span in hooks.spans.items():
         last_uses[name] = None if span is None else span.died_operator
@@ -100,6 +103,8 @@ class _LifetimeHooks(Rematerialisation):
         is_new = value.name not in self.spans
         if is_new:
             self.spans[value.name] = self._trace.allocation_of(tensor.untyped_storage())
+        # The value forgets the tensor, and keeps its identity from being given to another one: so
+        # the memory goes when the run itself has no more use for it.
         if not self._copies:
             value.let_go(tensor)
         elif is_new:

@@ -21,18 +21,20 @@ def count_places(profile: Profile, dropped: Collection[int]) -> int:
         dropped: Indices of values.
     """
     names = {profile.values[index].name for index in dropped}
+    # Hooks are called for every tensor that autograd saves, also where a value is saved once more;
+    # a profile in which that was not noted has each value once.
     held = profile.holds or profile.values
-    in_order = [one.name for one in held if one.name]
-    found = 0
-    kept = _APART
+    in_order = [entry.name for entry in held if entry.name]
+    num_places = 0
+    kept = _APART  # whatever is dropped first begins a place
     for name in in_order:
         if name not in names:
             kept += 1
             continue
         if kept >= _APART:
-            found += 1
+            num_places += 1
         kept = 0
-    return found
+    return num_places
 
 
 def made_again(profile: Profile, dropped: Collection[int]) -> set[int]:
@@ -57,6 +59,7 @@ def seconds_of_places(profile: Profile, dropped: Collection[int]) -> float:
     """
     if not profile.place_seconds:
         return 0.0
+    # What is offloaded comes back by a copy, and has no bookkeeping in its seconds either.
     here = [index for index in dropped if not profile.values[index].offloaded]
     usual = profile.usual_places * len(made_again(profile, here))
     return profile.place_seconds * (count_places(profile, here) - usual)

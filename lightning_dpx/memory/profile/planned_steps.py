@@ -72,6 +72,7 @@ def measured_in_step(
     by_values = known.value * len(made["dropped"])
     by_calls = sum(known.of_call(call.tensors) for call in calls)
     least = _WORTH_IT * profile.step_seconds
+    # Where writes are watched, the times hold that as well.
     if timer.watches or max(by_values, by_calls) < least:
         return known
     kinds = dict[str, Practised | Replays]()
@@ -144,6 +145,8 @@ def _ratio_of(usual: _Case, sparse: _Case) -> float:
     It is a difference of differences, which another process on the same core may turn around, so that is believed
     within bounds only.
     """
+    # Both sets say: made * value + places * place = seconds. Of these two equations, solved, the
+    # quotient of place and value.
     both = usual.made * sparse.seconds - sparse.made * usual.seconds
     each = sparse.places * usual.seconds - usual.places * sparse.seconds
     if both <= 0.0:

@@ -71,6 +71,8 @@ class Probe:
             kwargs: Likewise, by name.
             out: What it gave for them.
         """
+        # Views, allocations and copies take nothing inside; what writes, draws or looks at numbers
+        # would do something else on zeros.
         if schema_of(func).is_mutable or func.is_view or func in _MAKES_NOTHING or not _UNTRIED.isdisjoint(func.tags):
             return None
         leaves, spec = tree_flatten((args, kwargs))
@@ -91,6 +93,8 @@ class Probe:
         return tensor.layout is torch.strided and tensor.device == self._device
 
     def _tried(self, func: Any, leaves: Sequence[Any], spec: Any) -> Probed | None:
+        # A mode sees operators below autocast: their operands have the dtypes that they are to
+        # have.
         with disable_current_modes(), torch.no_grad(), DisableAutocast():
             made = [self._zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(made, spec)
@@ -108,6 +112,7 @@ class Probe:
             return Probed(taken, tuple(x.stride() if _is_tensor(x) else None for x in results))
 
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        # With the same strides, by which libraries choose kernels; dims that overlap share memory.
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
         memory = torch.zeros(max(0, extent) if tensor.numel() else 0, dtype=tensor.dtype, device=self._device)
         return memory.as_strided(tensor.size(), tensor.stride())

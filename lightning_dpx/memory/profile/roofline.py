@@ -39,9 +39,11 @@ class Rates:
             return 0.0
         given = _tensors([*args, *kwargs.values()])
         results = _tensors([out])
+        # An operator that writes in place moves bytes, though it gives back the memory that it
+        # took.
         if not schema_of(func).is_mutable:
-            there = {_storage(tensor) for tensor in given}
-            if all(_storage(tensor) in there for tensor in results):
+            storages = {_storage(tensor) for tensor in given}
+            if all(_storage(tensor) in storages for tensor in results):
                 return 0.0
         moved = sum(tensor.nbytes for tensor in (*given, *results))
         return self.start + max(_flops(func, args, kwargs, out) / self.flops, moved / self.bytes)

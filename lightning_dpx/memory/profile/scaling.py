@@ -14,6 +14,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
     """
 
     def line(low: float, high: float) -> float:
+        # What grows faster than the rows would be less than nothing on few of them.
         return max(0.0, high + (high - low) / (rows[1] - rows[0]) * (target - rows[1]))
 
     def time(low: float, high: float) -> float:
@@ -23,6 +24,8 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
             return max(found, high)
         return max(min(found, high), high * target / rows[1])
 
+    # Lines join what is the same thing in both steps: the same values in the same storages, asked
+    # for at the same events. One operator more in either, and the numbers do not belong together.
     same = (
         len(few.curve) == len(more.curve)
         and list(map(_described, few.values)) == list(map(_described, more.values))
@@ -32,24 +35,30 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
     )
     if not same:
         return scaled(more, target / rows[1])
+    values = []
+    for low, high in zip(few.values, more.values, strict=True):
+        seconds = time if target < rows[1] else line
+        stretches = [round(line(*pair)) for pair in zip(low.stretches, high.stretches, strict=True)]
+        # Bytes of generators' states stay: they do not depend on how many numbers are drawn.
+        values.append(
+            replace(
+                high,
+                num_bytes=round(line(low.num_bytes, high.num_bytes)),
+                seconds=seconds(low.seconds, high.seconds),
+                compact=round(line(low.compact, high.compact)),
+                copying=line(low.copying, high.copying),
+                beside=round(line(low.beside, high.beside)),
+                stretches=tuple(stretches),
+            )
+        )
+    storages = []
+    for before, after in zip(few.storages, more.storages, strict=True):
+        storages.append(replace(after, num_bytes=round(line(before.num_bytes, after.num_bytes))))
+    # Events, requests and names are those of the larger step: the smaller one has the same.
     return replace(
         more,
-        values=tuple(
-            replace(
-                b,
-                num_bytes=round(line(a.num_bytes, b.num_bytes)),
-                seconds=time(a.seconds, b.seconds) if target < rows[1] else line(a.seconds, b.seconds),
-                compact=round(line(a.compact, b.compact)),
-                copying=line(a.copying, b.copying),
-                beside=round(line(a.beside, b.beside)),
-                stretches=tuple(round(line(*pair)) for pair in zip(a.stretches, b.stretches, strict=True)),
-            )
-            for a, b in zip(few.values, more.values, strict=True)
-        ),
-        storages=tuple(
-            replace(b, num_bytes=round(line(a.num_bytes, b.num_bytes)))
-            for a, b in zip(few.storages, more.storages, strict=True)
-        ),
+        values=tuple(values),
+        storages=tuple(storages),
         curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
         step_seconds=time(few.step_seconds, more.step_seconds),
         scale=target / rows[1],
@@ -59,6 +68,8 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
 
 
 def _between(few: SavedCall, more: SavedCall, line: Callable[[float, float], float]) -> SavedCall:
+    """The call with sizes and times on the lines through those of two steps."""
+
     def sizes(low: Sequence[tuple[int, int]], high: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         return tuple((round(line(a[0], b[0])), b[1]) for a, b in zip(low, high, strict=True))
 
@@ -85,7 +96,7 @@ def _described(value: SavedValue) -> tuple[object, ...]:
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """Everything in proportion."""
+    """The profile with all sizes and times in proportion, for ``factor`` times as many rows."""
     if factor == 1:
         return profile
     values = []
@@ -116,6 +127,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
 
 
 def _scaled(call: SavedCall, factor: float) -> SavedCall:
+    """The call with sizes and times in proportion."""
     return replace(
         call,
         seconds=call.seconds * factor,

@@ -99,6 +99,7 @@ class StepTimer:
             synchronize(self._device)
             end = clock()
             del result
+            # Steps in a row are not watched one by one, and tell nothing of writes.
             if not self._is_in_a_row:
                 self.watches = writes is not None and writes.has_seen_any
         return end - start, middle - start
@@ -113,6 +114,8 @@ class StepTimer:
     def _least(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         best = (float("inf"), 0.0)
         times = list[float]()
+        # Steps that talk to other processes are timed as often in each of them, whatever they take
+        # there.
         most = timing_effort.rounds(_FEWEST_STEPS if self.communicates else _MOST_STEPS)
         for turn in range(1, most + 1):
             whole, forward_only = self.timed(forward, backward)

@@ -93,24 +93,27 @@ class _Trials:
     def saved_value(self, value: Value, refused: str, saved: int) -> SavedValue:
         """``value`` for planners; ``saved`` is the event before which it was."""
         is_offloaded = value in self.offloaded
+        call = value.make.call if isinstance(value.make, Replay) else None
+        # What comes back from the host is computed from nothing, whatever it was made from.
+        inputs = () if is_offloaded else tuple(self.order[source] for source in value.sources)
         return SavedValue(
             name=value.name,
             operator=value.operator,
             num_bytes=self.sizes[value],
             storage=self.storages.get(value, -1),
-            inputs=() if is_offloaded else tuple(self.order[source] for source in value.sources),
+            inputs=inputs,
             seconds=self.seconds[value],
             refused=refused,
             compact=self.compact.get(value, 0),
             offloaded=is_offloaded,
             copying=self.copying.get(value, 0.0),
             saved=saved,
-            call=value.make.call.name if isinstance(value.make, Replay) else "",
+            call="" if call is None else call.name,
             beside=self.memory.beside.get(value, 0),
             picked=value.make is select_output and not is_offloaded,
             stretches=self.memory.stretches_of(value),
             gone=self.memory.gone_of(value),
-            state=value.make.call.draws.num_bytes if isinstance(value.make, Replay) else 0,
+            state=0 if call is None else call.draws.num_bytes,
         )
 
 
@@ -121,6 +124,7 @@ def _compressed_masks(
     compact = dict[Value, int]()
     seconds = dict[Value, float]()
     for value, span in found.items():
+        # What an operator made can be repeated; of a mask nothing in the graph tells who drew it.
         if value.operator or span is None:
             continue
         known = meter.compressed(value, span)
@@ -156,6 +160,7 @@ def _offload_refused(found: dict[Value, Allocation | None], trials: _Trials, met
     trials.copying = _copying(named, meter)
     trials.offloaded = {value for value in trials.copying if trials.refused[value]}
     for value in trials.offloaded:
+        # Once out in forward, and once back in backward.
         trials.seconds[value] = 2 * trials.copying[value]
         trials.refused[value] = ""
 
@@ -176,15 +181,16 @@ def _number_storages(
 def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
     """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
     picked = [value for value in refused if value.make is select_output]
+    # Scratch memory that differs says nothing against its call; any other value does.
     unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
     for value in picked:
         if value.inputs[0] in unfaithful:
             refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
-    right = {
-        value.inputs[0]
-        for value in picked
-        if value in found and not refused[value] and value.tensor is not None and value.tensor.is_floating_point()
-    }
+    right = set()
+    for value in picked:
+        is_number = value.tensor is not None and value.tensor.is_floating_point()
+        if is_number and value in found and not refused[value]:
+            right.add(value.inputs[0])
     for value in picked:
         if _is_scratch(value) and value.inputs[0] in right:
             refused[value] = ""
@@ -196,6 +202,7 @@ def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value
     alike: dict[tuple[Any, ...], list[float]] = {}
     kinds = {value: (value.operator, sizes[value], *(sizes[source] for source in value.sources)) for value in seconds}
     for value, spent in seconds.items():
+        # What was not tried has no time, and would pull the median of its kind to nothing.
         if spent:
             alike.setdefault(kinds[value], []).append(spent)
     medians = {kind: statistics.median(spent) for kind, spent in alike.items()}
@@ -206,6 +213,7 @@ def _in_order(found: Iterable[Value], order: dict[Value, int], first: int) -> li
     """Numbers ``found`` and what they are computed from, but for what is in ``order`` already; inputs first."""
     new: list[Value] = []
     for value in found:
+        # By a stack: a chain of values may be longer than Python recurses.
         stack = [value]
         while stack:
             top = stack[-1]
@@ -244,6 +252,8 @@ class _Beside:
 
 def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
     """Repeats the operator of ``value``, and unsaved ones on the way; says what is wrong with the result."""
+    # A profile keeps what is saved, so only what is on the way to it is missing: each is made
+    # once, and goes when all that is made from it has been tried.
     stack = [source for source in value.sources if source.tensor is None]
     while stack:
         top = stack[-1]
@@ -257,6 +267,8 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
         if isinstance(top.make, Replay):
             for argument in top.make.call.arguments:
                 argument.tensor()  # refuses what was written to since; what is kept here is a copy
+            # The call runs once more to be watched, because what it takes depends on what is
+            # wanted of it.
             memory.courses[top] = _course_of(top, meter)
         top.tensor, seconds[top], most = meter.tried(top)
         sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
@@ -274,6 +286,7 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
 
 
 def _course_of(call: Value, meter: CostModel) -> CallCourse:
+    """What ``call`` takes; without room to find out, it counts as one that cannot be made again."""
     try:
         return meter.course_of(call)
     except torch.OutOfMemoryError as error:
@@ -289,13 +302,15 @@ def _bytes_on(device: torch.device, value: Value) -> int:
 def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:
     """What a copy of each takes; equal sizes are measured once."""
     by_size: dict[int, float] = {}
-    found: dict[Value, float] = {}
+    seconds: dict[Value, float] = {}
     for value in values:
-        if (tensor := value.tensor) is not None:
-            if tensor.nbytes not in by_size:
-                by_size[tensor.nbytes] = meter.copy_seconds(tensor)
-            found[value] = by_size[tensor.nbytes]
-    return found
+        tensor = value.tensor
+        if tensor is None:
+            continue
+        if tensor.nbytes not in by_size:
+            by_size[tensor.nbytes] = meter.copy_seconds(tensor)
+        seconds[value] = by_size[tensor.nbytes]
+    return seconds
 
 
 def _is_scratch(value: Value) -> bool:
@@ -312,9 +327,12 @@ def _is_scratch(value: Value) -> bool:
 
 
 def _is_view_of(value: Value) -> bool:
+    """Whether ``value`` lies in the memory of what it is made from, and takes none of its own."""
     if isinstance(value.make, Replay):
         return False
     address = key_of(value.held().untyped_storage())
-    given = [*(source.tensor for source in value.sources), *value.inputs]
-    given += [one.tensor for one in value.inputs if isinstance(one, Unnamed)]
-    return any(key_of(one.untyped_storage()) == address for one in given if isinstance(one, torch.Tensor))
+    given: list[Any] = [source.tensor for source in value.sources]
+    for entry in value.inputs:
+        given.append(entry.tensor if isinstance(entry, Unnamed) else entry)
+    tensors = [entry for entry in given if isinstance(entry, torch.Tensor)]
+    return any(key_of(tensor.untyped_storage()) == address for tensor in tensors)
