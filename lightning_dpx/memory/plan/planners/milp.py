@@ -79,11 +79,14 @@ class MilpModel:
         if len(self._model.units) <= _FEW:
             self._work = _MOST_WORK  # which few units never take
         self.least = least_seconds(self._model, budget)
+        # Seconds are brought near one: the solver's tolerances are absolute.
         self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
         self._users: dict[int, list[int]] = defaultdict(list)
-        for index, one in enumerate(self._values):
-            if index in self._model.unsaved or (index in self._model.column and index in self._model.requests):
-                for source in set(one.inputs):
+        for index, saved in enumerate(self._values):
+            # What is dropped and never asked for is never computed, and uses nothing.
+            is_asked_for = index in self._model.column and index in self._model.requests
+            if index in self._model.unsaved or is_asked_for:
+                for source in set(saved.inputs):
                     self._users[source].append(index)
         self._users.default_factory = None
         self._dropped = [self._solver.column(seconds * self._scale, integer=True) for seconds in self._model.seconds]
@@ -154,16 +157,19 @@ class MilpModel:
             answer = self._run(integer=False)
             if not len(answer.values):
                 return False
+            # The solution of these events may be above the budget at others.
             shares = answer.values[self._dropped]
 
     def _run(self, *, integer: bool) -> Answer:
         answer = self._solver.run(integer=integer, work=self._work - self._solver.work)
+        # Within the tolerance of the solver its bound may be above the true one.
         if self._proves:
             self.least = max(self.least, answer.least / self._scale * (1 - _TOLERANCE))
         return answer
 
     def _choice(self, values: np.ndarray) -> Choice:
         units = self._model.units
+        # Integers come back as numbers near 0 or 1.
         uncached = {value for value, column in self._uncached.items() if values[column] > 0.5}
         return Choice(
             frozenset(unit for unit, column in zip(units, self._dropped, strict=True) if values[column] > 0.5),
@@ -182,12 +188,16 @@ class MilpModel:
             if back != known:
                 self._add_event(event, back)
                 news = True
+        # What comes back explains the excess, and holds for every choice: the solver is asked
+        # again before anything narrower is added.
         if news:
             return
         for event in crossed:
             self._forbid(event, curve[event], choice, dropped)
         if len(self._model.units) <= _FEW:
             return
+        # The missing bytes as they are hold for this choice only: from here on the bound proves
+        # nothing.
         self._proves = False
         for event in crossed:
             row, terms = self._rows[event]
@@ -250,7 +260,8 @@ class MilpModel:
                 share = self._share(value)
                 terms[drop] = terms.get(drop, 0.0) + share
                 terms[self._uncached[value]] = -share
-            terms |= {column: self._share(value) for value, column in self._there(event, back).items()}
+            for value, column in self._there(event, back).items():
+                terms[column] = self._share(value)
         self._rows[event] = self._solver.row(terms, self._room(event)), terms
 
     def _share(self, value: int) -> float:
@@ -261,7 +272,10 @@ class MilpModel:
         for value in self._requested_again:
             requests = self._model.requests[value]
             is_between = requests[0].event <= event <= requests[-1].event
-            if is_between and not any(start <= event < stop for start, stop in self._model.in_use(value)):
+            if not is_between:
+                continue
+            # While autograd uses it, it is there by the row's own account already.
+            if not any(start <= event < stop for start, stop in self._model.in_use(value)):
                 found.append(value)
         return found
 
@@ -281,6 +295,7 @@ class MilpModel:
             columns = dict.fromkeys(computed.get(user, self._drop(user)) for user in users)
             if not columns:
                 continue
+            # Computed with the only one that is computed from it: the same column serves for both.
             if value in self._unsaved and len(columns) == 1:
                 computed[value] = next(iter(columns))
                 continue

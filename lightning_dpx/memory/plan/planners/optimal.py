@@ -61,9 +61,12 @@ class OptimalPlanner(Planner):
             return best(problem, _lowered(problem), None)
         relaxation = problem.relaxation
         least, dropped = knapsack(relaxation, budget)
+        # Otherwise no choice is within the budget, and the lowest one is the answer.
         if least < float("inf"):
             found = []
             descent = Descent(relaxation, REACHING)
+            # The quickest to find come first, and a later one is only made if no earlier one is
+            # close to the bound.
             for rival in _rivals(relaxation, Choice(dropped), budget):
                 found.append(fill(problem, descent.reach(rival, budget), budget))
                 choice = best(problem, found, budget)
@@ -100,6 +103,7 @@ def _lowered_of(nominal: Profile) -> tuple[Choice, ...]:
     problem = Problem(nominal)
     every = frozenset(problem.droppable)
     descent = Descent(problem.relaxation, LOWERING)
+    # Steps down end in a low place near where they begin, so they begin in several.
     starts = [*_lowest(problem), Choice(every, problem.unnested), Choice(), *_nested(problem)]
     return tuple(dict.fromkeys(descent.lower(start) for start in starts))
 
@@ -190,6 +194,7 @@ def _variants(problem: Problem) -> list[_Variant]:
     units = problem.units
     can = np.array([unit.droppable for unit in units], bool)
     rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units], float)
+    # To forget what is cheap after every use costs little, and a stretch comes back without it.
     cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
     cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is offloaded or compressed is not computed
     nothing = np.zeros(len(units), bool)
@@ -220,6 +225,7 @@ def _aim(variant: _Variant, budget: int) -> list[Choice]:
             low = target
         else:
             high = target
+        # Near enough: what still fits is filled up afterwards.
         if 0.98 * budget <= peak <= budget or high - low < 0.02:
             break
         if peak > budget:
@@ -238,6 +244,8 @@ class _Table:
         units = problem.units
         self._count = len(units)
         self._uncached = variant.uncached
+        # All pairs of cuts are looked at, for every price: the time grows with the square of their
+        # number.
         cuts = _thinned([cut for cut in problem.cuts if cut != len(units) - 1], _MOST_CUTS)
         self._cuts = np.array([*cuts, len(units) - 1])
         self._starts = np.concatenate([[-1], self._cuts[:-1]])
@@ -276,10 +284,12 @@ class _Table:
         uncached = drop & self._uncached
         cost = np.where(uncached & inner, 2, 1) * self._times  # once on the way to others, once for itself
         back = np.where(uncached, 0.0, self._sizes)
-        kept, again, spent = (
-            np.concatenate([[0.0], np.cumsum(np.where(mask, column, 0.0))])
-            for mask, column in ((~drop, self._sizes), (drop, back), (drop, cost))
-        )
+        # Sums from the beginning: what lies between two units is a difference of two of them.
+        kept = _sums_of(~drop, self._sizes)
+        again = _sums_of(drop, back)
+        spent = _sums_of(drop, cost)
+        # A unit that leads beyond the cut is kept after all, unless it can be made at once from
+        # what is kept: otherwise all of its stretch would have to come back for what lies beyond.
         deep = drop & ~shallow
         members = []
         row = []
@@ -287,6 +297,7 @@ class _Table:
             starts = self._starts[: number + 1]
             crossing = np.nonzero(deep[: cut + 1] & (last[: cut + 1] > cut))[0]
             members.append(crossing)
+            # Of those the ones in the stretch: a stretch begins at each of the earlier cuts.
             first = np.searchsorted(crossing, starts, side="right")
             tails = np.zeros((3, len(crossing) + 1))
             for index, column in enumerate((self._sizes, back, cost)):
@@ -335,6 +346,12 @@ class _Table:
             step = before
         chosen = frozenset(dropped)
         return Choice(chosen, chosen & frozenset(np.nonzero(self._uncached)[0].tolist()))
+
+
+def _sums_of(mask: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """The sums of ``column``, where ``mask`` holds, before each unit and after the last."""
+    sums: np.ndarray = np.concatenate([[0.0], np.cumsum(np.where(mask, column, 0.0))])
+    return sums
 
 
 def _front(kept: np.ndarray, spent: np.ndarray) -> np.ndarray:

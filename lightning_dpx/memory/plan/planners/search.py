@@ -24,6 +24,7 @@ class SearchPlanner(Planner):
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """Without a budget, the lowest peak that was found."""
+        # To drop nothing is a choice as well, and the best one where that fits.
         choices = [Choice()]
         threshold = 0
         longest: list[int] = []  # bytes; a module that is called again may take more than it frees

@@ -58,6 +58,7 @@ class Relaxation:
         self.requests: dict[int, list[Request]] = defaultdict(list)
         for request in problem.profile.requests:
             self.requests[request.value].append(request)
+        # A look at a value without requests must not add one.
         self.requests.default_factory = None
         self.on_the_way = {value: self._on_the_way(value) for value in self.column}
         self.seconds = np.zeros(len(self.units))
@@ -96,6 +97,8 @@ class Relaxation:
         found: list[tuple[int, int]] = []
         for request in self.requests.get(value, ()):
             following = self._following(request)
+            # From that moment on another account of the value may be the one that counts; see the
+            # note.
             others = (r.event for r in following if r.value != value and self._needs(r.value, value))
             stop = next(others, request.released)
             # An operator may ask twice for one tensor, which is there once.
@@ -118,13 +121,15 @@ class Relaxation:
             for index in self.problem.profile.values[stack.pop()].inputs:
                 if index == source:
                     return True
-                if index > source and index not in seen:
+                if index > source and index not in seen:  # what comes before it is not made from it
                     seen.add(index)
                     stack.append(index)
         return False
 
     def computed_by(self, event: int, dropped: frozenset[int]) -> set[int]:
         """The values of ``dropped`` that ``event`` finds computed, for themselves or for others; and unsaved ones."""
+        # Requests are in the order of backward: the first one of a value tells whether it was
+        # asked for.
         stack = [v for v in self.requests.keys() & dropped if self.requests[v][0].event <= event]
         found = set(stack)
         while stack:
@@ -162,6 +167,8 @@ class Relaxation:
             if value in self.requests:
                 for passed in self.on_the_way[value]:
                     ways[passed].add(at)
+        # What is computed on the way to several units is computed once at least, so each bears a
+        # part of it only.
         for passed, columns in ways.items():
             seconds[list(columns)] += self.problem.profile.values[passed].seconds / len(columns)
         return seconds
@@ -179,6 +186,7 @@ class Relaxation:
         """
         useful = np.nonzero(freed > 0)[0]
         rates = self.shared_seconds[useful] / freed[useful]
+        # Groups of equal rates, and within each the order of van der Corput by the position there.
         order = np.argsort(rates, kind="stable")
         new = np.concatenate([[True], np.diff(rates[order]) != 0])[: len(order)]
         position = np.arange(len(order)) - np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
@@ -216,6 +224,8 @@ def least_bytes(relaxation: Relaxation, *, with_calls: bool = True) -> int:
     least = relaxation.curve.copy()
     if with_calls:
         _leave_out_calls(relaxation, least)
+    # Each event by itself, and each unit as it is best there: no choice takes less, and none need
+    # take so little everywhere.
     for column in range(len(relaxation.units)):
         start, stop, change = relaxation.change_of(column)
         least[start:stop] += np.minimum(change, 0)  # where dropping it would add to what is there, it is kept
@@ -227,6 +237,7 @@ def _leave_out_calls(relaxation: Relaxation, least: np.ndarray) -> None:
     problem = relaxation.problem
     profile = relaxation.problem.profile
     for call in profile.calls:
+        # Of nested calls only the outermost is replayed, and it has the tensors of the others.
         if call.parent < 0:
             least[call.end :] -= call.small
     within = {hold.name for hold in profile.holds if hold.name and hold.call >= 0}
@@ -235,6 +246,7 @@ def _leave_out_calls(relaxation: Relaxation, least: np.ndarray) -> None:
         values = [profile.values[index] for index in unit.values]
         if any(value.name in within for value in values):
             storage = profile.storages[values[0].storage]
+            # What a drop of the value takes off is taken off by the caller.
             by_value = unit.num_bytes if number in droppable else 0
             least[storage.unused + 1 : storage.freed] -= storage.num_bytes - by_value
 
@@ -260,7 +272,10 @@ def knapsack(relaxation: Relaxation, budget: int) -> tuple[float, frozenset[int]
         order = relaxation.cheapest(freed)
         sizes = freed[order]
         seconds = relaxation.shared_seconds[order]
+        # The cheapest bytes first, the last of them in part: no choice of whole units frees as
+        # much for less.
         before = np.cumsum(sizes) - sizes
+        # Not even all that can be dropped frees enough at this event.
         if sizes.sum() < lacking:
             return float("inf"), frozenset(relaxation.units)
         spent = float(seconds @ np.clip((lacking - before) / sizes, 0.0, 1.0))

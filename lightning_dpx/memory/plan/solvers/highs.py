@@ -112,6 +112,7 @@ class Solver:
         with _nothing_printed():
             self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
+        # One thread, and limits that count work: the same plan whatever else the machine does.
         self._highs.setOptionValue("parallel", "off")
         self._highs.setOptionValue("mip_rel_gap", _GAP)
         self._highs.setOptionValue("mip_max_nodes", _NODES)
@@ -153,6 +154,7 @@ class Solver:
         status = self._highs.getModelStatus()
         if status in (self._api.HighsModelStatus.kInfeasible, self._api.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(float("inf"), np.zeros(0), np.zeros(0))
+        # Stopped before anything was found; what was proved until then is a bound all the same.
         if info.primal_solution_status != self._api.SolutionStatus.kSolutionStatusFeasible:
             return Answer(info.mip_dual_bound if integer else 0.0, np.zeros(0), np.zeros(0))
         optimal = status == self._api.HighsModelStatus.kOptimal

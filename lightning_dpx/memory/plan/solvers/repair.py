@@ -40,10 +40,13 @@ class Descent:
         self._relaxation = relaxation
         self._problem = relaxation.problem
         profile = self._problem.profile
+        # Work is counted instead of time, so that a plan does not depend on how busy the machine
+        # is; small steps may have a few forecasts in any case.
         self._until = self._problem.work + max(work, _FEWEST_FORECASTS * (len(profile.curve) + len(profile.values)))
 
     def reach(self, choice: Choice, budget: int) -> Choice:
         """Takes the budget where ``choice`` is near it, or comes as near as steps lead."""
+        # From far above no few steps lead to the budget.
         if not budget < self._problem.forecast(choice).peak <= _WITHIN_REACH * budget:
             return choice
         curve = self._curve(choice)
@@ -53,6 +56,7 @@ class Descent:
                 if self._has_more():
                     attempts.append((step, self._curve(step)))
             after = min(attempts, key=lambda attempt: self._rank(attempt, budget), default=(choice, curve))
+            # No step leads further down.
             if _above(after[1], budget) >= _above(curve, budget):
                 break
             choice, curve = after
@@ -100,6 +104,7 @@ class Descent:
         for unit in self._early(event, choice, freed)[: 2 * _FEW]:
             found.append(Choice(choice.dropped - {unit}, choice.uncached - {unit}))
             found.append(Choice(choice.dropped, choice.uncached | ({unit} & self._problem.forgettable)))
+        # Several ways may lead to one choice, and each costs a forecast.
         return [step for step in dict.fromkeys(found) if step != choice]
 
     def _early(self, event: int, choice: Choice, freed: np.ndarray) -> list[int]:
@@ -113,6 +118,7 @@ class Descent:
 
 
 def _above(curve: np.ndarray, budget: int) -> float:
+    """Bytes above the budget, added up over all events."""
     return float(np.maximum(curve - budget, 0).sum())
 
 
@@ -136,9 +142,11 @@ def _filled(problem: "Problem", choice: Choice, budget: int, change: _Change) ->
     """Changes what still fits and takes no more time, in handfuls, halved when one does not fit."""
     result = problem.forecast(choice)
     units = problem.units
+    candidates = choice.dropped if change is _kept else choice.uncached
+    # The bytes that are kept are to spare as much time as they can.
     waiting = sorted(
-        choice.dropped if change is _kept else choice.uncached,
-        key=lambda i: units[i].seconds / max(1, units[i].num_bytes),
+        candidates,
+        key=lambda unit: units[unit].seconds / max(1, units[unit].num_bytes),
         reverse=True,
     )
     size = max(1, len(waiting) // 4)
@@ -155,5 +163,5 @@ def _filled(problem: "Problem", choice: Choice, budget: int, change: _Change) ->
             size = max(1, size // 2)
         else:
             waiting = waiting[1:]
-            misses = misses + 1
+            misses += 1
     return choice
