@@ -29,6 +29,7 @@ def budget_error(
         reached: Bytes that it comes down to, where it was asked.
     """
     least = smallest.peak
+    # Where other planners reach the budget, it is this one that cannot.
     other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
     moment = _costliest_moment(smallest)
     return BudgetError(
@@ -50,6 +51,7 @@ def _costliest_moment(found: "Mixed") -> str:
     profile = found.problem.profile
     curve = found.problem.timeline(found.choice)
     event = int(curve.argmax()) if len(curve) else 0
+    # Values that are saved tell where forward is, and requests where backward is.
     if event < profile.forward_events:
         begun = [value for value in profile.values if value.name and value.saved <= event]
         value = max(begun, key=lambda value: value.saved, default=None)
@@ -77,11 +79,10 @@ def _passing(profile: Profile, event: int) -> int:
     for value in profile.values:
         if value.storage >= 0:
             first[value.storage] = min(value.saved, first.get(value.storage, value.saved))
-    saved = sum(
-        storage.num_bytes
-        for number, storage in enumerate(profile.storages)
-        if first.get(number, 0) <= event < storage.freed
-    )
+    saved = 0
+    for number, storage in enumerate(profile.storages):
+        if first.get(number, 0) <= event < storage.freed:
+            saved += storage.num_bytes
     return max(0, profile.curve[event] - saved)
 
 

@@ -43,6 +43,7 @@ class Forecast:
     def rank(self, budget: int | None) -> tuple[bool, float, float]:
         """Lower is better: the fastest within the budget, then the smallest."""
         if budget is None or self.peak > budget:
+            # What is not within the budget comes after all that is, the nearest first.
             return True, self.peak, self.seconds
         return False, self.seconds, self.peak
 
@@ -99,6 +100,8 @@ class Forecaster:
         try:
             return self._run(replay)
         except TooOftenError:
+            # A peak that no budget allows, so that no planner need ask whether the step was played
+            # to its end.
             return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
 
     def timeline(self, dropped: Collection[int], uncached: Collection[int] = ()) -> tuple[Forecast, np.ndarray]:
@@ -117,6 +120,7 @@ class Forecaster:
         try:
             peak, kept = replay.run()
         finally:
+            # Also of a step that was given up: that has taken its time as well.
             self.work += len(self._profile.curve) + len(self._profile.values) + replay.computations
         return Forecast(peak, kept.num_bytes, replay.seconds + _exposed(self._profile, replay))
 
@@ -125,9 +129,11 @@ def _exposed(profile: Profile, replay: StepReplay) -> float:
     """Seconds of the copies that no computation hides."""
     out = [profile.values[index].copying for index in replay.offloaded.order]
     back = replay.fetches
+    # The device waits for every copy, so nothing hides any of them.
     if not profile.prefetch_depth:
         return sum(out) + sum(back)
     forward = profile.forward_seconds
+    # Copies back hide behind recomputation as well.
     backward = profile.step_seconds - forward + replay.seconds
     exposed_out = max(sum(out) - forward, max(out, default=0.0))
     exposed_back = max(sum(back) - backward, max(back, default=0.0))

@@ -71,6 +71,7 @@ class HeldMemory:
             self.num_bytes -= size
         if size:
             return
+        # A view held the memory of what it shows: with the last one that goes, too.
         for source in self._inputs[index]:  # of which it is a view
             self.views[source] -= 1
             if self._outlived[source] and not self.views[source]:
@@ -165,6 +166,8 @@ class OffloadedMemory:
         self._prefetcher = Prefetcher[_OffloadedBytes](prefetch_depth)
         self._slots = dict[int, PrefetchSlot[_OffloadedBytes]]()
         for index in order:
+            # The very rule by which tensors are prefetched, applied to bytes: so both fetch the
+            # same ones at the same requests.
             self._slots[index] = self._prefetcher.slot_for(_OffloadedBytes(values[index].num_bytes, self.on_the_way))
 
     def __contains__(self, index: int) -> bool:

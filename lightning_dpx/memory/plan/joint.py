@@ -47,14 +47,18 @@ def plan_devices(
                 raise
         if len(plans) == 1:
             return plans
+        # A value that one device drops may be computed from values that the other drops, so that
+        # only a forecast of all decisions tells the peaks.
         both = _together(profiles, plans)
         found = [forecast_named(profile, both) for profile in profiles]
         peaks = [result.peak for result in found]
         if all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True)):
-            return [
-                with_figures(both, profile, budget, result, plan.least_share)
-                for plan, profile, budget, result in zip(plans, profiles, budgets, found, strict=True)
-            ]
+            figured = []
+            for plan, profile, budget, result in zip(plans, profiles, budgets, found, strict=True):
+                figured.append(with_figures(both, profile, budget, result, plan.least_share))
+            return figured
+        # What is too much on a device is what the other one's decisions add there: it plans once
+        # more for so much less.
         rooms = [room - max(0, peak - budget) for room, peak, budget in zip(rooms, peaks, budgets, strict=True)]
     device_index = max(range(len(peaks)), key=lambda index: peaks[index] - budgets[index])
     raise BudgetError(
@@ -90,11 +94,14 @@ def forecast_named(profile: Profile, plan: MemoryPlan) -> Forecast:
 
 def _together(profiles: Sequence[Profile], plans: Sequence[MemoryPlan]) -> MemoryPlan:
     """Every device decides about its own values."""
+    # Of any device: all profiles are of the same step.
     order = {value.name: index for index, value in enumerate(profiles[0].values) if value.name}
     decisions = {}
     for plan in plans:
         for decision in plan.decisions:
             decisions[decision.name] = decision
+    # All follow one plan, and what is on its way takes memory: as much as each of them has room
+    # for.
     prefetch_depth = min((plan.prefetch_depth for plan in plans if plan.names("offload")), default=0)
     in_order = tuple(sorted(decisions.values(), key=lambda d: order.get(d.name, len(order))))
     return replace(plans[0], decisions=in_order, prefetch_depth=prefetch_depth)

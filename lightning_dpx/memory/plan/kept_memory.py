@@ -51,6 +51,8 @@ def kept_memory(outline: "Outline", choice: "RecomputedValues", offloaded: Seque
         change[value.saved] += value.compact
         change[max(value.saved, profile.storages[value.storage].unused + 1)] -= value.compact
     until, needed = _needed_until(outline, choice)
+    # A call that draws random numbers is made again with the states from its beginning, which are
+    # kept until the last of it has been asked for.
     for call, begin in choice.drawn_from.items():
         change[begin] += values[call].state
         change[max(begin, until[call])] -= values[call].state
@@ -77,6 +79,7 @@ def _change_storages(
     profile = outline.profile
     compact = outline.compact
     dropped = choice.dropped
+    # A storage goes only if all values in it are dropped.
     kept_in = {storage for index, storage in enumerate(outline.storages) if index not in dropped}
     kept = 0
     for number, storage in enumerate(profile.storages):
@@ -85,6 +88,8 @@ def _change_storages(
             if needed[number] > storage.freed:  # backward has had it, and has yet to compute something from it
                 change[storage.freed] += storage.num_bytes
                 change[needed[number]] -= storage.num_bytes
+        # It goes with its last use in forward, or when its copy to the host is done, if that is
+        # later; never after the moment at which it would have gone if it were kept.
         elif storage.unused < storage.freed:
             gone = storage.num_bytes - compact[number]
             change[min(max(storage.unused + 1, left.get(number, 0)), storage.freed)] -= gone
@@ -95,6 +100,8 @@ def _change_storages(
 
 def _needed_until(outline: "Outline", choice: "RecomputedValues") -> tuple[list[int], list[int]]:
     """The event at which every value and every kept storage goes, if all that holds it is computed from it."""
+    # From the end, so that what is computed from a value has its event before the value is looked
+    # at.
     until = outline.until.copy()
     storages = [0] * len(outline.profile.storages)
     lazy = choice.lazy
@@ -117,6 +124,8 @@ def left_at(profile: Profile, offloaded: Sequence[int]) -> dict[int, int]:
     left = dict[int, int]()
     for position, index in enumerate(offloaded):
         event = profile.forward_events
+        # A value keeps its memory until so many others were offloaded after it; the last ones
+        # leave when forward is over.
         later = position + profile.prefetch_depth
         if later < len(offloaded):
             event = values[offloaded[later]].saved

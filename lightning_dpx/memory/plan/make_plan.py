@@ -45,8 +45,10 @@ class MilpPlanner(Planner):
         require_solver()
         if budget is not None:
             found = [fill(problem, choice, budget) for choice in programmed(problem, budget)]
-            if found and problem.forecast(choice := best(problem, found, budget)).peak <= budget:
-                return choice
+            if found:
+                choice = best(problem, found, budget)
+                if problem.forecast(choice).peak <= budget:
+                    return choice
         return OptimalPlanner().choose(problem, budget)
 
 
@@ -86,6 +88,7 @@ def plan_candidates(
         BudgetError: the budget cannot be met; names the smallest that can, and what stands in the way.
     """
     chosen = make_planner(planner)
+    # What fits as it is needs no search, and no plan is faster than one that drops nothing.
     if budget is not None and profile.peak <= budget:
         original = Problem(profile)
         found = [Mixed(frozenset(), original, Choice())]
@@ -93,6 +96,7 @@ def plan_candidates(
         original, found = _found(profile, budget, chosen)
     best_one = found[0]
     bound = None if budget is None else _bound(profile, budget, original, best_one.seconds)
+    # Without a budget the fewest bytes count, which need not be timed.
     others = [] if budget is None else _of_other_sorts(found, budget)
     return [_plan_of(module, profile, budget, chosen, mixed, bound) for mixed in (best_one, *others)]
 
@@ -113,8 +117,11 @@ def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Probl
         original, choice = _chosen(problems, budget, chosen)
     found = [Mixed(frozenset(), original, choice)]
     if chosen.replays:
+        # Calls are replayed in the step with the way to offload that won: these decisions go
+        # together.
         found = with_replays(original.profile, found[0], budget, chosen.choose)
     if budget is not None and found[0].peak > budget:
+        # A refusal says which budget can be met, which takes a search of its own.
         raise budget_error(profile, budget, _smallest(problems), surely, chosen.name, found[0].peak)
     return original, found
 
@@ -177,11 +184,14 @@ def _bound(profile: Profile, budget: int, original: Problem, spent: float) -> fl
     these are ahead of what it has proved, that is a proof about other plans only.
     """
     proved = original.proved.get(budget, 0.0)
+    # A bound holds for every plan only on the profile as it is: a way to offload has prices of its
+    # own.
     problem = original if original.profile is profile else Problem(profile)
     return min(spent, _lower_bound_of(problem, budget, proved if proved <= spent else 0.0))
 
 
 def _decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]:
+    """A decision for each call that is replayed as a whole."""
     for call in profile.calls:
         if call.name in found.names:
             num_bytes = call.small + sum(size for size, _ in call.again)
@@ -189,14 +199,18 @@ def _decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]
 
 
 def _decisions_about_values(profile: Profile, found: Mixed) -> Iterator[Decision]:
+    """A decision for each value that has a name and memory, with the seconds of its way back."""
     problem = found.problem
     choice = found.choice
     dropped = problem.values_of(choice.dropped)
     uncached = problem.values_of(choice.uncached)
     shares = _shares_of_calls(profile)
     for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True)):
+        # Nothing is decided about what takes no memory of its own here.
         if not value.name or value.storage < 0:
             continue
+        # Where calls are replayed, what lies outside of them may have another name than it was
+        # profiled by: the name that it will have in planned steps is that of the problem.
         seconds = planned.seconds if index in dropped else value.seconds
         if not planned.offloaded:
             seconds += shares.get(index, 0.0)
@@ -208,6 +222,7 @@ def _decisions_about_values(profile: Profile, found: Mixed) -> Iterator[Decision
 
 def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
     """What to drop, and the way to offload that it was found with."""
+    # The ways are in the order of their price: the first is for the fastest plan.
     found: list[tuple[Problem, Choice]] = []
     for problem in problems:
         found.append((problem, planner.choose(problem, budget)))
@@ -217,6 +232,7 @@ def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -
 
 
 def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:
+    """Whether other ways to offload need not be looked at."""
     return problem.forecast(choice).peak <= budget and not problem.is_nested(choice)
 
 
@@ -227,11 +243,12 @@ def _shares_of_calls(profile: Profile) -> dict[int, float]:
     for value in values:
         if value.picked:
             sizes[value.inputs[0]] += value.num_bytes
-    return {
-        index: values[value.inputs[0]].seconds * value.num_bytes / sizes[value.inputs[0]]
-        for index, value in enumerate(values)
-        if value.picked and sizes[value.inputs[0]]
-    }
+    shares = dict[int, float]()
+    for index, value in enumerate(values):
+        if value.picked and sizes[value.inputs[0]]:
+            call = value.inputs[0]
+            shares[index] = values[call].seconds * value.num_bytes / sizes[call]
+    return shares
 
 
 def _calls(profile: Profile, index: int) -> tuple[str, ...]:
@@ -249,10 +266,14 @@ def _calls(profile: Profile, index: int) -> tuple[str, ...]:
         source = stack.pop()
         value = profile.values[source]
         is_there = value.storage >= 0 and value.saved <= saved
-        if source not in seen and not is_there and (value.storage >= 0 or not value.name):
-            seen.add(source)
-            stack += value.inputs
-            calls |= {value.call} - {""}
+        # What has a name and no storage was there before the step, or is on another device.
+        is_elsewhere = value.storage < 0 and bool(value.name)
+        if source in seen or is_there or is_elsewhere:
+            continue
+        seen.add(source)
+        stack += value.inputs
+        if value.call:
+            calls.add(value.call)
     return tuple(sorted(calls))
 
 
@@ -264,6 +285,8 @@ def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
     if not any(problem.profile.values[index].offloaded for index in dropped):
         return found
     limit = found.peak if budget is None else budget
+    # A choice from a way without copies beside the computation may have room for some all the
+    # same: the most that fit, down to those that it was found with.
     for prefetch_depth in range(PREFETCH_DEPTH, problem.profile.prefetch_depth, -1):
         wider = Problem(replace(problem.profile, prefetch_depth=prefetch_depth))
         if wider.forecast(choice).peak <= limit:
@@ -278,6 +301,7 @@ def lower_bound(profile: Profile, budget: int) -> float:
 
 def _lower_bound_of(problem: Problem, budget: int, proved: float) -> float:
     """The best proof there is, or one ``proved`` already."""
+    # The knapsack knows values that are computed again only; a copy may cost less.
     if any(value.copying for value in problem.profile.values):
         return least_seconds_with_offloading(problem, budget)
     return max(least_seconds(problem.relaxation, budget), proved)

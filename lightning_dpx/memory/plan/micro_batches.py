@@ -133,12 +133,16 @@ class ProfilesByRows:
         """A micro-batch of so many rows."""
         if rows in self._parts:
             return self._parts[rows]
+        # Only steps that add to earlier gradients, as micro-batches do: the whole step does not,
+        # so it is no point of the line.
         known = list(self._parts)
         if len(known) == 1:
             return scaled(self._parts[known[0]], rows / known[0])
-        few = max((one for one in known[:-1] if one < rows), default=known[0])  # those on both sides, or the nearest
+        # The two sizes on both sides of the one that is sought, or the two nearest to it.
+        few = max((size for size in known[:-1] if size < rows), default=known[0])
         more = known[known.index(few) + 1]
         found = extrapolate(self._parts[few], self._parts[more], (few, more), rows)
+        # A scale is that of a part of a step; a micro-batch is a step, and runs on just these rows.
         return replace(found, scale=1.0)
 
 
@@ -150,6 +154,8 @@ def largest_rows(rows: int, number: int) -> int:
 def numbers_worth_trying(rows: int, most: int | None = None) -> list[int]:
     """Every number of micro-batches whose largest one has fewer rows than that of any smaller number."""
     limit = rows if most is None else min(rows, most)
+    # Of all numbers with the same largest micro-batch the smallest is as good in memory, and has
+    # less to do beside the steps.
     sizes = sorted({largest_rows(rows, number) for number in range(1, limit + 1)}, reverse=True)
     return [largest_rows(rows, size) for size in sizes]
 
@@ -169,6 +175,7 @@ def candidates_of(
     for number in numbers_worth_trying(profiles.rows, most):
         candidate = candidate_of(profiles, number, budget_of(number))
         found.append(candidate)
+        # More micro-batches would fit as well, and take longer.
         if candidate.fits:
             break
     return found
@@ -177,10 +184,12 @@ def candidates_of(
 def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> Candidate:
     """The step in ``number`` micro-batches, each of which may take ``budget`` bytes, or as few as can be."""
     rows = largest_rows(profiles.rows, number)
+    # In one piece a step finds no gradients of micro-batches before it.
     profile = profiles.whole if number == 1 else profiles.of_part(rows)
     seconds = _seconds_of_all(profiles, number)
     least = seconds
     if budget is not None and profile.peak > budget:
+        # A budget below nothing is one that cannot be met; the bound is asked for one byte then.
         least = seconds * (1 + lower_bound(profile, max(1, budget)) / profile.step_seconds)
     return Candidate(number, rows, profile, seconds, least, budget)
 
@@ -190,6 +199,7 @@ def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
     if number == 1:
         return profiles.whole.step_seconds
     small, larger = divmod(profiles.rows, number)
+    # Sizes differ by one row at the most, so two profiles tell the time of all.
     seconds = number * profiles.seconds_each
     if larger:
         seconds += larger * profiles.of_part(small + 1).step_seconds
@@ -217,15 +227,19 @@ def choose_micro_batches(
         BudgetError: no candidate meets its budget; names the smallest that one could.
     """
     least = min(candidate.least for candidate in candidates)
+    # The one that needs no plan costs no search, and its time is one that others have to beat.
     order = sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.least, candidate.number))
     considered = dict[int, float]()
     best: tuple[float, Candidate, MemoryPlan] | None = None
     refusals: list[BudgetError] = []
     searches = 0
     for candidate in order:
+        # Cut steps are taken for so much slower than they are, which lets the whole one win by a
+        # margin.
         weight = 1.0 if candidate.number == 1 else 1.0 + margin
         if best is not None and (weight * candidate.least >= best[0] or searches >= most_plans):
             continue
+        # What fits is planned without a search.
         searches += not candidate.fits
         try:
             found = plan(candidate)
@@ -235,6 +249,7 @@ def choose_micro_batches(
             continue
         seconds = candidate.seconds_with(found)
         considered[candidate.number] = seconds
+        # Of equally fast ones the fewer micro-batches.
         if best is None or (weight * seconds, candidate.number) < (best[0], best[1].number):
             best = (weight * seconds, candidate, found)
     if best is None:

@@ -32,6 +32,8 @@ def ways_to_offload(profile: Profile) -> Iterator[Profile]:
     """The same step with the values marked that would be offloaded; on the host there is one way: none."""
     costs = _copying(profile)
     if costs:
+        # What goes out hides behind forward, and the same comes back behind backward: the shorter
+        # one decides.
         beside = min(profile.forward_seconds, profile.step_seconds - profile.forward_seconds)
         hidden = _offloaded(profile, _costliest(profile, costs, _HIDES * beside), share=HIDDEN_SHARE)
         yield replace(hidden, prefetch_depth=PREFETCH_DEPTH)
@@ -48,7 +50,11 @@ def as_planned(profile: Profile, plan: MemoryPlan) -> Profile:
     if not names:
         return profile
     values = profile.values
-    chosen = {index for index, v in enumerate(values) if v.name in names and (v.copying or v.storage < 0)}
+    chosen = set()
+    for index, value in enumerate(values):
+        # What this device has no storage for may be offloaded by another one, with the same plan.
+        if value.name in names and (value.copying or value.storage < 0):
+            chosen.add(index)
     return replace(_offloaded(profile, chosen), prefetch_depth=plan.prefetch_depth)
 
 
@@ -67,12 +73,13 @@ def _copying(profile: Profile) -> dict[int, float]:
     for value in profile.values:
         if value.storage >= 0:
             copying.setdefault(value.storage, []).append(value.copying)
-    spans = profile.storages
-    return {
-        storage: sum(seconds)
-        for storage, seconds in copying.items()
-        if all(seconds) and spans[storage].unused < spans[storage].freed
-    }
+    costs: dict[int, float] = {}
+    for storage, seconds in copying.items():
+        span = profile.storages[storage]
+        # One value that cannot be copied keeps the memory of all.
+        if all(seconds) and span.unused < span.freed:
+            costs[storage] = sum(seconds)
+    return costs
 
 
 def _costliest(profile: Profile, costs: dict[int, float], seconds: float) -> set[int]:
@@ -87,6 +94,8 @@ def _costliest(profile: Profile, costs: dict[int, float], seconds: float) -> set
             again[value.storage] += float("inf") if value.offloaded else value.seconds
     room = profile.offloading_room
     chosen = set[int]()
+    # A knapsack by the greedy rule: the most seconds of recomputation spared for each second of
+    # copies.
     for storage in sorted(costs, key=lambda storage: again[storage] / costs[storage], reverse=True):
         size = 0 if storage in forced else profile.storages[storage].num_bytes
         if costs[storage] <= seconds and size <= room:
@@ -104,6 +113,7 @@ def least_seconds_with_offloading(problem: Problem, budget: int) -> float:
     leaves for the host while forward runs costs nothing, and the rest of what is offloaded one copy.
     """
     profile = problem.profile
+    # Any event gives a bound; at that of the peak most is missing.
     moment = max(range(len(profile.curve)), key=profile.curve.__getitem__, default=0)
     lacking = float(profile.peak - budget)
     seconds = 0.0
@@ -113,12 +123,13 @@ def least_seconds_with_offloading(problem: Problem, budget: int) -> float:
         storage = profile.storages[profile.values[unit.values[0]].storage]
         if unit.droppable and unit.num_bytes > 0 and storage.unused < moment < storage.freed:
             values = [profile.values[index] for index in unit.values]
-            own = sum(value.seconds for value in values)
+            seconds_back = sum(value.seconds for value in values)
             copying = [value.copying for value in values]
             if all(copying):
-                own = min(own, sum(copying))
+                seconds_back = min(seconds_back, sum(copying))
                 copies.append(sum(copying) / unit.num_bytes)
-            rates.append((own / unit.num_bytes, unit.num_bytes))
+            rates.append((seconds_back / unit.num_bytes, unit.num_bytes))
+    # As many bytes as the fastest copies could take out while forward runs go for nothing.
     lacking -= profile.forward_seconds / min(copies)
     for rate, size in sorted(rates):
         if lacking <= 0:

@@ -122,6 +122,8 @@ class MemoryPlan:
     @property
     def replayed(self) -> frozenset[str]:
         """The module calls that are made again for everything that is saved within them."""
+        # A decision about a value that comes back with a call has that action as well, and names
+        # the call.
         return frozenset(d.name for d in self.decisions if d.action == "replay" and not d.calls)
 
     @property
@@ -133,6 +135,7 @@ class MemoryPlan:
     def num_recomputed(self) -> int:
         """How many decisions have something computed again; a value that comes back with a call is none of its own."""
         again = [decision for decision in self.decisions if decision.action not in ("keep", "offload")]
+        # Values that come back with a call are counted once, by the decision about the call.
         return sum(not (decision.action == "replay" and decision.calls) for decision in again)
 
     @property
@@ -149,6 +152,8 @@ class MemoryPlan:
         Raises:
             PlanError: the plan could not be loaded again; says why.
         """
+        # Before the file is touched: a plan that is there already is worth more than one that
+        # nobody can load.
         _check_sound(self, str(path))
         comments = [
             "Which activations are kept from forward to backward, and which are computed again.",
@@ -187,7 +192,9 @@ class MemoryPlan:
             )
         paths = {path for path, _ in module.named_modules()}
         for decision in self.decisions:
-            for path in (decision.module, *(call.partition("#")[0] for call in decision.calls)):
+            named = [decision.module]
+            named += [call.partition("#")[0] for call in decision.calls]
+            for path in named:
                 if path not in paths:
                     raise PlanError(f"The plan names {decision.name!r}, but the model has no module {path!r}.")
 
@@ -206,10 +213,10 @@ class MemoryPlan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the peaks, and of each module what is dropped."""
-        rows = [
-            (name, str(count), f"{num_bytes / MIB:.2f}", f"{seconds * 1e3:.3f}")
-            for name, count, num_bytes, seconds in sorted(_rows(self), key=lambda row: row[2], reverse=True)
-        ]
+        rows = []
+        largest_first = sorted(_rows(self), key=lambda row: row[2], reverse=True)
+        for name, count, num_bytes, seconds in largest_first:
+            rows.append((name, str(count), f"{num_bytes / MIB:.2f}", f"{seconds * 1e3:.3f}"))
         return html_table(summary(self), ("module", "values", "saves MiB", "costs ms"), rows)
 
 
@@ -234,6 +241,7 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
     if not isinstance(rows, list):
         raise PlanError(f"{path} has no list of decisions.")
     decisions = tuple(_decision(row, f"{path}, decision {number}") for number, row in enumerate(rows, start=1))
+    # A file that was cut off after a line is a plan still, and would keep all that is missing.
     expected = content.get("num_decisions", len(decisions))  # what older files lack
     if expected != len(decisions):
         raise PlanError(
@@ -247,6 +255,7 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
         if not isinstance(head[field], kinds) or not _is_sound(head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = MemoryPlan(**head, decisions=decisions)
+    # Actions may be edited by hand; the figures in the file are about those before.
     if content.get("checksum") != _checksum(plan):
         plan = replace(plan, **_VOID)
     return plan
@@ -292,6 +301,7 @@ def _head_of(plan: MemoryPlan) -> dict[str, Any]:
 
 def _row_of(decision: Decision) -> dict[str, Any]:
     row = {name: getattr(decision, name) for name in _FIELDS}
+    # A whole number would be written without the point by which a line is read quickly.
     row["seconds"] = float(decision.seconds)
     return {**row, "calls": decision.calls} if decision.calls else row
 
@@ -300,6 +310,7 @@ _FIELDS = [field.name for field in fields(Decision) if field.name != "calls"]
 
 
 def _decision(row: Any, where: str) -> Decision:
+    """A decision from a line of a file; ``where`` that is, for errors."""
     if not isinstance(row, dict) or row.keys() - {"calls"} != set(_FIELDS):
         raise PlanError(f"{where} must have exactly {', '.join(_FIELDS)}; it is {row!r}.")
     if row["action"] not in get_args(Action):
@@ -314,12 +325,18 @@ def _decision(row: Any, where: str) -> Decision:
 
 
 def _is_sound(value: Any) -> bool:
-    """Texts, ``None``, and numbers that can be a size or a time."""
-    return not isinstance(value, int | float) or (not isinstance(value, bool) and 0 <= value < float("inf"))
+    """Whether it is a text, ``None``, or a number that can be a size or a time."""
+    if isinstance(value, bool):  # a number to Python
+        return False
+    if not isinstance(value, int | float):
+        return True
+    return 0 <= value < float("inf")  # neither holds for NaN
 
 
 def _checksum(plan: MemoryPlan) -> str:
+    """Changes with what a step does under the plan, and with nothing else that a file holds."""
     text = "\n".join(f"{decision.name} {decision.action}" for decision in plan.decisions)
+    # Left out where a plan does without, so that files from before these fields keep their figures.
     if plan.prefetch_depth:
         text += f"\noverlap {plan.prefetch_depth}"
     if plan.micro_batches > 1:
@@ -339,17 +356,17 @@ def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
     shown = sorted(rows, key=lambda row: row[2], reverse=True)[:most_rows]
     names = {row[0] for row in shown}
     lines = [f"{'module':40} {'values':>7} {'saves MiB':>10} {'costs ms':>9}"]
-    lines += [
-        f"{name[:40]:40} {count:7} {size / MIB:10.2f} {seconds * 1e3:9.3f}"
-        for name, count, size, seconds in rows
-        if name in names
-    ]
+    # The largest are shown, in the order of the model.
+    for name, count, size, seconds in rows:
+        if name in names:
+            lines.append(f"{name[:40]:40} {count:7} {size / MIB:10.2f} {seconds * 1e3:9.3f}")
     if len(rows) > len(shown):
         rest = [row for row in rows if row[0] not in names]
-        lines.append(
-            f"{f'({len(rest)} smaller ones)':40} {sum(r[1] for r in rest):7} {sum(r[2] for r in rest) / MIB:10.2f} "
-            f"{sum(r[3] for r in rest) * 1e3:9.3f}"
-        )
+        count = sum(row[1] for row in rest)
+        size = sum(row[2] for row in rest)
+        seconds = sum(row[3] for row in rest)
+        name = f"({len(rest)} smaller ones)"
+        lines.append(f"{name:40} {count:7} {size / MIB:10.2f} {seconds * 1e3:9.3f}")
     return "\n".join([*lines, summary(plan)])
 
 
@@ -357,10 +374,11 @@ def describe_cut(plan: MemoryPlan) -> str:
     """What is done with a step: ``"4 micro-batches of 6 rows, 3 values recomputed: 1.06 x"``, times a plain one."""
     pieces = "one piece"
     if plan.micro_batches > 1:
-        rows = f"{plan.micro_batch_rows} row" + ("s" if plan.micro_batch_rows != 1 else "")
-        pieces = f"{plan.micro_batches} micro-batches of {rows}"
+        plural = "" if plan.micro_batch_rows == 1 else "s"
+        pieces = f"{plan.micro_batches} micro-batches of {plan.micro_batch_rows} row{plural}"
     number = plan.num_recomputed
-    recomputed = f"{number or 'no'} value{'' if number == 1 else 's'} recomputed"
+    plural = "" if number == 1 else "s"
+    recomputed = f"{number or 'no'} value{plural} recomputed"
     time = "" if plan.recompute_share is None else f": {1 + plan.recompute_share:.2f} x"
     return f"{pieces}, {recomputed}{time}"
 
@@ -375,7 +393,7 @@ def summary(plan: MemoryPlan) -> str:
             f"{cut}activations: an edited plan, peak unknown; without a plan {format_mib(plan.unplanned_peak)}{basis}"
         )
     least = "" if plan.least_share is None else f", no plan costs less than {plan.least_share:.1%}"
-    if plan.least_share:
+    if plan.least_share:  # over a bound of nothing there is no ratio
         least += f", a gap of {max(0.0, plan.recompute_share / plan.least_share - 1):.1%}"
     sizes = [decision.num_bytes for decision in plan.decisions if decision.action == "offload"]
     offloaded = f", {format_mib(sum(sizes))} offloaded to the host" if sizes else ""
@@ -386,8 +404,10 @@ def summary(plan: MemoryPlan) -> str:
 
 
 def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, int, float]]:
+    """For each module that has something dropped: path, number of decisions, bytes, seconds."""
     modules: dict[str, list[Decision]] = {}
     for decision in plan.decisions:
+        # The bytes of a value that comes back with a call are those of the call already.
         if decision.action != "keep" and not (decision.action == "replay" and decision.calls):
             modules.setdefault(decision.module or "(the step itself)", []).append(decision)
     for name, decisions in modules.items():

@@ -19,6 +19,7 @@ from lightning_dpx.units import MIB
 MOST_BYTES = 64 * MIB  # about half a million decisions
 _DECISIONS = "decisions:"
 _PLAIN = r"[A-Za-z_][A-Za-z0-9_.]*(?: [A-Za-z_][A-Za-z0-9_.]*)*"
+# Words that YAML 1.1 takes for truth values or for nothing, in any case of letters.
 _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 _TEXT = rf"(?:{_PLAIN}|'(?:[^'\n]|'')*')"
 _LINE = re.compile(
@@ -77,16 +78,19 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     if target.exists() and not target.is_file():  # a device or a pipe, which nothing may replace
         target.write_text(text, encoding="utf-8")
         return
+    # In the same folder, because only within a file system a rename replaces a file at once.
     beside = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Otherwise the new name may be on the disk before the text is, when the machine goes
+            # down.
             os.fsync(file.fileno())
         if target.exists():
             beside.chmod(target.stat().st_mode & 0o777)
         beside.replace(target)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, leaves nothing beside the file
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()
         raise
@@ -120,10 +124,12 @@ def _by_lines(text: str) -> dict[str, Any] | None:
             if line.startswith("  - "):
                 rows.append(_row(line))
             elif line.strip() and not line.startswith("#"):
-                return None
+                return None  # an edited file may go on in any way that YAML knows
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
-    return {**head, "decisions": rows} if isinstance(head, dict) and "decisions" not in head else None
+    if not isinstance(head, dict) or "decisions" in head:  # twice: PyYAML is to refuse it
+        return None
+    return {**head, "decisions": rows}
 
 
 def _row(line: str) -> Any:
@@ -159,6 +165,7 @@ def _scalar(value: Any) -> str:
         return _quoted(value)
     if isinstance(value, float):
         text = repr(float(value))  # also of NumPy's
+        # YAML 1.1 takes 1e-05 for a text, and 1.0e-05 for a number.
         return text.replace("e", ".0e", 1) if "e" in text and "." not in text else text
     return str(int(value))
 
@@ -168,5 +175,9 @@ def _quoted(text: str) -> str:
         return text
     if text.isascii() and text.isprintable():
         return "'" + text.replace("'", "''") + "'"
-    escaped = [c if c.isascii() and c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text]
-    return '"' + "".join(escaped) + '"'
+    # Python ends lines at more characters than YAML does, and a decision is one line.
+    escaped = ""
+    for character in text:
+        is_plain = character.isascii() and character.isprintable() and character not in '"\\'
+        escaped += character if is_plain else f"\\U{ord(character):08x}"
+    return f'"{escaped}"'

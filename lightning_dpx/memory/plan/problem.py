@@ -80,13 +80,16 @@ class Problem:
             for source in everything[index].inputs:
                 unit = self._unit_of.get(source)
                 if unit is None:
-                    if source not in seen:
+                    if source not in seen:  # several may be computed from it, and it counts once
                         seen.add(source)
                         stack.append(source)
                 elif unit != number:
                     inputs.add(unit)
         span = self.profile.storages[storage]
+        # Memory that is in use as long as it is there is not freed by a drop; and of a storage all
+        # values have to be made again.
         droppable = span.unused < span.freed and not any(everything[index].refused for index in values)
+        # A mask leaves a compact form of itself.
         stays = sum(everything[index].compact for index in values)
         return Unit(tuple(values), span.num_bytes - stays, seconds, tuple(sorted(inputs)), droppable)
 
@@ -108,6 +111,7 @@ class Problem:
 
     def forecast_values(self, dropped: Collection[int], uncached: Collection[int]) -> Forecast:
         """The same, in values; answers are remembered."""
+        # Planners come by the same choice on several ways, and a forecast plays the whole step.
         key = frozenset(dropped), frozenset(uncached)
         if key not in self._forecasts:
             at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
@@ -118,6 +122,7 @@ class Problem:
         """Bytes at every event of the step with this choice; its forecast is known then as well."""
         key = self.values_of(choice.dropped), self.values_of(choice.uncached)
         at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
+        # The curve has a number for every event, and is not remembered.
         self._forecasts[key], curve = self._forecaster.timeline(*key)
         return curve
 
@@ -149,6 +154,8 @@ class Problem:
     def unnested(self) -> frozenset[int]:
         """Of the forgettable units the first ones, and all others that are computed from none of these."""
         found = set[int]()
+        # In the order of forward, so that inputs are decided about before what is computed from
+        # them.
         for index in sorted(self.forgettable):
             if found.isdisjoint(self.units[index].inputs):
                 found.add(index)
@@ -170,17 +177,21 @@ class Problem:
         crossing = 0
         width = []
         leaving = [0] * (len(self.units) + 1)
+        # Bytes that lead on are those of units from which later ones are computed. Where they are
+        # fewest, little has to be kept for all that follows to be computed again.
         for index, unit in enumerate(self.units):
             if unit.droppable and self.last_use[index] > index:
                 crossing += unit.num_bytes
                 leaving[self.last_use[index]] += unit.num_bytes
             crossing -= leaving[index]
             width.append(crossing)
-        return tuple(
-            index
-            for index in range(len(width) - 1)
-            if width[index] <= width[max(0, index - 1)] and width[index] <= width[index + 1]
-        )
+        found = []
+        for index in range(len(width) - 1):
+            before = width[max(0, index - 1)]
+            after = width[index + 1]
+            if width[index] <= before and width[index] <= after:
+                found.append(index)
+        return tuple(found)
 
 
 class Planner(ABC):

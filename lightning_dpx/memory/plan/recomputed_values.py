@@ -41,7 +41,9 @@ class Outline:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.curve = np.array(profile.curve, dtype=np.int64)
+        # Autograd does not save these: they are made on the way to something else.
         self.virtual = [value.storage < 0 and not value.name for value in profile.values]
+        # What is picked lies in the memory that its call takes as a whole.
         self.sizes = [0 if value.picked else value.num_bytes for value in profile.values]
         self.beside = [value.beside + value.state for value in profile.values]
         self.inputs = [value.inputs for value in profile.values]
@@ -91,6 +93,7 @@ def values_of_choice(outline: Outline, dropped: Collection[int], uncached: Colle
         lazy[index] = True
     is_uncached = [False] * len(lazy)
     nested = [False] * len(lazy)
+    # Inputs have smaller numbers: whether a value is nested depends on what they are.
     for index in sorted(uncached):
         _make_uncached(outline, index, lazy, is_uncached, nested)
     live = _live_values(outline, dropped, lazy)
@@ -156,12 +159,14 @@ def _size_calls(profile: Profile, live: Collection[int], sizes: list[int], besid
             continue
         for call in value.inputs:
             picked_from.setdefault(call, []).append((value.gone, value.num_bytes))
+            # The states are kept from the first moment at which something of the call is dropped.
             if values[call].state:
                 drawn_from[call] = min(value.saved, drawn_from.get(call, len(profile.curve)))
     for call, picked in picked_from.items():
         sizes[call] = sum(num_bytes for _, num_bytes in picked)
         stretches = values[call].stretches
         if stretches:
+            # What comes and goes in a call depends on what is picked from it.
             most = most_with(stretches, picked) + values[call].state
             beside[call] = max(0, most - sizes[call])
     return drawn_from

@@ -68,20 +68,24 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     found = [plain]
     if budget is None:
         lowest = min((_mixed(step, names) for names in groups), key=lambda mixed: mixed.peak)
+        # Where replays alone end far above it, values beside them are not expected to make up for
+        # that, and to find out takes a long search.
         if lowest.peak <= _WITHIN_REACH * plain.peak:
             found += [lowest, lowest._replace(choice=choose(lowest.problem, None))]
         return sorted(found, key=lambda mixed: mixed.forecast.rank(None))
     whole = [_mixed(step, names) for names in groups]
     fitting = [_with_fewer(step, mixed, budget) for mixed in whole if mixed.peak <= budget]
     found += fitting
-    near = sorted(
-        (mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget), key=lambda m: m.forecast.rank(budget)
-    )
+    # Values that are dropped beside the replays may take a step down to the budget, but not far.
+    within_reach = [mixed for mixed in whole if mixed.peak <= _WITHIN_REACH * budget]
+    near = sorted(within_reach, key=lambda mixed: mixed.forecast.rank(budget))
     for mixed in near[:_MOST_KINDS]:
         for names in _parts(profile, mixed.names):
             part = _mixed(step, names)
             leader = min(found, key=lambda mixed: mixed.forecast.rank(budget))
             relaxation = part.problem.relaxation
+            # Both questions are answered at once, where a planner takes seconds: whether the
+            # budget can be met with these replays, and whether anything could be gained.
             if least_bytes(relaxation, with_calls=False) > budget:
                 continue
             bound = part.problem.profile.replaying + least_seconds(relaxation, budget)
@@ -102,7 +106,8 @@ def _groups(profile: Profile) -> list[frozenset[str]]:
         names.setdefault(call.kind, set()).add(call.name)
         sizes[call.kind] = sizes.get(call.kind, 0) + call.small + sum(size for size, _ in call.again)
     least = _WORTH * profile.peak
-    return list(dict.fromkeys(frozenset(names[kind]) for kind, size in sizes.items() if size >= least))
+    large = [kind for kind, size in sizes.items() if size >= least]
+    return list(dict.fromkeys(frozenset(names[kind]) for kind in large))
 
 
 def _in_order(profile: Profile, names: frozenset[str]) -> list[str]:
@@ -128,7 +133,7 @@ def _with_fewer(step: ReplayableStep, mixed: Mixed, budget: int) -> Mixed:
             size //= 2
         else:
             waiting = waiting[1:]
-            misses = misses + 1
+            misses += 1
     return _mixed(step, names)
 
 

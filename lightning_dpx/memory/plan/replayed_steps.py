@@ -51,6 +51,7 @@ class ReplayableStep:
         self.of_name = defaultdict[str, list[int]](list)
         for at, hold in enumerate(profile.holds):
             self.of_name[hold.name].append(at)
+        # A look at a name without holds must not add one.
         self.of_name.default_factory = None
         self.hold_call = np.array([hold.call for hold in profile.holds], dtype=np.int64)
         self.hold_asked = np.array([never if h.asked < 0 else h.asked for h in profile.holds], dtype=np.int64)
@@ -78,11 +79,14 @@ class ReplayableStep:
 
 
 class _Replayed:
+    """A step in which the ``chosen`` calls are replayed; none of them is within another one."""
+
     def __init__(self, step: ReplayableStep, chosen: Collection[int]) -> None:
         profile = step.profile
         self._step = step
         self._profile = profile
         self._chosen = sorted(chosen)
+        # A call comes after the one that it is made in, so one pass is enough.
         region = [-1] * (len(profile.calls) + 1)  # of each call the chosen one that it is in; the last is no call
         for at, call in enumerate(profile.calls):
             region[at] = at if at in chosen else region[call.parent]
@@ -105,7 +109,11 @@ class _Replayed:
                 storages.append(self._shorter(number, storage))
             else:  # only calls that are replayed have it
                 storages.append(replace(storage, num_bytes=0))
-        requests = [one for one in self._profile.requests if one.hold < 0 or self._region[one.hold] < 0]
+        # A request within a replayed call is served by the replay: to a planner it is none.
+        requests = []
+        for request in self._profile.requests:
+            if request.hold < 0 or self._region[request.hold] < 0:
+                requests.append(request)
         return replace(
             self._profile,
             values=tuple(values),
@@ -135,8 +143,10 @@ class _Replayed:
             change[min(asked, end)] += call.small
             change[call.begin] += call.state
             change[min(int(self._ends[at]), end)] -= call.state
-            for one in call.given_beside:
-                beside[one] = max(beside.get(one, 0), int(self._ends[at]))
+            for given in call.given_beside:
+                beside[given] = max(beside.get(given, 0), int(self._ends[at]))
+            # At the first request all comes at once that the call takes while it is made again;
+            # what stays of that is counted by itself already.
             if asked < end:
                 spikes[asked] += max(0, call.most - held - call.small) + call.state
         for (size, died), until in beside.items():
@@ -170,6 +180,7 @@ class _Replayed:
         np.maximum.at(left, storage[within], step.call_end[region[within]])
         outside = np.full(len(freed), -1)
         np.maximum.at(outside, storage[~within], step.hold_end[hold[~within]])
+        # A storage without any hold stays as it was profiled.
         outside = np.where((left < 0) & (outside < 0), freed, outside)
         until = np.maximum.reduce([given, outside, left, unused + 1, np.zeros_like(freed)])
         until = np.minimum(until, len(self._profile.curve))
@@ -177,12 +188,14 @@ class _Replayed:
         return found
 
     def _shorter(self, number: int, storage: SavedStorage) -> SavedStorage:
+        """The storage with the event at which it goes in the replayed step."""
         until = int(self._until[number])
         return storage if until < 0 else replace(storage, freed=max(until, storage.unused))
 
     # ---- the values ----
 
     def _values(self) -> list[SavedValue]:
+        """The values as planners see them: those that the replays have taken over are refused."""
         profile = self._profile
         names = self._names()
         regions = self._region.tolist()
@@ -192,12 +205,15 @@ class _Replayed:
         lost = dict[int, str]()  # the call without which each cannot be had
         for index, value in enumerate(profile.values):
             holds = self._step.of_name.get(value.name, ()) if value.name else ()
+            # Dropped by the replay if all that autograd holds of it is held within replayed calls.
             inside = [regions[at] for at in holds]
             if holds and min(inside) >= 0:
                 call = profile.calls[inside[0]].name
                 lost[index] = call
                 found.append(replace(value, within=call, compact=0, refused=_WITHIN.format(repr(call))))
                 continue
+            # What leads through a value that only the replay has can be had by nothing else; and a
+            # call that shares a module with a replayed one is not made again for single values.
             call = next((lost[source] for source in value.inputs if source in lost), "")
             call = call or (_conflict(value, *related) if value.call else "")
             name = names.get(value.name, value.name)

@@ -53,6 +53,7 @@ class StepReplay:
         self.seconds = 0.0
         self.fetches = list[float]()
         offloaded = [index for index in choice.dropped if values[index].offloaded and values[index].storage >= 0]
+        # The order in which forward saves them is that in which copies leave.
         in_order = sorted(offloaded, key=lambda index: (values[index].saved, index))
         self.offloaded = OffloadedMemory(in_order, values, profile.prefetch_depth)
 
@@ -86,6 +87,7 @@ class StepReplay:
         event = start
         while event < stop:
             memory.release_until(event)
+            # Between two requests only autograd's own releases change anything.
             until = min(stop, ends[0][0]) if ends else stop
             self.curve.note_span(until - event, memory.num_bytes + self.offloaded.on_the_way.num_bytes)
             event = until
@@ -124,6 +126,7 @@ class StepReplay:
             if inputs[index]:
                 missing = [source for source in inputs[index] if not there[source]]
                 if missing:
+                    # As values.py does it: what can be made at once is not to wait for a long way.
                     if len(missing) > 1:
                         missing.sort(key=self._has_all_inputs, reverse=True)
                     stack += missing
@@ -132,6 +135,8 @@ class StepReplay:
             self._make(index, event)
             if self._has_nested:
                 self._release_nested(wanted, index)
+            # Made twice for one request: after a part of a backward the counts are off, and nothing
+            # more is forgotten before the end.
             if later or (index in made and not uncached[index]):
                 later.append(index)
             else:
@@ -156,6 +161,7 @@ class StepReplay:
         else:
             self.seconds += value.seconds
         size = self._choice.sizes[index]
+        # What takes no bytes of its own is a view, and holds those of what it shows.
         if size:
             memory.num_bytes += size
         else:
@@ -225,6 +231,7 @@ class StepReplay:
             if choice.uncached[index] or left[index] <= 0:
                 self._memory.forget(index)
             if left[index] <= 0:
+                # Another backward through the same graph starts anew.
                 left[index] = self._uses.of_backward[index]
                 if choice.uncached[index]:
                     stack += choice.inputs[index]

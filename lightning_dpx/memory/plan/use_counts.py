@@ -25,6 +25,8 @@ class UseCounts:
         self.left = [0] * len(profile.values)
         self.of_backward = [0] * len(profile.values)
         self._to_come = list[tuple[int, int]]()  # (event, value), the last one first
+        # With several backwards a value is asked for again by later ones, which nothing knows of
+        # before they have saved it.
         if profile.saves:
             self._to_come = _uses_in_order(outline, choice)
             return
@@ -51,6 +53,7 @@ def _uses_in_order(outline: "Outline", choice: "RecomputedValues") -> list[tuple
     for event, value in profile.saves:
         first.setdefault(value, event)
     uses = list(profile.saves)
+    # What is computed from a value waits for it from the moment at which that itself is saved.
     for index in sorted(choice.live, reverse=True):  # inputs come first
         event = first.get(index, len(profile.curve))
         for source in outline.inputs[index]:
