@@ -108,6 +108,7 @@ def search_plan(
         True
     """
     chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
+    # Called for their errors: a wrong argument is told at once, and not after a profile.
     bytes_of_budget(budget, 1)
     check_micro_batch_number(micro_batches)
     is_sharded = bool(sharded_units(module))
@@ -118,11 +119,15 @@ def search_plan(
         def profile_of(inputs: tuple[Any, ...], accumulates: bool) -> Profile:
             key = ""
             if cache.is_on:
+                # A micro-batch finds gradients of earlier ones, and is another step than the
+                # first.
                 others = (str(device), "accumulates") if accumulates else (str(device),)
                 key = key_of_step(module, inputs, device_of(module, inputs), *others)
             return cache.profile(key, lambda: profile_module(module, *inputs, device=device, accumulates=accumulates))
 
         def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:
+            # Only a step that runs here as it is planned can be timed with several plans; else the
+            # one that is said to be fastest is taken.
             choose: Callable[[Sequence[MemoryPlan]], MemoryPlan] = itemgetter(0)
             if device is None and micro_batches == 1 and not is_sharded:
                 choose = partial(fastest_plan, profile=profile, module=module, run=loss_of(module, *batch))
@@ -174,9 +179,10 @@ def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
     """
     if budget is None:
         return None
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0 or budget != budget:
+    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if not is_number or budget <= 0 or budget != budget:  # the last one is NaN
         raise ConfigurationError(f"budget={budget!r} is not allowed; give positive bytes, or a fraction up to 1.0.")
-    if isinstance(budget, int):
+    if isinstance(budget, int):  # 1 is a byte, and 1.0 is all of the peak
         return budget
     return int(budget * peak) if budget <= 1 else int(budget)
 
@@ -185,6 +191,8 @@ def profile_module(
     module: nn.Module, *batch: Any, device: torch.device | str | None = None, accumulates: bool = False
 ) -> Profile:
     """What a step of ``module`` on ``batch`` saves; see :func:`search_plan` and :func:`profile_step`."""
+    # Sharded parameters are whole only in their unit's forward and backward, so their steps are
+    # always profiled on fakes.
     if sharded_units(module):
         home = device or device_of(module, batch)
         return profile_unsharded(module, batch, home, lambda inputs: loss_of(module, *inputs), accumulates=accumulates)
@@ -214,7 +222,9 @@ def loss_of(module: nn.Module, *batch: Any) -> Run:
                 out = module(*batch)
             else:
                 out = step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
-        return sum_of(out["loss"] if isinstance(out, dict) and "loss" in out else out)
+        if isinstance(out, dict) and "loss" in out:
+            out = out["loss"]
+        return sum_of(out)
 
     return run
 
@@ -228,6 +238,7 @@ def sum_of(outputs: Any) -> torch.Tensor:
     results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not results:
         raise PlanError("There is nothing to plan: no output of the module depends on its parameters.")
+    # A loss is taken as it is: no operator of ours in the step that is profiled.
     if len(results) == 1 and results[0].ndim == 0:
         return results[0]
     return torch.stack([result.float().sum() for result in results]).sum()
@@ -247,7 +258,10 @@ def device_of(module: nn.Module, batch: Any) -> torch.device:
     """Where the module lives; with parts on several devices, the one of them where the batch is."""
     homes = [canonical_device(parameter.device) for parameter in module.parameters()]
     given = [canonical_device(leaf.device) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return next((device for device in given if device in homes), next(iter([*homes, *given]), torch.device("cpu")))
+    for device in given:
+        if device in homes:
+            return device
+    return next(iter([*homes, *given]), torch.device("cpu"))
 
 
 def estimate_cost(
@@ -283,6 +297,7 @@ def estimate_cost(
 
 def forecast_plan(profile: Profile, plan: MemoryPlan) -> Forecast:
     """The step of ``profile`` with a plan that may have been made for another one."""
+    # What the plan replays and offloads is part of the step; planners only decide about the rest.
     planned = as_planned(profile, plan)
     dropped, uncached = _choice_of(planned, plan)
     return with_overheads(planned, forecast(planned, dropped, uncached), dropped)
@@ -302,10 +317,11 @@ def _choice_of(profile: Profile, plan: MemoryPlan) -> tuple[set[int], set[int]]:
     named = {value.name: index for index, value in enumerate(profile.values) if value.name}
     can = problem.values_of(problem.droppable)
     can |= {index for index, value in enumerate(profile.values) if value.storage < 0}  # the plan of another device's
-    offloaded = plan.names(
-        "offload"
-    )  # who offloads what cannot be offloaded, or computes what cannot be computed, keeps it
+    # Where a plan offloads what cannot be offloaded here, or computes again what cannot be, a step
+    # keeps it.
+    offloaded = plan.names("offload")
     can -= {index for name, index in named.items() if profile.values[index].offloaded != (name in offloaded)}
+    # Names that this step does not have belong to another shape, and drop nothing here.
     dropped = {named[name] for name in plan.dropped if name in named} & can
     return dropped, {named[name] for name in plan.uncached if name in named} & can
 
@@ -326,6 +342,7 @@ class AppliedPlan:
 
     def __init__(self, module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> None:
         self.plan = plan
+        # Several threads may run the module at once, each in a forward of its own.
         self._local = threading.local()
         self._handles: list[Any] = []
         self.values: Rematerialisation | None = None
@@ -335,6 +352,8 @@ class AppliedPlan:
         if plan.dropped or watches:
             self.values = hooks_for_values(module, plan, watches=watches)
         if self.values is not None or self._replays is not None:
+            # The root's own hooks: first of all, so that what other hooks save follows the plan as
+            # well, and also where forward raises, so that no thread is left inside.
             root = _RootHooks(self)
             self._handles = [
                 module.register_forward_pre_hook(root, prepend=True),
@@ -344,6 +363,8 @@ class AppliedPlan:
     @contextmanager
     def active(self) -> Iterator[None]:
         """What runs in here follows the plan; within itself it does nothing more."""
+        # Without gradients autograd saves nothing; and a module that calls itself is in here
+        # already.
         nothing = self.values is None and self._replays is None
         if nothing or getattr(self._local, "active", False) or not torch.is_grad_enabled():
             yield
@@ -360,6 +381,8 @@ class AppliedPlan:
 
     def enter(self) -> None:
         """A forward of the root begins."""
+        # A hook has no block to put a context round: it is entered here, and closed by the other
+        # hook. The root may be called within itself, so there is a list of them.
         stack = ExitStack()
         stack.enter_context(self.active())
         if not hasattr(self._local, "entered"):
@@ -373,9 +396,15 @@ class AppliedPlan:
     @property
     def not_found(self) -> dict[str, str]:
         """Values that the plan drops but that had to be kept, and why."""
-        refused = {} if self.values is None else self.values.refused
-        found = {name: why for name, why in refused.items() if name in self.plan.dropped}
-        return found | ({} if self._replays is None else self._replays.refused)
+        refused: dict[str, str] = {}
+        if self.values is not None:
+            # In a step that leaves the routine the hooks try more than the plan names.
+            for name, why in self.values.refused.items():
+                if name in self.plan.dropped:
+                    refused[name] = why
+        if self._replays is not None:
+            refused |= self._replays.refused
+        return refused
 
     @property
     def unknown(self) -> dict[str, int]:

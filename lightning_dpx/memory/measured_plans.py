@@ -108,31 +108,36 @@ def fastest_plan(
         meter.forget_reach()
     if not ratios:
         return plans[0]
-    first = ratios[0] * _SURELY
-    best = min(range(len(ratios)), key=lambda number: first if number == 0 else ratios[number])
+    # The first one stays unless another is faster for sure: measured times jitter, and a plan
+    # should not depend on that.
+    ranked = [ratios[0] * _SURELY, *ratios[1:]]
+    best = ranked.index(min(ranked))
     share = max(0.0, ratios[best] - 1.0)
+    # A bound is of predicted times. What was measured may be below it, and is then the better one.
     least = plans[best].least_share
     return replace(plans[best], recompute_share=share, least_share=None if least is None else min(least, share))
 
 
 def _can_be_timed(profile: Profile, module: nn.Module) -> bool:
-    homes = {canonical_device(parameter.device) for parameter in module.parameters()}
-    if (
-        profile.basis
-        or profile.saves
-        or profile.communicates
-        or not all(is_host(home) for home in homes)
-        or compiled_parts(module)
-    ):
+    """Whether steps can be run here with one plan after the other, and their times compared."""
+    if profile.basis or not getattr(module, "automatic_optimization", True):
         return False
-    return bool(getattr(module, "automatic_optimization", True))
+    # Steps with backwards of their own and compiled parts follow no routine, which is what is
+    # timed; and other processes would have to run as many steps.
+    if profile.saves or profile.communicates or compiled_parts(module):
+        return False
+    homes = {canonical_device(parameter.device) for parameter in module.parameters()}
+    return all(is_host(home) for home in homes)
 
 
 def _timed_plans(plans: Sequence[MemoryPlan], profile: Profile) -> list[MemoryPlan]:
     """As many of them as short enough steps allow, the first ones; none if they do nothing."""
-    if not all((plan.dropped or plan.replayed) and not plan.names("offload") for plan in plans):
-        return []
+    for plan in plans:
+        does_something = plan.dropped or plan.replayed
+        if not does_something or plan.names("offload"):
+            return []
     count = len(plans)
+    # Fewer plans in enough turns tell more than all of them in too few.
     while count and _seconds_of_turns(plans[:count], profile) > _TOO_MUCH:
         count -= 1
     return list(plans[:count])
@@ -147,6 +152,7 @@ def _seconds_of_turns(plans: Sequence[MemoryPlan], profile: Profile) -> float:
 
 def _ratios(plans: Sequence[MemoryPlan], timer: StepTimer, module: nn.Module, forward: FreshForward) -> list[float]:
     """The time of a step with each plan over that without; nothing where steps are watched, which takes time."""
+    # The first step is watched, and tells whether the next ones have to be.
     timer.timed(forward, Tensor.backward)
     if timer.watches:
         return []
@@ -154,8 +160,8 @@ def _ratios(plans: Sequence[MemoryPlan], timer: StepTimer, module: nn.Module, fo
     try:
         return timer.in_a_row(partial(_ratios_in_turns, at_work, timer, forward))
     finally:
-        for one in at_work:
-            one.end()
+        for hooks in at_work:
+            hooks.end()
 
 
 def _ratios_in_turns(at_work: Sequence[_PlanAtWork], timer: StepTimer, forward: FreshForward) -> list[float]:
@@ -166,18 +172,18 @@ def _ratios_in_turns(at_work: Sequence[_PlanAtWork], timer: StepTimer, forward: 
     """
     spent = 0.0
     ratios: list[list[float]] = [[] for _ in at_work]
-    for one in at_work:
-        one.remove()
-    for one in at_work:
+    for hooks in at_work:  # they are put on when they are made
+        hooks.remove()
+    for hooks in at_work:
         for _ in range(_WARM_UP):
-            _timed_with(one, timer, forward)
+            _timed_with(hooks, timer, forward)
     before, _ = timer.timed(forward, Tensor.backward)
     turn = 0
     fewest = timing_effort.rounds(_FEWEST_TURNS)
     enough = timing_effort.seconds(_ENOUGH)
     while turn < fewest or (spent < enough and turn < _MOST_TURNS):
-        for one, found in zip(at_work, ratios, strict=True):
-            with_plan = _timed_with(one, timer, forward)
+        for hooks, found in zip(at_work, ratios, strict=True):
+            with_plan = _timed_with(hooks, timer, forward)
             after, _ = timer.timed(forward, Tensor.backward)
             spent += with_plan + after
             found.append(2.0 * with_plan / (before + after))

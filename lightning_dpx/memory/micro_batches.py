@@ -67,6 +67,8 @@ def plan_fixed_micro_batches(
     number = min(number, rows)
     if number == 1:
         return plan_of(profile_of(rows, False), budget)
+    # Rows are dealt out as evenly as they can be: some micro-batches have one more than the
+    # others.
     small, larger = divmod(rows, number)
     sizes = {small, small + 1} if larger else {small}
     parts = {size: profile_of(size, True) for size in sizes}
@@ -108,15 +110,19 @@ def plan_in_micro_batches(
     """
     whole = whole or profile_of(rows, False)
     profiles = ProfilesByRows(whole, rows, {})
+    # Two sizes make the lines on which all others are. A step that fits needs none of this.
     if rows > 1 and whole.peak > budget:
         sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
         parts = {size: profile_of(size, True) for size in sizes}
         profiles = ProfilesByRows(whole, rows, parts, seconds_each)
 
     def budget_of(number: int) -> int:
+        # Earlier micro-batches leave their gradients beside the activations; a budget is positive.
         return budget if number == 1 else max(1, budget - aside)
 
     candidates = candidates_of(profiles, budget_of)
+    # Also refusals: the choice below is made anew after every new profile, and most candidates are
+    # asked about again.
     known = dict[int, MemoryPlan | BudgetError]()
 
     def planned(candidate: Candidate) -> MemoryPlan:
@@ -130,6 +136,7 @@ def plan_in_micro_batches(
             raise found
         return found
 
+    # Every round ends here or adds a size that was run, and there are no more sizes than rows.
     while True:
         try:
             choice = choose_micro_batches(candidates, planned, margin=margin)
@@ -147,7 +154,8 @@ def plan_in_micro_batches(
         # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
         profiles = profiles.with_part(chosen.rows, profile_of(chosen.rows, True))
         exact = candidate_of(profiles, chosen.number, chosen.budget)
-        candidates = [exact if one.number == chosen.number else one for one in candidates]
+        candidates = [exact if other.number == chosen.number else other for other in candidates]
+        # Its plan was for the guess.
         del known[chosen.number]
 
 
@@ -168,6 +176,8 @@ def _with_figures(
     if candidate.number == 1:
         return plan
     usual = whole.step_seconds
+    # Shares are of the step in one piece, so that they can be compared with those of plans that
+    # cut nothing.
     least_share = None if least is None else least / usual
     found = in_micro_batches(plan, candidate.number, candidate.rows, seconds / usual, least_share)
     return replace(found, unplanned_peak=whole.peak)

@@ -45,6 +45,7 @@ Say = Callable[[str], None]
 
 def default_folder() -> Path:
     """Where entries are kept unless told otherwise: in the user's folder for caches."""
+    # By the rules of each system for caches; those of XDG have relative paths ignored.
     given = os.environ.get("XDG_CACHE_HOME")
     if given and Path(given).is_absolute():
         base = Path(given)
@@ -72,7 +73,7 @@ class PlanCache:
     """
 
     def __init__(self, where: bool | str | os.PathLike[str] = True, say: Say = lambda _: None) -> None:
-        if not isinstance(where, bool | str | os.PathLike) or where == "":
+        if not isinstance(where, bool | str | os.PathLike) or where == "":  # "" is the current folder
             raise ConfigurationError(
                 f"plan_cache={where!r} is not allowed; give True, False, or the path of a folder for plans."
             )
@@ -100,13 +101,17 @@ class PlanCache:
             return None
         path = self.path_of(key)
         try:
+            # No entry of ours is so long, and to read it would take memory before anything can be
+            # checked.
             if path.stat().st_size > MOST_BYTES:
                 return None
             head, _, text = path.read_text(encoding="utf-8").partition("\n")
+            # A disk that was full, or an edit: numbers that are no longer what was written would
+            # be believed.
             if head != _checksum(text):
                 self.say(f"dpx: {path} is not whole, and is made anew.")
                 return None
-            os.utime(path)  # it is in use
+            os.utime(path)  # it is in use, and among the last to go
             return json.loads(text)
         except (FileNotFoundError, NotADirectoryError):
             return None  # what cannot be written either is told then
@@ -119,7 +124,7 @@ class PlanCache:
         if not self.is_on or not key or self._is_broken:
             return
         text = json.dumps(content, separators=(",", ":"), default=_plain)
-        if len(text) > MOST_BYTES - 128:
+        if len(text) > MOST_BYTES - 128:  # load() refuses it, with the line of the checksum
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -140,6 +145,7 @@ class PlanCache:
     def _remove_oldest(self) -> None:
         entries: list[tuple[float, int, Path]] = []
         for path in self.folder.iterdir():
+            # Also what a process left that was killed while it wrote; see write_whole.
             if path.suffix == _SUFFIX or path.suffix == ".new":
                 try:
                     state = path.stat()
@@ -147,6 +153,7 @@ class PlanCache:
                     continue
                 entries.append((state.st_mtime, state.st_size, path))
         total = 0
+        # The ones that were used last are kept, as long as they are within both limits.
         for position, (_, size, path) in enumerate(sorted(entries, key=lambda entry: -entry[0])):
             total += size
             if position >= _MOST_ENTRIES or total > _MOST_TOTAL:
@@ -161,9 +168,11 @@ class PlanCache:
             return None
         try:
             found = [_decoded(each) for each in content["profiles"]]
-            return found if found and all(isinstance(each, Profile) for each in found) else None
         except (IndexError, KeyError, TypeError, ValueError):
+            return None  # whole, and no profile: of another version, or edited
+        if not found or not all(isinstance(each, Profile) for each in found):
             return None
+        return found
 
     def keep_profiles(self, key: str, profiles: Sequence[Profile]) -> None:
         """For the next run."""
@@ -188,7 +197,7 @@ class PlanCache:
             return None
         try:
             plans = [from_mapping(each, str(self.path_of(key))) for each in content["plans"]]
-            for plan in plans:
+            for plan in plans:  # the key is made of profiles, which another module may have as well
                 plan.check(module)
             return plans, [int(number) for number in content["numbers"]]
         except (KeyError, TypeError, ValueError, PlanError) as error:
@@ -242,6 +251,7 @@ def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: An
         others: What else the step depends on.
     """
     digest = Digest()
+    # All that an equal module and batch could be profiled otherwise by.
     digest.add(_FORMAT, *_versions(), *_surroundings(device))
     try:
         digest.add(module)
@@ -292,7 +302,9 @@ def _versions() -> tuple[str, ...]:
 def _surroundings(device: torch.device) -> tuple[Any, ...]:
     """What operators on ``device`` depend on beside their arguments."""
     backends: Any = torch.backends
-    sdp = (getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn"))
+    # Which kernel attention takes decides what it saves.
+    kernels = ("flash", "mem_efficient", "math", "cudnn")
+    sdp = [getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in kernels]
     cudnn = backends.cudnn
     flags = (
         torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
@@ -305,6 +317,7 @@ def _surroundings(device: torch.device) -> tuple[Any, ...]:
 def _kind_of(device: torch.device) -> tuple[str, ...]:
     """The model of a device, or of the processor."""
     if is_host(device) or device.type == "meta":
+        # A folder of caches may be shared by machines whose processors have other kernels.
         return device.type, platform.machine(), str(torch.backends.cpu.get_cpu_capability())
     named = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type, "" if named is None else str(named(device))
@@ -314,6 +327,7 @@ _CLASSES: dict[str, Any] = {name: kind for name, kind in vars(profiles_module).i
 
 
 def _plain(number: np.generic) -> Any:
+    """A number of NumPy's as one that JSON knows."""
     return number.item()
 
 
@@ -321,16 +335,20 @@ def _encoded(value: Any) -> Any:
     """As JSON: a dataclass of a profile is a list that begins with its name."""
     if isinstance(value, tuple):
         if value and is_dataclass(value[0]):
+            # A profile has tuples of thousands of values: their class is written once for all.
             kind = type(value[0]).__name__
-            return ["each", kind, [_fields_of(one) for one in value]]
-        return ["tuple", [_encoded(one) for one in value] if _holds_tuples(value) else list(value)]
+            return ["each", kind, [_fields_of(item) for item in value]]
+        # JSON would give lists back for tuples, so they are marked. Most hold numbers only, and
+        # need no look at each.
+        items = [_encoded(item) for item in value] if _holds_tuples(value) else list(value)
+        return ["tuple", items]
     if is_dataclass(value):
         return ["one", type(value).__name__, _fields_of(value)]
     return value
 
 
 def _holds_tuples(value: tuple[Any, ...]) -> bool:
-    return any(isinstance(one, tuple) for one in value)
+    return any(isinstance(item, tuple) for item in value)
 
 
 def _fields_of(value: Any) -> list[Any]:
@@ -347,10 +365,11 @@ def _decoded(value: Any) -> Any:
         return value
     if value[0] == "tuple":
         return tuple(map(_decoded, value[1]))
+    # Only classes of profiles: a file from a folder of others can make nothing else.
     kind = _CLASSES[value[1]]
     if value[0] == "one":
         return kind(**_named(kind, value[2]))
-    return tuple(kind(**_named(kind, one)) for one in value[2])
+    return tuple(kind(**_named(kind, item)) for item in value[2])
 
 
 def _named(kind: type, values: list[Any]) -> dict[str, Any]:

@@ -23,12 +23,15 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
     uncached = plan.uncached
     options = (
         dropped,
+        # In the order of the plan, which has inputs first: whether such a value is nested depends
+        # on what its inputs are.
         [decision.name for decision in plan.decisions if decision.name in uncached],
         plan.names("compress", "compress each time"),
         plan.names("offload"),
         plan.prefetch_depth,
         frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
     )
+    # A routine switches hooks on and off at modules, and there are none inside of code.
     if names.compiled:
         return Rematerialisation(names, *options)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}

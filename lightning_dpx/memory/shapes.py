@@ -59,7 +59,7 @@ def plan_shapes(
         BudgetError: a budget cannot be met; :attr:`BudgetError.device_index` tells on which device.
     """
     rooms = [list(each) for each in budgets]
-    own = dict[int, MemoryPlan]()
+    own = dict[int, MemoryPlan]()  # by step, the plan that was made for it alone
     if now is None:
         plans = plan_devices(module, steps[-1], rooms[-1], planner)
         if len(steps) == 1:
@@ -68,22 +68,28 @@ def plan_shapes(
     candidates = [now]
     least = set[int]()  # steps whose plans take as little as can be
     for _ in range(1 + len(steps) + _ATTEMPTS):
-        plan, found = min(((plan, _forecasts(steps, plan)) for plan in candidates), key=partial(_rank, budgets=budgets))
+        judged = [(plan, _forecasts(steps, plan)) for plan in candidates]
+        plan, found = min(judged, key=partial(_rank, budgets=budgets))
         excess = _excess(found, budgets)
+        # The step in which most is missing has a say in the plan next.
         step = max(range(len(steps)), key=lambda index: max(excess[index]))
         if max(excess[step]) <= 0:
             return _with_figures(plan, steps, budgets, found)
         if step not in own:
             own[step] = plan_devices(module, steps[step], rooms[step], planner)[0]
-        elif len(least) == len(steps):
+        elif len(least) == len(steps):  # together the least of each is too much
             break
         else:  # too much, beside what the others want: all give way
-            part = max(_LEAST, *(more / max(1, room) for more, room in zip(excess[step], budgets[step], strict=True)))
+            part = _LEAST
+            for more, room in zip(excess[step], budgets[step], strict=True):
+                part = max(part, more / max(1, room))
             for index in set(range(len(steps))) - least:
                 rooms[index] = [int(room * (1 - part)) for room in rooms[index]]
                 own[index], meets = _nearest(module, steps[index], rooms[index], planner, own.get(index, now))
                 if not meets:
                     least.add(index)
+        # Three ways to put plans together: that of this step first of all, every value by where it
+        # is largest, and all that any of them drops. Their forecasts decide.
         each = [own.get(index, now) for index in range(len(steps))]
         candidates = [_completed(own[step], plan), _by_size(each, steps), reduce(_together, each)]
     device_index = max(range(len(excess[step])), key=lambda index: excess[step][index])
@@ -127,6 +133,8 @@ def _nearest(
         try:
             return plan_devices(module, profiles, reachable, planner)[0], reachable == rooms
         except BudgetError as error:
+            # The device that was refused says how much it needs, and gets that; another one may be
+            # refused next.
             if error.smallest is None:
                 break
             reachable[error.device_index] = max(error.smallest, reachable[error.device_index])
@@ -155,7 +163,8 @@ def _rank(judged: tuple[MemoryPlan, list[list[Forecast]]], budgets: Sequence[Seq
 def _completed(own: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
     """``own``, and what ``other`` decides about values that are not there in the steps ``own`` was made for."""
     known = {decision.name for decision in own.decisions}
-    return replace(own, decisions=(*own.decisions, *(d for d in other.decisions if d.name not in known)))
+    missing = [decision for decision in other.decisions if decision.name not in known]
+    return replace(own, decisions=(*own.decisions, *missing))
 
 
 def _by_size(plans: Sequence[MemoryPlan], steps: Sequence[Sequence[Profile]]) -> MemoryPlan:
@@ -169,6 +178,7 @@ def _by_size(plans: Sequence[MemoryPlan], steps: Sequence[Sequence[Profile]]) ->
     chosen: dict[str, tuple[int, Decision]] = {}
     for plan, size in zip(plans, sizes, strict=True):
         for decision in plan.decisions:
+            # Where it is largest, most depends on what is done with it.
             if decision.name not in chosen or chosen[decision.name][0] < size[decision.name]:
                 chosen[decision.name] = size[decision.name], decision
     return replace(plans[-1], decisions=tuple(decision for _, decision in chosen.values()))

@@ -51,7 +51,10 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         known: dict[int, nn.Parameter] = {}  # tied ones stay tied
         for path, child in module.named_modules():
             for hooks in (forward_pre_hooks_of(child), forward_hooks_of(child)):
+                # Before anything is changed: what fails half-way is put back as well.
                 stack.callback(_refill, hooks, OrderedDict(hooks))
+                # They gather parameters from other processes, and on fakes there is nothing to
+                # gather.
                 for key in [key for key, hook in hooks.items() if is_sharding_hook(hook)]:
                     del hooks[key]
             if "_apply" not in vars(child):  # that of a unit goes on to the sharded parameters
@@ -63,6 +66,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
                 if parameter is None or not is_traceable_wrapper_subclass(parameter):
                     continue
                 if id(parameter) not in known:
+                    # The shape of a distributed tensor is that of all of its parts together.
                     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                     known[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
                 own[name] = known[id(parameter)]
@@ -71,11 +75,13 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
 
 def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Puts back what a dict held: the dict itself stays, as modules and others hold it."""
     held.clear()
     held.update(before)
 
 
 def _check_dtype(path: str, child: nn.Module) -> None:
+    """Refuses a unit that computes in another dtype than that of its parameters."""
     dtype = gathered_dtype(child)
     if dtype is not None:
         raise PlanError(
@@ -125,6 +131,8 @@ def plan_of_first_rank(make: Callable[[], _T]) -> _T:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
+    # One plan is for all, and the others wait until the first process sends it: so whatever
+    # happens there, it sends something.
     if dist.get_rank() > 0:
         received: list[Any] = [None, ""]
         dist.broadcast_object_list(received, src=0)
