@@ -45,6 +45,7 @@ from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import tree_leaves
 
 _LOG = logging.getLogger("lightning_dpx")
+# Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 
 
@@ -114,11 +115,12 @@ def search_plan(
     is_sharded = bool(sharded_units(module))
 
     def search() -> MemoryPlan:
-        cache = PlanCache(False if is_sharded else plan_cache, _LOG.warning)
+        where = False if is_sharded else plan_cache
+        cache = PlanCache(where, _LOG.warning)
 
         def profile_of(inputs: tuple[Any, ...], accumulates: bool) -> Profile:
             key = ""
-            if cache.is_on:
+            if cache.is_on:  # a key is a digest of all that the module leads to
                 # A micro-batch finds gradients of earlier ones, and is another step than the
                 # first.
                 others = (str(device), "accumulates") if accumulates else (str(device),)
@@ -221,7 +223,8 @@ def loss_of(module: nn.Module, *batch: Any) -> Run:
             if step is None:
                 out = module(*batch)
             else:
-                out = step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
+                given = batch[0] if len(batch) == 1 else batch
+                out = step(*arguments_of_step(step, given))
         if isinstance(out, dict) and "loss" in out:
             out = out["loss"]
         return sum_of(out)
@@ -385,7 +388,7 @@ class AppliedPlan:
         # hook. The root may be called within itself, so there is a list of them.
         stack = ExitStack()
         stack.enter_context(self.active())
-        if not hasattr(self._local, "entered"):
+        if not hasattr(self._local, "entered"):  # of each thread its own
             self._local.entered = []
         self._local.entered.append(stack)
 

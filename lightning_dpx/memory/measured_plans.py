@@ -100,7 +100,7 @@ def fastest_plan(
     if not tried:
         return plans[0]
     at("timing steps with plans")
-    meter = CostModel(torch.device("cpu"))
+    meter = CostModel(torch.device("cpu"))  # only steps on the host are timed
     try:
         with torch.enable_grad():
             ratios = _ratios(tried, timer or meter.timer(module), module, FreshForward(module, run, nullcontext))

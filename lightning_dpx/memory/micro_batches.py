@@ -64,7 +64,7 @@ def plan_fixed_micro_batches(
     Raises:
         BudgetError: the budget cannot be met.
     """
-    number = min(number, rows)
+    number = min(number, rows)  # none is empty
     if number == 1:
         return plan_of(profile_of(rows, False), budget)
     # Rows are dealt out as evenly as they can be: some micro-batches have one more than the
@@ -180,4 +180,5 @@ def _with_figures(
     # cut nothing.
     least_share = None if least is None else least / usual
     found = in_micro_batches(plan, candidate.number, candidate.rows, seconds / usual, least_share)
+    # What a cut spares is seen beside the step in one piece, and not beside one micro-batch.
     return replace(found, unplanned_peak=whole.peak)

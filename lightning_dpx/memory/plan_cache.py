@@ -131,6 +131,7 @@ class PlanCache:
             write_whole(self.path_of(key), f"{_checksum(text)}\n{text}")
             self._remove_oldest()
         except OSError as error:
+            # Other entries would fail alike, and one line about it is enough.
             self._is_broken = True
             self.say(f"dpx: memory plans cannot be kept in {self.folder} ({error}): the next run plans again.")
 
@@ -259,6 +260,7 @@ def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: An
         digest.add(*others)
     except Exception:  # noqa: BLE001  a look at an object of the user's may run its code, and that may fail
         return ""
+    # What could not be looked at may be another the next time, so there is no key.
     return digest.text() if digest.is_whole else ""
 
 
@@ -289,13 +291,16 @@ def _checksum(text: str) -> str:
 def _versions() -> tuple[str, ...]:
     """Of all that a profile and a plan come from; of this package also its files, which may be under development."""
     folder = Path(__file__).parents[1]
-    files = sorted(path for path in folder.rglob("*.py"))
-    own = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    files = sorted(folder.rglob("*.py"))
+    described = []
+    for path in files:
+        state = path.stat()
+        described.append(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}")
     try:
         solver = version("highspy")
     except PackageNotFoundError:
         solver = ""
-    here = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    here = hashlib.sha256("\n".join(described).encode()).hexdigest()
     return torch.__version__, np.__version__, sys.version, solver, here
 
 

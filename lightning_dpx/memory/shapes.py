@@ -59,12 +59,13 @@ def plan_shapes(
         BudgetError: a budget cannot be met; :attr:`BudgetError.device_index` tells on which device.
     """
     rooms = [list(each) for each in budgets]
-    own = dict[int, MemoryPlan]()  # by step, the plan that was made for it alone
+    alone = dict[int, MemoryPlan]()  # by step, the plan that was made for it only
     if now is None:
         plans = plan_devices(module, steps[-1], rooms[-1], planner)
         if len(steps) == 1:
             return SharedPlan(tuple(plans), (0,) * len(plans))
-        now = own[len(steps) - 1] = plans[0]
+        # Plans of several devices decide alike, and differ in their figures only.
+        now = alone[len(steps) - 1] = plans[0]
     candidates = [now]
     least = set[int]()  # steps whose plans take as little as can be
     for _ in range(1 + len(steps) + _ATTEMPTS):
@@ -75,8 +76,8 @@ def plan_shapes(
         step = max(range(len(steps)), key=lambda index: max(excess[index]))
         if max(excess[step]) <= 0:
             return _with_figures(plan, steps, budgets, found)
-        if step not in own:
-            own[step] = plan_devices(module, steps[step], rooms[step], planner)[0]
+        if step not in alone:
+            alone[step] = plan_devices(module, steps[step], rooms[step], planner)[0]
         elif len(least) == len(steps):  # together the least of each is too much
             break
         else:  # too much, beside what the others want: all give way
@@ -85,13 +86,14 @@ def plan_shapes(
                 part = max(part, more / max(1, room))
             for index in set(range(len(steps))) - least:
                 rooms[index] = [int(room * (1 - part)) for room in rooms[index]]
-                own[index], meets = _nearest(module, steps[index], rooms[index], planner, own.get(index, now))
+                before = alone.get(index, now)
+                alone[index], meets = _nearest(module, steps[index], rooms[index], planner, before)
                 if not meets:
                     least.add(index)
         # Three ways to put plans together: that of this step first of all, every value by where it
         # is largest, and all that any of them drops. Their forecasts decide.
-        each = [own.get(index, now) for index in range(len(steps))]
-        candidates = [_completed(own[step], plan), _by_size(each, steps), reduce(_together, each)]
+        each = [alone.get(index, now) for index in range(len(steps))]
+        candidates = [_completed(alone[step], plan), _by_size(each, steps), reduce(_together, each)]
     device_index = max(range(len(excess[step])), key=lambda index: excess[step][index])
     raise BudgetError(
         f"A budget of {budgets[step][device_index]} bytes for activations was not met for all shapes of batches "
@@ -142,10 +144,15 @@ def _nearest(
 
 
 def _forecasts(steps: Sequence[Sequence[Profile]], plan: MemoryPlan) -> list[list[Forecast]]:
-    return [[forecast_plan(profile, plan) for profile in profiles] for profiles in steps]
+    """The plan in every step, seen from every device (S x P)."""
+    forecasts = []
+    for profiles in steps:
+        forecasts.append([forecast_plan(profile, plan) for profile in profiles])
+    return forecasts
 
 
 def _excess(found: Sequence[Sequence[Forecast]], budgets: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Bytes above each budget, negative where there is room (S x P)."""
     excess = []
     for results, allowed in zip(found, budgets, strict=True):
         excess.append([result.peak - budget for result, budget in zip(results, allowed, strict=True)])
@@ -187,7 +194,10 @@ def _by_size(plans: Sequence[MemoryPlan], steps: Sequence[Sequence[Profile]]) ->
 def _together(own: MemoryPlan, other: MemoryPlan) -> MemoryPlan:
     """Drops what either drops."""
     theirs = {decision.name: decision for decision in other.decisions}
-    both = [theirs.get(mine.name, mine) if mine.action == "keep" else mine for mine in own.decisions]
+    # What one keeps the other decides about; what both drop is dropped in the first one's way.
+    both = []
+    for mine in own.decisions:
+        both.append(theirs.get(mine.name, mine) if mine.action == "keep" else mine)
     return _completed(replace(own, decisions=tuple(both)), other)
 
 

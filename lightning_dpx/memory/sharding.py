@@ -55,21 +55,22 @@ def unsharded(module: nn.Module) -> Iterator[None]:
                 stack.callback(_refill, hooks, OrderedDict(hooks))
                 # They gather parameters from other processes, and on fakes there is nothing to
                 # gather.
-                for key in [key for key, hook in hooks.items() if is_sharding_hook(hook)]:
-                    del hooks[key]
+                for key, hook in list(hooks.items()):
+                    if is_sharding_hook(hook):
+                        del hooks[key]
             if "_apply" not in vars(child):  # that of a unit goes on to the sharded parameters
                 vars(child)["_apply"] = partial(apply_to_tensors, child)
                 stack.callback(vars(child).pop, "_apply", None)
-            own = parameters_of(child)
-            stack.callback(_refill, own, dict(own))
-            for name, parameter in own.items():
+            parameters = parameters_of(child)
+            stack.callback(_refill, parameters, dict(parameters))
+            for name, parameter in parameters.items():
                 if parameter is None or not is_traceable_wrapper_subclass(parameter):
                     continue
                 if id(parameter) not in known:
                     # The shape of a distributed tensor is that of all of its parts together.
                     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                     known[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
-                own[name] = known[id(parameter)]
+                parameters[name] = known[id(parameter)]
             _check_dtype(path, child)
         yield
 

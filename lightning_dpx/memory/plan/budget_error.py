@@ -63,6 +63,8 @@ def _costliest_moment(found: "Mixed") -> str:
     if value is None:
         return ""
     module = value.name.rpartition(":")[0] or "the step itself"
+    # What an operator takes inside is counted at its own event, so the last one up to this event
+    # is the one at work.
     begun_there = bisect_right(profile.operators, event, key=itemgetter(0))
     operator = f"{profile.operators[begun_there - 1][1]} in " if begun_there else ""
     of = f" ({value.operator})" if value.operator else ""
@@ -75,6 +77,7 @@ def _costliest_moment(found: "Mixed") -> str:
 
 def _passing(profile: Profile, event: int) -> int:
     """Bytes that are there at an event of the unplanned step, and that are not saved."""
+    # Several values may share a storage: it is there from the first of them on.
     first = dict[int, int]()
     for value in profile.values:
         if value.storage >= 0:

@@ -187,7 +187,9 @@ def _bound(profile: Profile, budget: int, original: Problem, spent: float) -> fl
     # A bound holds for every plan only on the profile as it is: a way to offload has prices of its
     # own.
     problem = original if original.profile is profile else Problem(profile)
-    return min(spent, _lower_bound_of(problem, budget, proved if proved <= spent else 0.0))
+    if proved > spent:
+        proved = 0.0
+    return min(spent, _lower_bound_of(problem, budget, proved))
 
 
 def _decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]:

@@ -56,6 +56,7 @@ class Decision:
     @property
     def module(self) -> str:
         """The path of the module."""
+        # The name of a call has no colon.
         call, colon, _ = self.name.rpartition(":")
         return (call if colon else self.name).partition("#")[0]
 
@@ -142,7 +143,11 @@ class MemoryPlan:
     def calls(self) -> frozenset[str]:
         """The module calls that are made again."""
         again = self.names("recompute", "recompute each time")
-        return frozenset(call for decision in self.decisions if decision.name in again for call in decision.calls)
+        calls = set[str]()
+        for decision in self.decisions:
+            if decision.name in again:
+                calls.update(decision.calls)
+        return frozenset(calls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as YAML, one line per value, to be read, edited and loaded again.
@@ -174,6 +179,7 @@ class MemoryPlan:
         """
         try:
             content = read(path)
+        # PyYAML recurses with the nesting of a file, which may be any file.
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise PlanError(f"{path} cannot be read as a plan: {error}") from error
         return from_mapping(content, str(path))
@@ -184,6 +190,7 @@ class MemoryPlan:
         Raises:
             PlanError: the module has other parameters, or lacks a part that the plan names.
         """
+        # Before any name is looked for: a model of another width has all of them.
         fingerprint = fingerprint_of(module)
         if self.fingerprint != fingerprint:
             raise PlanError(
@@ -208,6 +215,7 @@ class MemoryPlan:
         if unknown:
             known = ", ".join(repr(decision.name) for decision in self.decisions[:3])
             raise PlanError(f"The plan has no value {min(unknown)!r}; it has {known or 'none'} and so on.")
+        # What was predicted, and proved for the same budget, was so for the actions before.
         changed = tuple(replace(d, action=actions.get(d.name, d.action)) for d in self.decisions)
         return replace(self, decisions=changed, **_VOID)
 

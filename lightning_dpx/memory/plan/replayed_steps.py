@@ -200,7 +200,9 @@ class _Replayed:
         names = self._names()
         regions = self._region.tolist()
         related = self._related_paths()
-        given = {storage: profile.calls[at].name for at in self._chosen for storage in profile.calls[at].given}
+        given = dict[int, str]()  # by storage, the last replayed call that takes it
+        for at in self._chosen:
+            given.update(dict.fromkeys(profile.calls[at].given, profile.calls[at].name))
         found = list[SavedValue]()
         lost = dict[int, str]()  # the call without which each cannot be had
         for index, value in enumerate(profile.values):
@@ -228,7 +230,9 @@ class _Replayed:
                 else:
                     found.append(replace(value, name=name, refused=_LEADS_IN.format(repr(call))))
                 continue
-            found.append(replace(value, name=name) if name != value.name else value)
+            if name != value.name:  # most values stay as they are, and a copy takes time
+                value = replace(value, name=name)
+            found.append(value)
         return found
 
     def _related_paths(self) -> tuple[dict[str, str], dict[str, str]]:

@@ -301,7 +301,10 @@ class FakeCosts(RooflineCosts):
     @property
     def left_behind(self) -> int:
         """How many of the storages that were watched are still there."""
-        return sum(allocation.died is None for trace in self._traces for allocation in trace.allocations)
+        count = 0
+        for trace in self._traces:
+            count += sum(allocation.died is None for allocation in trace.allocations)
+        return count
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -321,8 +324,8 @@ class FakeCosts(RooflineCosts):
 
 def fake_device_for(target: torch.device) -> torch.device:
     """Where the fakes of a step for ``target`` are; see [Note: where fakes are]."""
-    there = is_host(target) or torch.get_device_module(target).is_available()
-    return canonical_device(target if there else "cpu")
+    is_there = is_host(target) or torch.get_device_module(target).is_available()
+    return canonical_device(target if is_there else "cpu")
 
 
 @contextmanager
@@ -362,7 +365,10 @@ def faked(
         return known[id(tensor)]
 
     with _put_back(module), mode:
-        tensors = [found for child in module.modules() for found in _tensors_of(child)]
+        # All are found before any is replaced, so that the walk meets no fakes.
+        tensors: list[tuple[nn.Module, str, torch.Tensor]] = []
+        for child in module.modules():
+            tensors += _tensors_of(child)
         for child, name, _ in tensors:
             for registered in (parameters_of(child), buffers_of(child)):
                 if name in registered:

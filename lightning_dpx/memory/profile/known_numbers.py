@@ -35,7 +35,7 @@ def with_known_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: it writes numbers that no fake knows into real ones; and whatever the mode of fakes raises.
     """
     is_mutable = schema_of(func).is_mutable
-    if not is_mutable and any(type(one) is FakeTensor for one in args):
+    if not is_mutable and any(type(argument) is FakeTensor for argument in args):
         return func(*args, **kwargs)  # nearly all
     if func.overloadpacket in _UNKNOWN:
         return func(*args, **kwargs)
@@ -84,6 +84,7 @@ def _check_no_real_one_is_written(func: Any, args: Any, kwargs: Any) -> None:
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        for leaf in tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name)):
+        given = args[place] if place < len(args) else kwargs.get(argument.name)
+        for leaf in tree_leaves(given):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
                 raise RuntimeError(f"{func} writes numbers that no fake tensor knows into real ones")

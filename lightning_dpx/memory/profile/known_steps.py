@@ -34,13 +34,13 @@ class KnownSteps:
             measure: Runs planned steps.
         """
         key = _identity(profile, module)
-        found = self._known.get(key)
-        if found is None:
-            found = measure()
-            self._known[key] = found
+        bookkeeping = self._known.get(key)
+        if bookkeeping is None:
+            bookkeeping = measure()
+            self._known[key] = bookkeeping
             if len(self._known) > self._most:
                 self._known.popitem(last=False)
-        return found
+        return bookkeeping
 
     def forget(self) -> None:
         """Nothing is known, as in a new process."""

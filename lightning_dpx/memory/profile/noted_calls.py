@@ -287,7 +287,8 @@ class NotedCalls:
             left -= tensors
             alike: list[_Noted] = []
             for number in numbers:
-                if self._is_faithful(self._noted[number], meter, alike[0] if alike else None):
+                like = alike[0] if alike else None
+                if self._is_faithful(self._noted[number], meter, like):
                     alike.append(self._noted[number])
                     self._tried.append(number)
             # One of them may have been hit by whatever else the machine did at that moment; equal
@@ -383,15 +384,15 @@ class NotedCalls:
             asked: For each the event at which backward first asked for it, or -1.
             ends: For each the event at which autograd let go of it.
         """
-        found = []
+        holds = []
         for at, (name, module_call, noted) in enumerate(self._holds):
-            found.append(Hold(name, module_call, self._tried_around(noted), asked[at], ends[at]))
+            holds.append(Hold(name, module_call, self._tried_around(noted), asked[at], ends[at]))
         for span in self._small:
             call = self._tried_around(span.call)
             if call >= 0:
                 end = self._trace.now if span.end < 0 else span.end
-                found.append(Hold("", "", call, span.asked, end))
-        return tuple(found)
+                holds.append(Hold("", "", call, span.asked, end))
+        return tuple(holds)
 
     def _tried_around(self, noted: int) -> int:
         """The place of the innermost call that can be replayed, from one on outwards; -1 without one."""
@@ -412,7 +413,7 @@ class NotedCalls:
             end: Of the step.
         """
         place = self._places
-        found = []
+        calls = []
         for number in self._tried:
             noted = self._noted[number]
             parent = self._noted[number].parent
@@ -436,7 +437,7 @@ class NotedCalls:
                     saved[id(allocation)] = storages[id(allocation)]
                 else:
                     beside[id(allocation)] = allocation
-            found.append(
+            calls.append(
                 SavedCall(
                     noted.call.name,
                     type(noted.call.module).__qualname__,
@@ -453,7 +454,7 @@ class NotedCalls:
                     noted.call.draws.num_bytes,
                 )
             )
-        return tuple(found)
+        return tuple(calls)
 
 
 def _tensor_of(held: Any) -> torch.Tensor | None:

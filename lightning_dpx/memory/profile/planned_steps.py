@@ -184,13 +184,14 @@ def droppable_values(profile: Profile) -> list[int]:
     for value in profile.values:  # inputs come first
         unsaved = [source for source in value.inputs if profile.values[source].storage < 0]
         by_call.append(bool(value.call) or any(by_call[source] for source in unsaved))
-    return [
-        index
-        for index, value in enumerate(profile.values)
-        if value.name
-        and value.storage >= 0
-        and not (value.refused or value.offloaded or value.compact or by_call[index])
-    ]
+    droppable = list[int]()
+    for index, value in enumerate(profile.values):
+        is_saved_here = value.name and value.storage >= 0
+        # A copy or a compressed mask comes back in another way than by an operator.
+        comes_back_otherwise = value.offloaded or value.compact or by_call[index]
+        if is_saved_here and not value.refused and not comes_back_otherwise:
+            droppable.append(index)
+    return droppable
 
 
 def _least_in_turns(

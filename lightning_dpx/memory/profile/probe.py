@@ -109,12 +109,16 @@ class Probe:
             except (RuntimeError, IndexError, ValueError, NotImplementedError):
                 return None  # zeros do not suit it
             results = tree_flatten(out)[0]
-            return Probed(taken, tuple(x.stride() if _is_tensor(x) else None for x in results))
+            strides = [result.stride() if _is_tensor(result) else None for result in results]
+            return Probed(taken, tuple(strides))
 
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros that lie in memory as ``tensor`` does."""
         # With the same strides, by which libraries choose kernels; dims that overlap share memory.
         extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-        memory = torch.zeros(max(0, extent) if tensor.numel() else 0, dtype=tensor.dtype, device=self._device)
+        if not tensor.numel():
+            extent = 0
+        memory = torch.zeros(max(0, extent), dtype=tensor.dtype, device=self._device)
         return memory.as_strided(tensor.size(), tensor.stride())
 
 

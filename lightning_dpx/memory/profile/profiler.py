@@ -287,8 +287,11 @@ def _full_step(
         # The run without anything kept had other events; what both runs have in common are the
         # operators, so their number is translated into an event of this run.
         last_forward = trace.operators[unused - 1] if unused else None
-        storages.append(SavedStorage(span.num_bytes, freed if last_forward is None else last_forward, freed))
+        last_use = freed if last_forward is None else last_forward
+        storages.append(SavedStorage(span.num_bytes, last_use, freed))
     requests, saves = hooks.log.requests(end)
+    # A call cannot be made again before it is over, and a replay gives each tensor once: neither
+    # will do where backwards run within the forward or ask again.
     calls, holds = ((), ()) if asks_itself or saves else hooks.calls_of(end)
     return Profile(
         values=tuple(hooks.found.values),

@@ -116,7 +116,8 @@ class StepTimer:
         times = list[float]()
         # Steps that talk to other processes are timed as often in each of them, whatever they take
         # there.
-        most = timing_effort.rounds(_FEWEST_STEPS if self.communicates else _MOST_STEPS)
+        usual = _FEWEST_STEPS if self.communicates else _MOST_STEPS
+        most = timing_effort.rounds(usual)
         for turn in range(1, most + 1):
             whole, forward_only = self.timed(forward, backward)
             best = min(best, (whole, forward_only))

@@ -24,6 +24,7 @@ def is_quick() -> bool:
     Raises:
         ConfigurationError: The environment variable says something else than "full" or "quick".
     """
+    # Read each time, because it may be set while the process runs.
     given = os.environ.get(VARIABLE) or _FULL
     if given not in (_FULL, _QUICK):
         raise ConfigurationError(f'{VARIABLE}={given!r} is not allowed; give "{_FULL}" or "{_QUICK}".')

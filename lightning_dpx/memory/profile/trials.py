@@ -40,6 +40,7 @@ def try_values(
         The new values, with those that are not saved on the way to them.
     """
     compact, seconds = _compressed_masks(spans, meter)
+    # What was tried in an earlier backward has its number, and new values may be made from it.
     order: dict[Value, int] = dict(tried)
     new = _in_order(spans, order, len(found.values))
     trials = _Trials(order, meter)
@@ -53,7 +54,7 @@ def try_values(
         _offload_refused(spans, trials, meter)
     trials.seconds = _typical(trials.seconds, trials.sizes)
     _number_storages(spans, trials, found, meter.device)
-    for value in new:
+    for value in new:  # inputs come first, which planners rely on
         why = trials.refused[value] if value in spans else ""  # on the way to others, it is made again whatever it is
         found.values.append(trials.saved_value(value, why, found.saved.get(value.name, 0)))
     tried.update((value, order[value]) for value in new)
@@ -182,7 +183,10 @@ def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
     """A call that is wrong in one value is trusted in none; in its scratch memory, if it is right in the others."""
     picked = [value for value in refused if value.make is select_output]
     # Scratch memory that differs says nothing against its call; any other value does.
-    unfaithful = {value.inputs[0] for value in picked if refused[value] and not _is_scratch(value)}
+    unfaithful = set()
+    for value in picked:
+        if refused[value] and not _is_scratch(value):
+            unfaithful.add(value.inputs[0])
     for value in picked:
         if value.inputs[0] in unfaithful:
             refused[value] = refused[value] or "its module gave other numbers elsewhere when it was called again"
@@ -200,13 +204,18 @@ def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value
     """The median time of all values that the same operator makes from as many bytes: one of them may have been hit by
     whatever else the machine did at that moment, and a plan for twenty equal layers should not depend on it."""
     alike: dict[tuple[Any, ...], list[float]] = {}
-    kinds = {value: (value.operator, sizes[value], *(sizes[source] for source in value.sources)) for value in seconds}
+    kinds: dict[Value, tuple[Any, ...]] = {}
     for value, spent in seconds.items():
+        given = [sizes[source] for source in value.sources]
+        kinds[value] = (value.operator, sizes[value], *given)
         # What was not tried has no time, and would pull the median of its kind to nothing.
         if spent:
             alike.setdefault(kinds[value], []).append(spent)
     medians = {kind: statistics.median(spent) for kind, spent in alike.items()}
-    return {value: medians[kinds[value]] if spent else spent for value, spent in seconds.items()}
+    typical: dict[Value, float] = {}
+    for value, spent in seconds.items():
+        typical[value] = medians[kinds[value]] if spent else spent
+    return typical
 
 
 def _in_order(found: Iterable[Value], order: dict[Value, int], first: int) -> list[Value]:

@@ -132,7 +132,8 @@ class MilpModel:
         if not self._relax():
             return found
         known = self._solver.terms
-        for _ in range(_ROUNDS if len(self._model.units) > _FEW else _ROUNDS_OF_FEW):
+        rounds = _ROUNDS if len(self._model.units) > _FEW else _ROUNDS_OF_FEW
+        for _ in range(rounds):
             if self._solver.work >= self._work or self._solver.terms - known > _MOST_LEARNED:
                 break
             answer = self._run(integer=True)
@@ -217,7 +218,8 @@ class MilpModel:
                 is_dropped = unit in choice.dropped
                 terms[self._dropped[at]] = -float(freed[at])
                 room -= float(freed[at]) * is_dropped
-                most += max(0.0, float(freed[at] if is_dropped else -freed[at]))
+                change = freed[at] if is_dropped else -freed[at]
+                most += max(0.0, float(change))
         for at in part:
             decided = [(self._dropped[at], units[at] in choice.dropped)]
             values = self._problem.units[units[at]].values

@@ -106,7 +106,7 @@ class Solver:
 
     def __init__(self) -> None:
         require_solver()
-        import highspy
+        import highspy  # an extra, which everything else does without
 
         self._api = highspy
         with _nothing_printed():
@@ -156,7 +156,8 @@ class Solver:
             return Answer(float("inf"), np.zeros(0), np.zeros(0))
         # Stopped before anything was found; what was proved until then is a bound all the same.
         if info.primal_solution_status != self._api.SolutionStatus.kSolutionStatusFeasible:
-            return Answer(info.mip_dual_bound if integer else 0.0, np.zeros(0), np.zeros(0))
+            least = info.mip_dual_bound if integer else 0.0
+            return Answer(least, np.zeros(0), np.zeros(0))
         optimal = status == self._api.HighsModelStatus.kOptimal
         if integer:
             least = info.mip_dual_bound
@@ -184,5 +185,6 @@ class Solver:
         self._highs.addRows(len(most), least, most, len(indices), starts[:-1], indices, factors)
         self._known = [len(self._costs), len(self._rows)]
         if integer:
+            # Only now: in the relaxations before, these columns are numbers between 0 and 1.
             kinds = np.array([self._api.HighsVarType.kInteger] * len(self._integers))
             self._highs.changeColsIntegrality(len(self._integers), np.array(self._integers, dtype=np.int32), kinds)
