@@ -393,7 +393,7 @@ class AppliedPlan:
         self._local.entered.append(stack)
 
     def leave(self) -> None:
-        """It is over."""
+        """A forward of the root is over."""
         self._local.entered.pop().close()
 
     @property
@@ -475,7 +475,7 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
 
 
 def remove_plan(module: nn.Module) -> None:
-    """Everything is kept again.
+    """Takes the plan off ``module``: everything is kept again.
 
     Raises:
         PlanError: no plan is applied.

@@ -52,7 +52,7 @@ class _PlanAtWork:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around a forward."""
+        """A context for a forward that follows the plan."""
         with (
             nullcontext() if self._values is None else self._values.active(),
             nullcontext() if self._replays is None else self._replays.active(),
@@ -131,7 +131,7 @@ def _can_be_timed(profile: Profile, module: nn.Module) -> bool:
 
 
 def _timed_plans(plans: Sequence[MemoryPlan], profile: Profile) -> list[MemoryPlan]:
-    """As many of them as short enough steps allow, the first ones; none if they do nothing."""
+    """The first plans, as many as short enough steps allow; none if one of them does nothing."""
     for plan in plans:
         does_something = plan.dropped or plan.replayed
         if not does_something or plan.names("offload"):

@@ -88,7 +88,7 @@ class PlanCache:
 
     @property
     def folder(self) -> Path:
-        """Where the entries are."""
+        """The folder of the entries."""
         return default_folder() if isinstance(self._where, bool) else Path(self._where).expanduser()
 
     def path_of(self, key: str) -> Path:
@@ -136,7 +136,7 @@ class PlanCache:
             self.say(f"dpx: memory plans cannot be kept in {self.folder} ({error}): the next run plans again.")
 
     def forget(self, *keys: str) -> None:
-        """These were wrong."""
+        """Removes entries that were wrong."""
         for key in filter(None, keys):
             try:
                 self.path_of(key).unlink(missing_ok=True)
@@ -163,7 +163,7 @@ class PlanCache:
     # ---- profiles ----
 
     def profiles(self, key: str) -> list[Profile] | None:
-        """Those of a step."""
+        """The profiles of a step; ``None`` where none can be read."""
         content = self.load(key)
         if content is None:
             return None
@@ -176,12 +176,12 @@ class PlanCache:
         return found
 
     def keep_profiles(self, key: str, profiles: Sequence[Profile]) -> None:
-        """For the next run."""
+        """Keeps the profiles of a step for the next run."""
         if self.is_on and key:
             self.save(key, {"profiles": [_encoded(profile) for profile in profiles]})
 
     def profile(self, key: str, make: Callable[[], Profile]) -> Profile:
-        """That of a step, or what ``make`` gives, which is kept."""
+        """The profile of a step, or what ``make`` gives, which is kept."""
         found = self.profiles(key)
         if found is not None and len(found) == 1:
             return found[0]
@@ -192,7 +192,7 @@ class PlanCache:
     # ---- plans ----
 
     def plans(self, key: str, module: nn.Module) -> tuple[list[MemoryPlan], list[int]] | None:
-        """Those of a module, and what else was kept with them; ``None`` where they are not for ``module``."""
+        """The plans of a module, and numbers kept with them; ``None`` if not for ``module``."""
         content = self.load(key)
         if content is None:
             return None
@@ -206,7 +206,7 @@ class PlanCache:
             return None
 
     def keep_plans(self, key: str, plans: Sequence[MemoryPlan], numbers: Sequence[int] = ()) -> None:
-        """For the next run."""
+        """Keeps plans for the next run."""
         if self.is_on and key:
             self.save(key, {"plans": [to_mapping(plan) for plan in plans], "numbers": list(numbers)})
 
@@ -289,7 +289,7 @@ def _checksum(text: str) -> str:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Of all that a profile and a plan come from; of this package also its files, which may be under development."""
+    """The versions of all that makes profiles and plans, and this package's files as they are."""
     folder = Path(__file__).parents[1]
     files = sorted(folder.rglob("*.py"))
     described = []
@@ -337,7 +337,7 @@ def _plain(number: np.generic) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """As JSON: a dataclass of a profile is a list that begins with its name."""
+    """``value`` as JSON: a dataclass of a profile is a list that begins with its name."""
     if isinstance(value, tuple):
         if value and is_dataclass(value[0]):
             # A profile has tuples of thousands of values: their class is written once for all.

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """In here ``module`` is what it was before ``fully_shard``, with whole parameters on the meta device.
+    """A context in which ``module`` is as before ``fully_shard``, with whole meta parameters.
 
     Raises:
         PlanError: parameters are gathered in another dtype than they are kept in.

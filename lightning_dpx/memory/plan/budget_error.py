@@ -47,7 +47,7 @@ def surely_needed(problems: Sequence["Problem"]) -> int:
 
 
 def _costliest_moment(found: "Mixed") -> str:
-    """Where the step needs most, if it follows this choice: the operator at work, its module, and what passes there."""
+    """A sentence on where the step needs most: the operator, its module, and what passes there."""
     profile = found.problem.profile
     curve = found.problem.timeline(found.choice)
     event = int(curve.argmax()) if len(curve) else 0

@@ -105,7 +105,7 @@ class Forecaster:
             return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
 
     def timeline(self, dropped: Collection[int], uncached: Collection[int] = ()) -> tuple[Forecast, np.ndarray]:
-        """The same, and bytes of activations at every event of such a step (E)."""
+        """The forecast, and bytes of activations at every event of such a step (E)."""
         replay = self._replay(dropped, uncached)
         try:
             return self._run(replay), replay.curve.most()

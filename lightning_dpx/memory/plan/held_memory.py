@@ -92,7 +92,7 @@ class HeldCurve:
         self._at_spots = np.zeros(0, dtype=np.int64)
 
     def note_span(self, num_events: int, num_bytes: int) -> None:
-        """The same is held for the next so many events."""
+        """Notes that so many bytes are held for the next events."""
         self._spans.append(num_events)
         self._bytes_of_spans.append(num_bytes)
 

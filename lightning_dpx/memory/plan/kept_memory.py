@@ -119,7 +119,7 @@ def _needed_until(outline: "Outline", choice: "RecomputedValues") -> tuple[list[
 
 
 def left_at(profile: Profile, offloaded: Sequence[int]) -> dict[int, int]:
-    """By offloaded storage, the event at which its last value has left for the host."""
+    """The event at which the last value of each offloaded storage has left for the host."""
     values = profile.values
     left = dict[int, int]()
     for position, index in enumerate(offloaded):

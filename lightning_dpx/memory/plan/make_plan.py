@@ -37,7 +37,7 @@ class MilpPlanner(Planner):
     """Mixed-integer programming alone; see :mod:`lightning_dpx.memory.plan.planners.milp`."""
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """Where the programme finds nothing within the budget, and without one, what ``"optimal"`` finds.
+        """The programme's choice; without a budget, or where it finds none, ``"optimal"`` chooses.
 
         Raises:
             UnsupportedError: HiGHS is not installed.
@@ -239,7 +239,7 @@ def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:
 
 
 def _shares_of_calls(profile: Profile) -> dict[int, float]:
-    """Of the seconds of a module call that is made again, what falls to each value that is picked from it, by bytes."""
+    """The share of a repeated call's seconds that falls to each value picked from it, by bytes."""
     values = profile.values
     sizes = Counter[int]()
     for value in values:
@@ -280,7 +280,7 @@ def _calls(profile: Profile, index: int) -> tuple[str, ...]:
 
 
 def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
-    """With as many copies beside the computation as there is room for."""
+    """The choice with as many copies beside the computation as there is room for."""
     problem = found.problem
     choice = found.choice
     dropped = problem.values_of(choice.dropped)

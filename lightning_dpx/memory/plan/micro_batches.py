@@ -51,7 +51,7 @@ class Candidate:
         return self.budget is not None and self.profile.peak <= self.budget
 
     def seconds_with(self, plan: MemoryPlan) -> float:
-        """Of all micro-batches with a plan."""
+        """Seconds of all micro-batches with a plan."""
         return self.seconds * (1 + (plan.recompute_share or 0.0))
 
 
@@ -77,12 +77,12 @@ class MicroBatchChoice:
 
     @property
     def share(self) -> float:
-        """Its time over the usual one."""
+        """The step's time over that of the step in one piece without a plan."""
         return self.seconds / self.usual
 
     @property
     def cut_share(self) -> float:
-        """The same of the micro-batches without the plan."""
+        """The same for its micro-batches without the plan."""
         return self.candidate.seconds / self.usual
 
 
@@ -126,7 +126,7 @@ class ProfilesByRows:
         return rows in self._parts
 
     def with_part(self, rows: int, profile: Profile) -> "ProfilesByRows":
-        """Beside these, one more that was run."""
+        """A copy that knows one more size that was run."""
         return ProfilesByRows(self.whole, self.rows, {**self._parts, rows: profile}, self.seconds_each)
 
     def of_part(self, rows: int) -> Profile:
@@ -195,7 +195,7 @@ def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> C
 
 
 def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
-    """Of a step in ``number`` micro-batches, some of which may have one row less than the others."""
+    """Seconds of a step in ``number`` micro-batches, some of which may have one row less."""
     if number == 1:
         return profiles.whole.step_seconds
     small, larger = divmod(profiles.rows, number)

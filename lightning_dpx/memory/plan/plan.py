@@ -117,7 +117,7 @@ class MemoryPlan:
 
     @property
     def uncached(self) -> frozenset[str]:
-        """Those of them that are forgotten after every use."""
+        """The dropped values that are forgotten after every use."""
         return self.names("recompute each time", "compress each time")
 
     @property

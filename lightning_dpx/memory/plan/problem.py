@@ -110,7 +110,7 @@ class Problem:
         return self.forecast_values(self.values_of(choice.dropped), self.values_of(choice.uncached))
 
     def forecast_values(self, dropped: Collection[int], uncached: Collection[int]) -> Forecast:
-        """The same, in values; answers are remembered."""
+        """The same forecast, asked for by values; answers are remembered."""
         # Planners come by the same choice on several ways, and a forecast plays the whole step.
         key = frozenset(dropped), frozenset(uncached)
         if key not in self._forecasts:
@@ -152,7 +152,7 @@ class Problem:
 
     @cached_property
     def unnested(self) -> frozenset[int]:
-        """Of the forgettable units the first ones, and all others that are computed from none of these."""
+        """The forgettable units in order, without those computed from one taken before."""
         found = set[int]()
         # In the order of forward, so that inputs are decided about before what is computed from
         # them.

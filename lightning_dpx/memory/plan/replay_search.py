@@ -138,7 +138,7 @@ def _with_fewer(step: ReplayableStep, mixed: Mixed, budget: int) -> Mixed:
 
 
 def _parts(profile: Profile, names: frozenset[str]) -> Iterator[frozenset[str]]:
-    """All of them, but for the last, and the first half."""
+    """Parts of these calls, the first ones in each: all but one, three quarters, half, and all."""
     order: Sequence[str] = _in_order(profile, names)
     for count in dict.fromkeys((len(order) - 1, len(order) - len(order) // 4, len(order) // 2, len(order))):
         if count > 0:

@@ -157,7 +157,7 @@ class _Replayed:
         return found
 
     def _change_of_storages(self) -> np.ndarray:
-        """By how much the curve steps at every event: storages go earlier, or those given to a call later."""
+        """The steps of the curve at every event: storages go earlier, or later for a call."""
         change = np.zeros(len(self._profile.curve) + 2, dtype=np.int64)
         sizes, _, freed = self._step.spans
         moved = (self._until >= 0) & (self._until != freed)
@@ -166,7 +166,7 @@ class _Replayed:
         return change
 
     def _find_until(self) -> np.ndarray:
-        """For each storage the event at which it goes; -1 if no region has to do with it."""
+        """The event at which each storage goes; -1 if no replayed call has to do with it."""
         step = self._step
         _, unused, freed = step.spans
         given = np.full(len(freed), -1)  # when the last call has gone that takes it

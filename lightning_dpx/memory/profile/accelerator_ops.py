@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class AsOnAccelerators(TorchFunctionMode):
-    """For a step that runs on the CPU, but for an accelerator.
+    """Dropout and attention of a step on the CPU keep what they would keep on an accelerator.
 
     Dropout keeps a byte per element there, and on the CPU a number. Attention with dropout keeps no scores there: its
     kernels draw them again, so that without dropout as much is kept.

@@ -76,7 +76,7 @@ class AutogradLog:
         return requests, saved
 
     def held(self, end: int) -> tuple[list[int], list[int]]:
-        """Of each thing that autograd has got: when it first asked for it, -1 if never, and when it let go of it."""
+        """When autograd first asked for each thing that it holds (-1: never), and let go of it."""
         asked = [-1] * len(self._saved)
         for event, index in reversed(self.asks):  # the first request is the one that remains
             asked[index] = event

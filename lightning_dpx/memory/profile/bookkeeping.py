@@ -54,12 +54,12 @@ class Bookkeeping:
     step_seconds: float = 0.0
 
     def of_call(self, tensors: int) -> float:
-        """For a call that saves so many tensors: each is given out twice, to autograd and back."""
+        """Seconds for a call that saves so many tensors: each is given to autograd and back."""
         return self.call + 2 * tensors * self.tensor
 
 
 class _Block(nn.Module):
-    """Some of everything that models are made of."""
+    """A block with some of everything that models are made of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Block(nn.Module):
 
 @cache
 def measured_bookkeeping() -> Bookkeeping:
-    """On the host, of a small network all of whose values are dropped, and all of whose blocks are replayed."""
+    """The bookkeeping of a small network on the host: values dropped, and blocks replayed."""
     # The model draws its weights, and the step that is planned is to draw what it would have drawn
     # without that.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -62,7 +62,7 @@ class CostModel:
             self.basis = f"without what operators take inside: {why}"
 
     def preserve_module_state(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Around a run that :meth:`trace` follows: the module and random generators are put back."""
+        """A context for a traced run: puts the module and random generators back."""
         return self._untouched(module)
 
     def reach_of(self, module: nn.Module) -> Reach:
@@ -89,7 +89,7 @@ class CostModel:
         return self._watch()
 
     def trying(self) -> AbstractContextManager[object]:
-        """Around the repetition of operators."""
+        """A context in which operators are repeated."""
         return nullcontext()
 
     def tried(self, value: Value) -> Trial:
@@ -186,7 +186,7 @@ class CostModel:
         return trial.inputs[0].nbytes, clock() - start
 
     def copy_seconds(self, tensor: torch.Tensor) -> float:
-        """To the host's memory or back, the slower of the two."""
+        """Seconds of a copy to the host's memory or back, the slower of the two."""
         return copy_seconds(tensor)
 
     def offloading_room(self) -> int:

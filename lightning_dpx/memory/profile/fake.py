@@ -56,7 +56,7 @@ aten = torch.ops.aten
 
 
 class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
-    """With times from rates, and what operators take inside by rule where the target's cannot be asked.
+    """A trace with times from rates; what operators take inside is by rule where no device tells.
 
     Args:
         device: Where the tensors of the step are.
@@ -128,7 +128,7 @@ class RooflineCosts(CostModel):
         self._costs = OperatorSeconds(self.rates)
 
     def as_on_target(self) -> AbstractContextManager[Any]:
-        """Around a forward: keeps what the target's operators would."""
+        """A context for a forward, which keeps in there what the target's operators would."""
         return AsOnAccelerators() if self.elsewhere and self.offloads else nullcontext()
 
     def _watch(self) -> RatedTrace:
@@ -165,11 +165,11 @@ class RooflineCosts(CostModel):
         return WatchedReplay(found, trace)
 
     def bookkeeping(self) -> Bookkeeping:
-        """On the host as here; devices work while Python does."""
+        """The same as here on the host; nothing for devices, which work while Python does."""
         return Bookkeeping() if self.offloads else measured_bookkeeping()
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
-        """As the host does."""
+        """Bytes and seconds of a compressed mask on the host; other targets compress nothing."""
         if self.offloads or not self.is_mask(value, span):
             return None
         return self._mask_costs(value)
@@ -183,16 +183,16 @@ class RooflineCosts(CostModel):
         return mask.numel(), 3 * mask.nbytes / self.rates.bytes
 
     def copy_seconds(self, tensor: torch.Tensor) -> float:
-        """To the host's memory or back."""
+        """Seconds of a copy to the host's memory or back, by the target's rate."""
         return tensor.nbytes / self.rates.host_bytes
 
     def offloading_room(self) -> int:
-        """None: what the host of that device has free is not known here."""
+        """No bytes: what the host of that device has free is not known here."""
         return 0
 
 
 class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
-    """Also notes what cannot be read from fakes later.
+    """A trace of fakes, which also notes what cannot be read from them later.
 
     Attributes:
         masks: Storages with zeros and one other number, as a dropout draws them.
@@ -313,7 +313,7 @@ class FakeCosts(RooflineCosts):
             yield
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
-        """Assumed."""
+        """True: fakes have no numbers to compare, so it is assumed."""
         return True
 
     def is_mask(self, value: Value, span: Allocation) -> bool:
@@ -430,7 +430,7 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Made in the mode that is active."""
+    """A fake of ``tensor`` on ``device``, of the mode that is active."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
         raise TypeError(f"there is no fake of a {type(tensor).__name__} with layout {tensor.layout}")
     # Strides as they are: kernels and views depend on them.

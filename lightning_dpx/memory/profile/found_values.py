@@ -58,7 +58,7 @@ class FoundValues:
         return self.storages[id(span)]
 
     def add_dead(self, order: Mapping[Value, int]) -> None:
-        """Those that forward let go, which may be dropped for nothing: nobody asks for them, so nobody makes them.
+        """Adds what forward let go: no backward asks for it, so it is dropped for nothing.
 
         Args:
             order: The numbers of the others.

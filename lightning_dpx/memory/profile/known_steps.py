@@ -43,7 +43,7 @@ class KnownSteps:
         return bookkeeping
 
     def forget(self) -> None:
-        """Nothing is known, as in a new process."""
+        """Forgets all measured steps, as in a new process."""
         self._known.clear()
 
 

@@ -34,7 +34,7 @@ class Lifetimes:
     num_operators: int
 
     def last_use(self, name: str, num_operators: int) -> int | None:
-        """Of a value, in another run of ``num_operators``; with as many as this one, it is taken for the same."""
+        """The last use of a value in another run, which is the same if it has ``num_operators``."""
         # Of a run that took another path nothing is known: all counts as used to the end of
         # forward.
         return self.last_uses.get(name) if num_operators == self.num_operators else num_operators
@@ -122,7 +122,7 @@ class _LifetimeHooks(Rematerialisation):
         self.know_again(value, copied)  # where a backward that records gradients saves it once more
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
-        """Nothing is dropped, and nobody asks how it would be made again."""
+        """Drops nothing, and looks for no recipes."""
         del value, node, output
         return False
 

@@ -94,7 +94,7 @@ class SmallPart:
 
 @dataclass(slots=True)
 class _Span:
-    """From when until when backward uses a small tensor of a call.
+    """The events between which backward uses a small tensor of a call.
 
     Attributes:
         call: The number of the noted call that saves it.
@@ -200,7 +200,7 @@ class NotedCalls:
                 noted.given.append(tensor.clone())
 
     def ends(self, call: Call) -> None:
-        """It is over."""
+        """A call is over."""
         noted = self._noted[self._open.pop()]
         if noted.call is not call:  # some call has ended without telling, so the numbers are wrong
             self._open.clear()
@@ -405,7 +405,7 @@ class NotedCalls:
         return {number: at for at, number in enumerate(self._tried)}
 
     def calls(self, ends: Sequence[int], storages: dict[int, int], end: int) -> tuple[SavedCall, ...]:
-        """Those that can be replayed, in the order in which they begin.
+        """The calls that can be replayed, in the order in which they begin.
 
         Args:
             ends: As in :meth:`holds`.

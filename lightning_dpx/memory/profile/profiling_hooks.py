@@ -114,7 +114,7 @@ class ProfilingHooks(Rematerialisation):
             self.refused[value.name] = _IN_CODE
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
-        """It is kept, and its recipe noted."""
+        """Keeps the value, and looks for its recipe."""
         if value.identity in self.calls.in_code:
             self.refused[value.name] = _IN_CODE
         elif value not in self._tried:

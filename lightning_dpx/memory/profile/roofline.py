@@ -34,7 +34,7 @@ class Rates:
     start: float
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        """Of the operator ``func`` with these arguments and results; views are free."""
+        """The time of the operator ``func`` with these arguments and results; views are free."""
         if func in _ONLY_ALLOCATES:
             return 0.0
         given = _tensors([*args, *kwargs.values()])
@@ -66,7 +66,7 @@ _LIKE_OTHERS = {  # without a formula of their own
 
 
 def rates_of(device: torch.device) -> Rates:
-    """Those of its type; an unknown accelerator counts as a GPU."""
+    """The rates of the device's type; an unknown accelerator counts as a GPU."""
     return RATES.get(device.type, RATES["cuda"])
 
 
@@ -95,7 +95,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _tensors(entries: Sequence[Any]) -> list[torch.Tensor]:
-    """Those among ``entries``, and in lists among them, as operators take them."""
+    """The tensors among ``entries``, and in lists among them, as operators take them."""
     found = []
     for entry in entries:
         for leaf in entry if isinstance(entry, list | tuple) else (entry,):

@@ -250,7 +250,7 @@ class _Beside:
         self.courses: dict[Value, CallCourse] = {}
 
     def stretches_of(self, value: Value) -> tuple[int, ...]:
-        """Of a call."""
+        """The bytes of each stretch of a call; nothing for other values."""
         return self.courses[value].stretches if value in self.courses else ()
 
     def gone_of(self, value: Value) -> int:

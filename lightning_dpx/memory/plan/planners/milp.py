@@ -289,7 +289,7 @@ class MilpModel:
         return frozenset(following[:_MOST_VALUES]) | (computed & frozenset(following))
 
     def _there(self, event: int, back: frozenset[int]) -> dict[int, int]:
-        """For each value of ``back`` the column that says whether it is there at ``event``; see the note."""
+        """The column, for each value of ``back``, that says whether it is there; see the note."""
         computed = dict[int, int]()
         there = dict[int, int]()
         for value in sorted(back | self._unsaved_after(back), reverse=True):  # what is computed from it comes first

@@ -56,7 +56,7 @@ class OptimalPlanner(Planner):
     """Dynamic programming, a knapsack and, where HiGHS is installed, an integer programme, by the exact forecast."""
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """Without a budget, the lowest peak; see :func:`_lowered`."""
+        """The best choice within the budget; without one, the lowest peak, see :func:`_lowered`."""
         if budget is None:
             return best(problem, _lowered(problem), None)
         relaxation = problem.relaxation
@@ -99,7 +99,7 @@ def _lowered(problem: Problem) -> list[Choice]:
 
 @lru_cache(maxsize=8)
 def _lowered_of(nominal: Profile) -> tuple[Choice, ...]:
-    """The same for the profile, which is asked about again for every budget, and whenever the step is profiled anew."""
+    """The lowest choices of a profile; remembered, as every budget and new profile asks again."""
     problem = Problem(nominal)
     every = frozenset(problem.droppable)
     descent = Descent(problem.relaxation, LOWERING)
@@ -125,7 +125,7 @@ def _within(problem: Problem, budget: int) -> Choice:
 
 
 def _nested(problem: Problem) -> Iterator[Choice]:
-    """Everything dropped, and forgotten after every use but for one unit in every so many.
+    """Choices that drop everything, and forget all but one unit in every so many after each use.
 
     Within such a stretch nothing stays, so that its length tells how often a unit is computed; the others come back
     once. The shorter stretches are for models in which one for all would be computed too often.

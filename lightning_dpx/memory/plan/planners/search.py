@@ -23,7 +23,7 @@ class SearchPlanner(Planner):
         self._num_trials = num_trials
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """Without a budget, the lowest peak that was found."""
+        """The best of the thresholds that were tried; without a budget, the lowest peak."""
         # To drop nothing is a choice as well, and the best one where that fits.
         choices = [Choice()]
         threshold = 0

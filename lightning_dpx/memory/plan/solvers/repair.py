@@ -63,7 +63,7 @@ class Descent:
         return choice
 
     def lower(self, choice: Choice) -> Choice:
-        """As low as steps lead from ``choice``: first by large ones, then by ever smaller ones."""
+        """The lowest choice to which steps lead from ``choice``: large ones, then smaller ones."""
         peak = self._problem.forecast(choice).peak
         for share in _SHARES:
             while self._has_more():
