@@ -89,8 +89,10 @@ class GradientSums:
         self._replicas.state.set_owners(self._owners)
         self.has_other_owners = any(self._owners)
         several_devices = len(self._reducer.distinct_devices) > 1
+        # A reducer that overrides reduce() may return views of its buckets.
         self._sums_in_place = not several_devices and type(self._reducer).reduce is GradientReducer.reduce
         self.overlapped: OverlappedReduction | None = None
+        # A module without parameters has nothing to hook; on one device there is no way to overlap.
         if several_devices and self._gradient_buckets > 0 and parameters[0]:
             self.overlapped = OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
         self._buckets = self._make_buckets()
@@ -98,6 +100,7 @@ class GradientSums:
 
     def exchange_reducer(self, reducer: str | GradientReducer) -> None:
         """Before the first step: gradients are summed by another reducer, on the owners that it chooses."""
+        # The hooks are those of the reduction that is about to be forgotten.
         self.close()
         self._reducer = make_reducer(reducer, self._replicas.devices, self._communication_dtype)
         self.follow_replicas()
@@ -114,12 +117,14 @@ class GradientSums:
         """Sums the gradients of all replicas into the owners' and drops the others."""
         if len(self._replicas.primaries) == 1:  # gradients are where the optimizer finds them, and are their own sum
             return
+        # What left while backward was running has its sum already.
         done: Collection[int] = () if self.overlapped is None else self.overlapped.done
         for indices in self._buckets:
             left = [index for index in indices if index not in done] if done else indices
             if left:
                 bucket = self._bucket(left)
                 self._place_totals(bucket, self._totals(bucket))
+        # What has travelled counts for this reduction alone: the next one must not leave it out.
         self.forget()
 
     def average_over_processes(self, weight: float) -> None:
@@ -144,6 +149,8 @@ class GradientSums:
         """
         totals: list[torch.Tensor | None] = [None] * len(self._owners)
         for bucket in self._buckets:
+            # A parameter that no replica used stays without a gradient, and is looked up in no
+            # bucket.
             indices = [index for index in bucket if _is_any_there(columns, index)]
             if not indices:
                 continue
@@ -151,6 +158,7 @@ class GradientSums:
             sums = self._sums(self._bucket(indices), chosen)
             for index, total in zip(indices, sums, strict=True):
                 totals[index] = total
+        # At the end, and once for all: processes must make the same collectives in the same order.
         if self.processes is not None:
             totals = list(self.processes.mean(totals, self.owner_parameters, weight))
         return totals
@@ -172,9 +180,13 @@ class GradientSums:
         if self.overlapped is not None:
             return self.overlapped.buckets
         indices = list(range(len(self._owners)))
+        # Between devices, but not during backward: reducers make their own buckets of all there is.
         if len(self._reducer.distinct_devices) > 1:
             return [indices]
-        return [indices[start : start + _AT_A_TIME] for start in range(0, len(indices), _AT_A_TIME)] or [[]]
+        buckets = []
+        for start in range(0, len(indices), _AT_A_TIME):
+            buckets.append(indices[start : start + _AT_A_TIME])
+        return buckets or [[]]
 
     def _bucket(self, indices: list[int]) -> _Bucket:
         """The parameters at ``indices``; looked up again only where they are not those of the last step."""
@@ -205,6 +217,7 @@ class GradientSums:
         return self._sums(bucket, [[parameter.grad for parameter in column] for column in bucket.columns])
 
     def _place_totals(self, bucket: _Bucket, totals: Sequence[torch.Tensor | None]) -> None:
+        # First the replicas', then the owners', whose copies are among those of the replicas.
         for column in bucket.columns:
             for parameter in column:
                 parameter.grad = None
@@ -214,7 +227,9 @@ class GradientSums:
     def _sums(self, bucket: _Bucket, grads: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """K x n gradients of the bucket's parameters, summed, each where its owner's copy lives."""
         if len(grads) == 1:  # what is shifted elsewhere stays there
+            # One replica is its own sum: no copy, and no reducer that would want it at home.
             return [None if grad is None else grad.data for grad in grads[0]]
+        # Reducers work between the replicas' own devices, where shifted gradients must come first.
         is_shifted = self._is_shifted(bucket)
         if is_shifted:
             grads = self._brought_home(grads)
@@ -256,10 +271,13 @@ class GradientSums:
             trained = [index for index in bucket if columns[0][index].requires_grad]
             if not trained:
                 continue
+            # Idle replicas of a short batch have none, and those take the plain way of missing
+            # gradients.
             zeros: list[list[torch.Tensor | None]] = []
             for replica, column in enumerate(columns):
                 is_active = replica in active
                 zeros.append([torch.zeros_like(column[index]) if is_active else None for index in trained])
+            # One trace for each device, and all at once: a sum may take memory on several.
             traces = {place: MemoryTrace(place) for place in most}
             with ExitStack() as stack, torch.no_grad():
                 for trace in traces.values():

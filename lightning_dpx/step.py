@@ -51,8 +51,10 @@ class Pending:
 
     def catch(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
         """A leaf on ``device`` with the numbers of ``tensor``, which waits for the gradient that the leaf gets."""
+        # It is no part of the loss's graph, so no gradient will come for it.
         if not tensor.requires_grad:
             return tensor
+        # A copy: what the user's function does to it in place must not reach the replica's graph.
         leaf = tensor.detach().to(device, copy=True).requires_grad_()
         self.tensors.append(tensor)
         self.leaves.append(leaf)
@@ -72,7 +74,10 @@ class Pending:
                 weighted[key] = of_leaf if self.weight == 1 else of_leaf * self.weight
             gradient = weighted[key].to(tensor.device)
             tensors.append(tensor)
-            gradients.append(gradient if gradient.shape == tensor.shape else gradient.view_as(tensor))
+            # A loss may have shape () on one replica and (1,) on another; the leaf has one of them.
+            if gradient.shape != tensor.shape:
+                gradient = gradient.view_as(tensor)
+            gradients.append(gradient)
         return tensors, gradients
 
 
@@ -128,10 +133,13 @@ class TrainingStep:
         Raises:
             ReplicationError: the module cannot be copied faithfully.
         """
+        # Gradients of earlier batches are in the old replicas, which nobody will ask again.
         if self._unreduced:
             self.sums.reduce()
+        # By way of the user's own parameters: replicas, and perhaps owners, are others afterwards.
         for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
             _hand_gradient(owned, parameter)
+        # Its hooks hold the old replicas' parameters.
         self.close()
         self._replicas.remake()
         self.sums.follow_replicas()
@@ -161,6 +169,8 @@ class TrainingStep:
     def begin(self) -> None:
         """Before every replica's own step: all of them have the parameters and buffers of the first."""
         self._replicas.state.synchronize()
+        # Batch norm writes its statistics in the forward: where a later replica fails, or memory
+        # runs out, the step may be repeated from what was there.
         self._replicas.state.remember_buffers()
 
     def run_early(
@@ -186,6 +196,7 @@ class TrainingStep:
         replicas = self._replicas
         indices = [batch_slice.replica.index for batch_slice in slices]
         weights = dict(zip(indices, self.weights(slices), strict=True))
+        # Micro-batches of one device share its parameters, and its place in what travels.
         device_of = {index: replicas.partition.device_of[index] for index in indices}
         early = EarlyBackward(replicas.primaries, expected, weights)
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
@@ -197,6 +208,7 @@ class TrainingStep:
         self._early = early
         with travelling:
             outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
+        # Before Lightning calls zero_grad, which comes between training_step and backward.
         early.take()
         return outputs
 
@@ -214,6 +226,7 @@ class TrainingStep:
             outputs: What each replica's step returned for its part.
             finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
         """
+        # A single slice writes a parameter once, as one device does.
         if len(slices) > 1:
             self._replicas.state.refuse_shared_writes()
         self._active = [batch_slice.replica for batch_slice in slices]
@@ -227,7 +240,9 @@ class TrainingStep:
             else:
                 kept.append(batch_slice)
                 results.append(output)
+        # Rows without a loss weigh nothing among processes, either.
         self._rows += sum(weights_of(kept).of_loss)
+        # Lightning skips the backward, after which buffers would be collected.
         if not kept:
             self._pending = []
             self._collect_buffers()
@@ -236,10 +251,12 @@ class TrainingStep:
             self._say_that_some_have_no_loss(without_loss)
         if finish is not None:
             return finish(self._merge_outputs(kept, results))
+        # No loss to merge: the first such output goes on as it is.
         for output in results:
             loss = loss_of(output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 return output  # Lightning has its own words for a step that returns something else
+        # A tensor is its own loss, a mapping has extras beside it: they have no common result.
         if len({isinstance(output, torch.Tensor) for output in results}) > 1:
             names = ", ".join(type(output).__name__ for output in results)
             raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
@@ -259,12 +276,14 @@ class TrainingStep:
         losses = [loss_of(output) for output in outputs]
         device = self._replicas.root.device
         counts = weights_of(slices)
+        # Their graphs must not hang on the leaf; each replica walks its own, in the second phase.
         values = [loss.detach() for loss in losses]
         reduction = self.rules.reduction(values, counts)
         weights = _parts_of_loss(reduction, counts)
         # The mean over no tokens is NaN, which no weight of zero takes out of a sum.
         counted = [index for index, weight in enumerate(weights) if weight]
         merged = weighted_mean([values[index] for index in counted], [weights[index] for index in counted], device)
+        # Each part of a sum counts 1, so this is their mean so far.
         if reduction == "sum":
             merged = merged * len(weights)
         # Of a single slice the mean is its loss as it was given: a leaf must not share the user's own memory.
@@ -334,12 +353,15 @@ class TrainingStep:
         self._early = None
         second = self._second
         self._second = None
+        # All three are of one forward: a second backward, or one after an error, finds nothing.
         gradients: list[torch.Tensor] = []
         for waiting in pending:
             gradients += [leaf.grad for leaf in waiting.leaves if leaf.grad is not None]
+        # The loss was no part of the graph that the caller walked, or there was none.
         if not gradients:
             return
         self._unreduced = True
+        # Micro-batches have walked their graphs in the forward, or will build them once more.
         if early is not None:
             self._hand_in(early, pending, gradients[0])
             return
@@ -348,12 +370,14 @@ class TrainingStep:
             second(pending)
             return
         slices = [waiting.batch_slice for waiting in pending]
+        # While gradients accumulate they stay with the replicas, and travel once for all batches.
         travelling: AbstractContextManager[Any] = nullcontext()
         if last and self.sums.overlapped is not None:
             device_of = self._replicas.partition.device_of
             active = sorted({device_of[batch_slice.replica.index] for batch_slice in slices})
             travelling = self.sums.overlapped.during_backward(active)
         with travelling:
+            # By the id of a leaf, which ``pending`` holds as long as this is used.
             weighted: dict[tuple[int, float], torch.Tensor] = {}
             roots = [waiting.roots(weighted) for waiting in pending]
             self._replicas.backward(slices, roots)
@@ -439,6 +463,7 @@ class TrainingStep:
         self._unreduced = False
         self._rows = 0.0
         self.sums.forget()
+        # Micro-batches beside the first of a device have the same parameters.
         for replica in self._replicas.primaries:
             for parameter in replica.parameters:
                 parameter.grad = None
@@ -450,6 +475,7 @@ class TrainingStep:
 
 
 def _hand_gradient(source: torch.nn.Parameter, target: torch.nn.Parameter) -> None:
+    # Moved, not copied: two gradients of one parameter would both be reduced.
     if source is not target and source.grad is not None:
         target.grad = source.grad.to(target.device)
         source.grad = None
@@ -463,5 +489,7 @@ def _parts_of_loss(reduction: str, weights: Weights) -> list[float]:
     """What each slice's loss counts in the loss of the whole batch."""
     if reduction == "sum":
         return [1.0] * len(weights.rows)
+    # If no slice has anything to weigh, such as tokens, the loss is NaN however they are weighted;
+    # rows keep the division possible.
     counts = weights.of_loss if any(weights.of_loss) else weights.rows
     return [count / sum(counts) for count in counts]

@@ -85,12 +85,15 @@ class GradientReducer(ABC):
         Raises:
             ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
         """
+        # One device and plain dense gradients: no checks and no lists, only the additions.
         usual = len(self.distinct_devices) == 1 and not average and len(grads) == len(self.devices)
         if usual and _can_be_added_directly(grads):  # one look at each gradient
             first, *others = map(_present, grads)
             add_in_place(first, others)
             return [*first]
         self._check(grads, names)
+        # The mode's own choice takes the largest gradient of each parameter for its size: some
+        # replicas may have none.
         if owners is None:
             owners = self.owners([_num_elements(column) for column in zip(*grads, strict=True)])
         # A parameter that some replica did not use, or that has a sparse gradient there, cannot be in a bucket.
@@ -98,9 +101,12 @@ class GradientReducer(ABC):
         dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
         total: Gradients = [None] * len(targets)
         divisor = len(grads) if average else 1
+        # From here on there are D lists, however many replicas: only these travel.
         lists = self._sums_per_place(grads, dense)
         shrink = self._shrink(lists)
+        # On one device there is nothing to move, so the modes do not differ.
         sums = lists[0] if len(lists) == 1 else self._sum(lists, [targets[index] for index in dense])
+        # What was divided before it travelled is multiplied back, in its own dtype.
         if shrink != 1 and sums:
             foreach_div_(sums, shrink)
         for index, tensor in zip(dense, _finished(sums, grads[0], dense, divisor), strict=True):
@@ -124,6 +130,7 @@ class GradientReducer(ABC):
         dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
         lists = self._sums_per_place(grads, dense)
         shrink = self._shrink(lists)
+        # Into the replicas' own gradients: replicas of one device must not share a tensor.
         spread = self._spread(lists) if len(lists) > 1 else lists
         for sums in spread if shrink != 1 else ():
             foreach_div_(sums, shrink)
@@ -160,6 +167,7 @@ class GradientReducer(ABC):
         """``tensor`` on ``device``; it travels in the communication dtype."""
         if tensor.device == device:
             return tensor
+        # A copy within a device costs no traffic, and integers are counts that no cast may round.
         wire = self.communication_dtype
         if wire is None or not tensor.is_floating_point() or wire.itemsize >= tensor.dtype.itemsize:
             return moved(tensor, device)
@@ -169,6 +177,7 @@ class GradientReducer(ABC):
         """A sum of halves overflows where no gradient does: what travels is divided, exactly, by a power of two."""
         if len(lists) == 1 or self.communication_dtype is not torch.float16:
             return 1.0
+        # A power of two changes the exponent alone, so no digit of a gradient is lost.
         factor = 0.5 ** (len(self.devices) - 1).bit_length()
         for row in lists:
             if row:
@@ -179,6 +188,8 @@ class GradientReducer(ABC):
         """D x n: replicas of one device are summed there, in replica order."""
         lists: dict[torch.device, list[Dense]] = {device: [] for device in self.distinct_devices}
         for device, row in zip(self.devices, grads, strict=True):
+            # Only what is of half precision is widened: a copy of all others would double the
+            # memory.
             mine = _chosen(row, dense)
             if not HALVES.isdisjoint(map(_DTYPE, mine)):
                 mine = [tensor.float() if tensor.dtype in HALVES else tensor for tensor in mine]
@@ -196,6 +207,8 @@ class GradientReducer(ABC):
         if _are_alike(grads):
             return
         for index, column in enumerate(zip(*grads, strict=True)):
+            # The slow way, to name the parameter, after the fast one has found a difference or a
+            # gap.
             kinds = {(tuple(g.shape), g.dtype, g.layout) for g in column if g is not None}
             if len(kinds) > 1:
                 described = " and ".join(sorted(f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in kinds))
@@ -218,6 +231,7 @@ def _can_be_added_directly(grads: Sequence[Gradients]) -> bool:
     first = grads[0]
     if any(len(row) != len(first) or type(None) in set(map(type, row)) for row in grads):
         return False
+    # Of the first alone, as the others are then compared with it.
     if not set(map(_LAYOUT, first)) <= {torch.strided} or not HALVES.isdisjoint(map(_DTYPE, first)):
         return False
     return all(_has_kinds_of(first, row) for row in grads[1:])
@@ -245,6 +259,7 @@ def _present(row: Gradients) -> Dense:
 
 def _finished(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int) -> Dense:
     """Sums, divided, in the dtype that their gradients came in."""
+    # Before the cast, or an average of halves would overflow where only the sum does.
     divided = list(foreach_div(sums, divisor)) if divisor > 1 and sums else sums
     return [total.to(own.dtype) for total, own in zip(divided, _chosen(row, indices), strict=True)]
 
@@ -296,4 +311,5 @@ def choose_reducer(devices: Sequence[torch.device]) -> str:
     distinct = distinct_devices(devices)
     if len(distinct) == 1:
         return "naive"
+    # NCCL takes one tensor of each device, so replicas must not share any.
     return "nccl" if len(distinct) == len(devices) and has_nccl(distinct) else "collective"

@@ -59,11 +59,13 @@ class GradientPacker:
         return True
 
     def _refuse(self, grads: Sequence[torch.Tensor]) -> str | None:
+        # A flat bucket has one dtype and no holes.
         for index, gradient in enumerate(grads):
             if gradient.layout != torch.strided:
                 return f"gradient {index} is sparse"
             if gradient.dtype != grads[0].dtype:
                 return f"the gradients have different dtypes: {grads[0].dtype} and {gradient.dtype}"
+        # In all, and not bucket by bucket: one small gradient beside large ones does no harm.
         total = sum(gradient.numel() for gradient in grads)
         if total < SMALLEST_SPLIT * self.num_splits:
             return f"{total} elements in {self.num_splits} splits are fewer than {SMALLEST_SPLIT} each"
@@ -114,7 +116,10 @@ def split_at_boundaries(sizes: Sequence[int], num_splits: int) -> list[list[int]
     total = sum(sizes)
     splits: list[list[int]] = [[]]
     done = 0
+    # Backward finishes the last parameters first.
     for index in reversed(range(len(sizes))):
+        # By what has gone before, not by the size of the run: runs stay even on the whole, although
+        # no parameter is ever split.
         if splits[-1] and done >= total * len(splits) / num_splits and len(splits) < num_splits:
             splits.append([])
         splits[-1].append(index)
@@ -126,6 +131,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor of all elements, in order; a view where the tensors are neighbours in one storage."""
     first = tensors[0]
     storage = first.untyped_storage()
+    # Gradients that lie one after the other in one storage need no copy: a view is flat already.
     end = first.storage_offset()
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.storage_offset() == end
@@ -152,6 +158,7 @@ def unflatten(bucket: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.
 
 def alike(tensors: Sequence[torch.Tensor], targets: Sequence[int]) -> list[list[int]]:
     """Indices that can share a bucket: of one dtype, for one target."""
+    # A flat tensor has one dtype, and what goes to one owner travels together.
     groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
         groups.setdefault((tensor.dtype, target), []).append(index)

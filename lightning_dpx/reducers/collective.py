@@ -19,6 +19,8 @@ class CollectiveReducer(GradientReducer):
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
+            # One bucket for each dtype and owner: device d then sums its share of all of them in
+            # one go.
             shares = self._shares(flatten_each(lists, indices))
             device = self.distinct_devices[targets[indices[0]]]
             unflatten_into(self._gathered(shares, device), lists[0], indices, result)
@@ -46,4 +48,5 @@ class CollectiveReducer(GradientReducer):
         return shares
 
     def _gathered(self, shares: Dense, device: torch.device) -> torch.Tensor:
+        # The gather copies in any case, as the shares come from D devices.
         return torch.cat([self._move(share, device) for share in shares])

@@ -38,6 +38,8 @@ class HierarchicalReducer(GradientReducer):
         if groups is None:
             groups = linked_groups(self.distinct_devices)
         self.groups = [list(group) for group in groups]
+        # A device that is missing would lose its gradients, one that comes twice would count
+        # double.
         if sorted(chain.from_iterable(self.groups)) != list(range(len(self.distinct_devices))):
             raise ConfigurationError(
                 f"groups={self.groups} is not allowed; name every device from 0 to "
@@ -61,6 +63,8 @@ class HierarchicalReducer(GradientReducer):
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
             buckets = flatten_each(lists, indices)
+            # All to the first leader, and from there to the other groups: each bucket crosses the
+            # slow link once in each direction, as the leaders hand it on within their groups.
             leaders = [self._sum_group(buckets, group, turn) for group in self.groups]
             homes = [leader.device for leader in leaders]
             total = self._sum_leaders(leaders)
@@ -74,6 +78,7 @@ class HierarchicalReducer(GradientReducer):
 
     def _buckets(self, like: Dense, targets: Sequence[int]) -> list[list[int]]:
         """Indices of what is reduced as one: enough buckets that every device of a group leads some."""
+        # Twice as many as devices: every one leads some even if buckets are unequal.
         num_splits = 2 * max(len(group) for group in self.groups)
         buckets = []
         for indices in alike(like, targets):
@@ -85,6 +90,8 @@ class HierarchicalReducer(GradientReducer):
     def _sum_group(self, buckets: Dense, group: Sequence[int], turn: int) -> torch.Tensor:
         """At the group's leader of this turn, in the order of its devices."""
         leader = self.distinct_devices[group[turn % len(group)]]
+        # In the order of the group and not from the leader on, or the bits would depend on the
+        # turn.
         total = self._move(buckets[group[0]], leader)
         for member in group[1:]:
             total = total.add_(self._move(buckets[member], leader))

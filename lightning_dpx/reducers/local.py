@@ -18,6 +18,7 @@ def add_in_place(total: list[torch.Tensor], others: Sequence[Sequence[torch.Tens
     """
     if not total or not others:
         return
+    # On an accelerator starting the kernels is what costs, and one takes all tensors of a list.
     if not is_host(total[0].device):
         for other in others:
             foreach_add_(total, list(other))

@@ -17,6 +17,7 @@ class NaiveReducer(GradientReducer):
     """
 
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+        # Lists of D devices: the sums are spread over all of them, in turn.
         dealt = {index: turn % len(lists) for turn, index in enumerate(reversed(range(len(targets))))}
         return self._sum_at(lists, [dealt[index] for index in range(len(targets))], targets)
 

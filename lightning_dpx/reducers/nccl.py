@@ -23,6 +23,7 @@ class NCCLReducer(GradientReducer):
 
     def __init__(self, devices: Sequence[torch.device], communication_dtype: torch.dtype | None = None) -> None:
         super().__init__(devices, communication_dtype)
+        # With one device nothing is reduced, and no NCCL is needed.
         if len(self.devices) > 1 and (
             len(self.distinct_devices) < len(self.devices) or not has_nccl(self.distinct_devices)
         ):
@@ -37,6 +38,7 @@ class NCCLReducer(GradientReducer):
             target = targets[indices[0]]
             buckets = self._buckets(lists, indices)
             nccl.reduce(buckets, output=buckets[target], root=target)  # type: ignore[no-untyped-call]
+            # NCCL has written into the owner's bucket, in the dtype that travelled.
             unflatten_into(buckets[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
         return result
 

@@ -35,6 +35,7 @@ class OverlappedReduction:
         self._columns = columns
         self._reduce = reduce
         self._names = names
+        # Autograd's threads of several devices count at the same time.
         self._lock = threading.Lock()
         splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_splits)
         self._split_of: dict[int, int] = {}
@@ -72,11 +73,13 @@ class OverlappedReduction:
             active: Their places.
             waits_for_last: Each runs several backwards, of which the last counts: see :meth:`begin_last`.
         """
+        # At the first backward, not before: what makes no use of it finds no hooks.
         if not self._handles:
             self._install()
         self._done = set()
         self._num_gradients = self._none_yet()
         self._is_active = [replica in active and not waits_for_last for replica in range(len(self._columns))]
+        # Only what is expected is waited for: unused parameters would keep a bucket for ever.
         self._unfilled = [len(active) * len(self._expected.intersection(split)) for split in self._members]
         self._during_backward = True
         try:
@@ -127,12 +130,14 @@ class OverlappedReduction:
                     f"Parameter {self._names[index]} got a second gradient in one backward, after the first was sent: "
                     "use DPXStrategy(gradient_buckets=0) for modules whose recomputation changes from step to step."
                 )
+            # Only expected first gradients fill a bucket; the rest waits for the end of backward.
             if counts[index] > 1 or index not in self._expected or not self._is_active[replica]:
                 return
             number = self._split_of[index]
             self._unfilled[number] -= 1
             if self._unfilled[number]:
                 return
+            # The others of the bucket are reduced after the backward.
             ready = [member for member in self._members[number] if member in self._expected]
             self._done.update(ready)
         # Outside of the lock: a reduction may wait for a device, and other replicas go on filling other buckets.

@@ -35,6 +35,7 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
     placed = [devices[0]] * len(sizes)
     # Largest first (Graham's rule): the fullest device is then at most a third above the best there is.
     for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        # The first of equals: every process must come to the same placement.
         least = min(range(len(devices)), key=loads.__getitem__)
         loads[least] += sizes[index]
         placed[index] = devices[least]

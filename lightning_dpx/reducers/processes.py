@@ -59,6 +59,7 @@ class ProcessReducer:
             CollectiveError: another process ended or did not come in time; names the ranks that are lost.
             UnsupportedError: a gradient is sparse, but not COO.
         """
+        # All processes count alike, so the number in an error tells which reduction all were in.
         self._calls += 1
         for index, gradient in enumerate(grads):
             check_layout(index, gradient)
@@ -66,6 +67,7 @@ class ProcessReducer:
 
     def _mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
         all_rows, kinds = self._agree(grads, rows)
+        # Each divides before it sends: the sum of the shares is the mean, and no larger than that.
         factor = 1.0 if rows < 0 else rows / all_rows
         result: Gradients = [None] * len(grads)
         dense = [index for index, kind in enumerate(kinds) if kind is torch.strided]
@@ -95,6 +97,7 @@ class ProcessReducer:
         distributed.all_reduce(header)
         all_rows = float(header[0])
         sums = header[1:].tolist()
+        # On every process, as all have the same sums: what follows happens to all at one step.
         if noticed := [index for index, flag in enumerate(sums[:world]) if flag]:
             self._on_notice(noticed)
         return all_rows, [_kind_of(code, world) for code in sums[world:]]
@@ -108,6 +111,7 @@ class ProcessReducer:
         # All are started before the first is waited for: one bucket is on its way while the next is put together.
         works = []
         for indices in alike(own, targets):
+            # In several buckets, as one alone could not be on its way while it is put together.
             sizes = [own[index].numel() for index in indices]
             for split in split_at_boundaries(sizes, self._num_splits):
                 members = [own[indices[position]] for position in split]
@@ -195,6 +199,7 @@ def between_processes(what: str, call: Callable[[], Result]) -> Result:
     try:
         return call()
     except torch.OutOfMemoryError:
+        # A RuntimeError like those of lost processes, but nothing of theirs.
         raise  # its own story, and others know it by its type
     except RuntimeError as error:
         raise CollectiveError(f"{describe_loss(what)} ({error})") from error
@@ -205,6 +210,7 @@ def is_loss_of_a_process(error: BaseException) -> bool:
     if isinstance(error, CollectiveError):
         return False
     return isinstance(error, distributed.DistError) or (
+        # gloo raises plain RuntimeErrors, which only their text tells from others.
         isinstance(error, RuntimeError) and "gloo" in describe_error(error)
     )
 

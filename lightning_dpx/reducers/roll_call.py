@@ -32,6 +32,7 @@ _waiting: set[CodeType] = set()  # functions in which a process waits for the ot
 
 def waits_for_others(function: Function) -> Function:
     """Decorates a function: a process that is in it is not lost."""
+    # By its code, which a frame of another thread can be asked for.
     _waiting.add(function.__code__)  # type: ignore[attr-defined]
     return function
 
@@ -54,6 +55,7 @@ class RollCall:
         self._world_size = world_size
         self._verdict: dict[int, str] = {}
         self._ended = threading.Event()
+        # Adding nothing reads the counter; rolls of an earlier run in this group need no answer.
         self._answered = self._answering.add("dpx/rolls", 0)
         self._thread = threading.Thread(target=self._answer, name="dpx-roll-call", daemon=True)
         self._thread.start()
@@ -81,6 +83,7 @@ class RollCall:
             RuntimeError: the store is lost with the process that kept it.
         """
         try:
+            # Another process may have found out, and told, before this one noticed anything.
             return self._verdict or self._ask()
         except RuntimeError:
             if self._verdict:
@@ -94,6 +97,7 @@ class RollCall:
         end = time.monotonic() + ROLL_CALL_SECONDS
         while len(answers) < len(others) and time.monotonic() < end and not self._verdict:
             for other in others:
+                # A process that failed has said so before it ended; it will answer no roll.
                 for key in (f"dpx/failed/{other}", f"dpx/roll/{number}/{other}"):
                     if other not in answers and self._asking.check([key]):
                         answers[other] = self._asking.get(key).decode()
@@ -102,8 +106,11 @@ class RollCall:
             return self._verdict
         found = _judge(others, answers)
         if found:
+            # Two may find out at once; the first to write is heard by all, the other one takes its
+            # words.
             told = self._asking.compare_set("dpx/verdict", "", json.dumps(found))
             self._verdict = _read(told)
+            # Where this process keeps the store, the others lose it together with this process.
             self._wait_until_heard([rank for rank in others if rank not in self._verdict])
         return self._verdict
 
@@ -134,6 +141,7 @@ def _read(told: bytes) -> dict[int, str]:
 
 def _judge(others: list[int], answers: dict[int, str]) -> dict[int, str]:
     """Who failed or does not answer; only if none did, those that are somewhere else."""
+    # Who is gone is the cause; those that are elsewhere may well have left for the same reason.
     gone = {rank: answers.get(rank, "") for rank in others}
     gone = {rank: what for rank, what in gone.items() if not what or what.startswith("failed")}
     return gone or {rank: what for rank, what in answers.items() if what != _WAITS}
@@ -143,6 +151,7 @@ def _whereabouts() -> str:
     """Where this process is."""
     frames = sys._current_frames()
     for thread, frame in frames.items():
+        # Not only the main thread: replicas call collectives from their own.
         if thread != threading.get_ident() and _waits(frame):
             return _WAITS
     main = frames.get(threading.main_thread().ident or 0)
@@ -153,6 +162,7 @@ def _whereabouts() -> str:
 
 def _waits(frame: FrameType | None) -> bool:
     while frame is not None:
+        # Collectives of the user's own go through torch's file, whoever calls them.
         if frame.f_code in _waiting or frame.f_code.co_filename == distributed_c10d.__file__:
             return True
         frame = frame.f_back
@@ -166,6 +176,7 @@ def start_roll_call() -> None:
     """From now on this process answers; called by all once they are connected."""
     global _current
     store = default_store()
+    # A second run in the same group goes on with the thread that is there.
     if _current is not None and _current.answers_for(store):
         return
     _current = RollCall(store, distributed.get_rank(), distributed.get_world_size())

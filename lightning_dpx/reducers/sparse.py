@@ -101,6 +101,7 @@ def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The bytes of every process; on the way all are as long as the longest, which is what collectives ask for."""
     longest = max(sizes)
     if longest == 0:
+        # No process has an entry, and all know it from the sizes: none of them sends.
         return [mine for _ in sizes]
     padded = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
     everyone = [torch.empty_like(padded) for _ in sizes]
@@ -123,6 +124,7 @@ def _from_bytes(received: torch.Tensor, shapes: Sequence[tuple[int, ...]], dtype
 
 def _add(column: Sequence[Rows], like: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(like.dtype, torch.float32)
+    # Rows that several processes have stand there several times, and coalesce() adds them.
     indices = torch.cat([rows.indices for rows in column], dim=1)
     values = torch.cat([rows.values.to(dtype) for rows in column])
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()

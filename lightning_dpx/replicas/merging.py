@@ -124,6 +124,7 @@ class Search:
             return []
         if whole is None or not present:
             return [self._unlike(path, whole, parts)]
+        # What only some slices have depends on their rows, and other rows decide anew.
         if len(present) < len(parts):
             return [Finding(path=path, rules=(Rule(kind="by type"),), is_sure=False)]
         if is_numeric(whole) and all(map(is_numeric, parts)):
@@ -138,6 +139,8 @@ class Search:
             fits = set().union(*parts) == whole
             return [Finding(path=path, rules=(Rule(kind="union"),))] if fits else [self._unlike(path, whole, parts)]
         if isinstance(whole, np.ndarray) and whole.ndim:
+            # Numbers were seen to above: these are texts and objects, which can be joined and no
+            # more.
             joined = np.concatenate([part for part in parts if part.ndim] or [whole[:0]])
             if joined.shape == whole.shape and np.array_equal(joined, whole):
                 return [Finding(path=path, rules=(Rule(kind="items"),))]
@@ -151,12 +154,14 @@ class Search:
         joined: dict[Any, Any] = {}
         for part in parts:
             joined.update(part)
+        # Each slice has keys of its own, such as one for every sample.
         apart = sum(map(len, parts)) == len(joined)
         if apart and joined.keys() == whole.keys() and not self._differs(whole, joined, path):
             return [Finding(path=path, rules=(Rule(kind="union"),))]
         return [self._unlike(path, whole, parts)]
 
     def _lists(self, whole: Sequence[Any], parts: Sequence[Any], path: str) -> list[Finding]:
+        # Items that add up to those of the batch come before columns that are as many everywhere.
         joined = list(chain.from_iterable(parts))
         if len(joined) == len(whole) and not self._differs(list(whole), joined, path):
             return [Finding(path=path, rules=(Rule(kind="items"),))]
@@ -182,6 +187,7 @@ class Search:
 
     def _differs(self, whole: Any, joined: Any, path: str) -> bool:
         """Whether two values of one structure differ, but for what is not stable."""
+        # It differs from run to run on one device as well, so a difference says nothing of slices.
         if path in self.unstable:
             return False
         return any(error > self.tolerance.relative for _, error in compare_trees(whole, joined, self.tolerance))
@@ -190,6 +196,7 @@ class Search:
         target = as_tensor(whole)
         values = [as_tensor(part) for part in parts]
         joins = list(self._joins(target, values))
+        # Values cannot tell (dropout, say), but shapes can: those of slices add up, or do not.
         if path in self.unstable:
             rule = joins[0] if joins else Rule(kind="by type")
             return Finding(path=path, rules=(rule,), is_sure=False)
@@ -200,11 +207,14 @@ class Search:
             for kind in self._kinds():
                 reduced = reduce_numbers(values, kind, self.weights)
                 if reduced is not None:
+                    # Where summands cancel out, the roundings that are left have their size, not
+                    # the sum's.
                     terms = _largest(values) if kind in _ADDED else 0.0
                     errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance, terms=terms)
         fitting = [rule for rule, error in errors.items() if error <= self.tolerance.relative]
         if not fitting:
             return self._unlike(path, whole, parts)
+        # Equal everywhere fits a mean, an extreme, and "first" alike, so it decides nothing.
         constant = all(difference(target, value, self.tolerance) == 0 for value in values)
         if fitting[0].kind != "join" and constant:
             return self._constant(target, path, fitting)
@@ -217,6 +227,8 @@ class Search:
         """The same on all slices and on the whole batch: a mean is right whatever comes, unless all is zero."""
         if not bool(target.bool().any()):  # a count of what these rows have none of, a mean, or a constant
             return Finding(path=path, rules=(Rule(kind="by type"), *fitting), is_sure=False)
+        # Of equal numbers the mean is their value, also once they are no longer equal. Integers
+        # have no mean: they are taken as a setting, and a difference is announced.
         floating = target.is_floating_point() or target.is_complex()
         equal = Rule(kind="mean") if floating and any(rule.kind == "mean" for rule in fitting) else Rule(kind="equal")
         others = [rule for rule in fitting if rule != equal]
@@ -224,6 +236,7 @@ class Search:
 
     def _kinds(self) -> list[Kind]:
         kinds = [kind for kind in _OF_NUMBERS if kind != "loss mean" or self.weights.differ]
+        # Of rules that fit alike, the user's own reduce_fx is the likeliest.
         first = [_PREFERRED[self.prefer]] if self.prefer in _PREFERRED else []
         return list(dict.fromkeys([*first, *kinds]))
 
@@ -231,11 +244,14 @@ class Search:
         """Dims along which the values make up the target's shape, in blocks if need be."""
         if any(value.ndim != target.ndim for value in values):
             return
+        # The batch dim of the inputs is looked at first; of several dims that fit the first is
+        # taken.
         for dim in dict.fromkeys((self.dim, *range(target.ndim))):
             if dim >= target.ndim or sum(value.shape[dim] for value in values) != target.shape[dim]:
                 continue
             if all(_other_dims(value, dim) == _other_dims(target, dim) for value in values):
                 yield Rule(kind="join", dim=dim)
+                # Shapes allow any number of blocks that divides them; the values decide.
                 for blocks in range(2, _LARGEST_BLOCKS + 1):
                     if all(value.shape[dim] and value.shape[dim] % blocks == 0 for value in values):
                         yield Rule(kind="join", dim=dim, blocks=blocks)
@@ -271,6 +287,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         return value.detach().cpu()
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
+        # torch takes arrays of this machine's byte order alone.
         return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=True))
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
@@ -280,6 +297,7 @@ def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
     if isinstance(whole, np.ndarray):
         return all(isinstance(part, np.ndarray) and np.array_equal(part, whole) for part in parts)
     try:
+        # Identity first: an object may be unequal to itself, as NaN is.
         return all(part is whole or bool(part == whole) for part in parts)
     except Exception:  # noqa: BLE001  an object may refuse to be compared; then nothing is known
         return False
@@ -288,6 +306,7 @@ def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
 def has_no_equality(value: Any) -> bool:
     """Whether two objects of this class are equal only if they are one."""
     # ``object`` itself, the last of the row, has one: that of identity.
+    # Two runs of one step make two objects of such a class, which are never equal.
     return not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
 
 
@@ -297,6 +316,7 @@ def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
         return True
     if type(one) is not type(two) or not has_no_equality(one):
         return False
+    # Without attributes, as those with slots, two objects of a class are taken for the same.
     mine = getattr(one, "__dict__", {})
     theirs = getattr(two, "__dict__", {})
     if mine.keys() != theirs.keys():
@@ -360,6 +380,8 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], devi
     if len(values) == 1:
         return values[0].to(device)
     total = float(sum(weights))
+    # Weights are divided before they multiply: the products are no larger than the values, so
+    # that half precision does not overflow on the way.
     mean = values[0].to(device) * (weights[0] / total)
     for value, weight in zip(values[1:], weights[1:], strict=True):
         mean = torch.add(mean, value.to(device), alpha=weight / total)
@@ -370,6 +392,7 @@ def mean_of_slices(values: Sequence[torch.Tensor], counts: Sequence[float], weig
     """The mean of the slices' means of as many ``counts``, on the first one's device."""
     device = values[0].device
     counted = [index for index, count in enumerate(counts) if count]  # a mean over no tokens is NaN
+    # No slice has any: rows are all that is known, and the mean is NaN as on one device.
     if not counted:
         return weighted_mean(values, weights.rows, device)
     return weighted_mean([values[i] for i in counted], [counts[i] for i in counted], device)
@@ -380,6 +403,7 @@ def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights)
     first = values[0]
     if kind in ("first", "last", "equal"):
         return values[-1] if kind == "last" else first
+    # A sum of flags would be another kind of value: True + True is 2.
     if kind == "sum" and first.dtype != torch.bool:
         return _total(values)
     if kind in ("max", "min") and not first.is_complex():
@@ -422,9 +446,12 @@ class Merger:
 
     def merge(self, parts: list[Any], path: str) -> Any:
         """One value from those of the slices."""
+        # A rule is of the type that the rehearsal saw. A step may return something else later.
         rule = self.rules.get(path)
         if rule is None or rule.kind == "by type" or any(type(part) is not type(parts[0]) for part in parts):
             return self.fallback(parts, path)
+        # One slice is the whole batch. Containers are gone through even so: their tensors are
+        # moved.
         if len(parts) == 1 and rule.kind != "children":
             return self._moved(parts)[0] if isinstance(parts[0], torch.Tensor) else parts[0]
         if rule.kind == "children":
@@ -437,6 +464,7 @@ class Merger:
             return _union(parts)
         if all(map(is_numeric, parts)):
             return self._numbers(parts, rule, path)
+        # Beyond numbers, only what is equal has a merged value of its own.
         if rule.kind == "equal":
             # Objects of a class without equality are never equal; the rehearsal has looked into them instead.
             if is_equal_object(parts[0], parts[1:]) or has_no_equality(parts[0]):
@@ -450,17 +478,19 @@ class Merger:
         return [part.to(device) for part in parts]
 
     def _children(self, parts: list[Any], path: str) -> Any:
-        columns = [dict(children_of(part) or ()) for part in parts]
-        if any(column.keys() != columns[0].keys() for column in columns):
+        children = [dict(children_of(part) or ()) for part in parts]
+        # Other keys than in the rehearsal, or not the same on all slices.
+        if any(of_slice.keys() != children[0].keys() for of_slice in children):
             return self.fallback(parts, path)
         merged = []
-        for name in columns[0]:
-            of_slices = [column[name] for column in columns]
+        for name in children[0]:
+            of_slices = [of_slice[name] for of_slice in children]
             merged.append(self.merge(of_slices, f"{path}.{name}"))
         return rebuild(parts[0], merged)
 
     def _numbers(self, parts: list[Any], rule: Rule, path: str) -> Any:
         first = parts[0]
+        # Tensors are merged where they are, without waiting for a device to hand them to the host.
         values = self._moved(parts) if isinstance(first, torch.Tensor) else list(map(as_tensor, parts))
         merged = self._tensors(values, rule)
         if merged is None:
@@ -501,6 +531,7 @@ def _union(parts: list[Any]) -> Any:
         joined.update(part)
     if type(first) is dict:
         return joined
+    # A mapping's class may have attributes and a constructor of its own.
     merged = first.copy() if hasattr(first, "copy") else dict(first)
     merged.update(joined)
     return merged
@@ -512,4 +543,5 @@ def like(merged: torch.Tensor, first: Any) -> Any:
         return merged.numpy().astype(first.dtype, copy=False)
     if isinstance(first, np.generic):
         return first.dtype.type(merged.item())
+    # A float keeps its digits; a bool or an int is made from the number that the tensor has.
     return merged.item() if isinstance(first, float) else type(first)(merged.item())

@@ -95,9 +95,9 @@ class PythonState:
                 self._watch(index, key, value)
                 self._iterators.note((index, key), value)
                 for replica in self._others:
-                    twin = vars(self._modules[replica.index][index])
-                    if key in twin:
-                        self._pair((index, key), replica.index, value, twin[key])
+                    attributes = vars(self._modules[replica.index][index])
+                    if key in attributes:
+                        self._pair((index, key), replica.index, value, attributes[key])
         for replica in self._others:
             self._expected[replica.index] = [self._own(child) for child in self._modules[replica.index]]
 
@@ -112,6 +112,7 @@ class PythonState:
         if not self._others:
             return
         self._follow_structure()
+        # Memos go by ids, and what a step has dropped may have left its id to something new.
         self._memos = {}
         for replica in self._others:
             replica.hidden.follow()
@@ -119,10 +120,13 @@ class PythonState:
         modules = self._modules[0]
         for index in self._watches[0].suspects():
             self._send_attributes(index, modules[index])
+        # Asked for every module in every step, so by attrgetters, without a Python frame for each.
+        # The first part is for hooks that were there and have been removed since.
         if any(self._hooks) or any(any(map(reader, modules)) for reader in _HOOK_READERS):
             self._send_changed_hooks()
         for replica in self._others:
             self._restore(replica)
+        # Only now: what was rebound has been noted on the way, by _send and by _restore.
         self.unseen.end(self._modules[0])
         self._sync_mirrors()
         self._rebound.clear()
@@ -132,6 +136,7 @@ class PythonState:
         known = self._root.modules
         buffers = self._root.buffers
         self._root.refresh()
+        # Replica.refresh() keeps its lists where the module consists of the same objects.
         if self._root.modules is not known:
             self._check_modules()
             for replica in self._others:
@@ -148,11 +153,14 @@ class PythonState:
         seen = self._seen[index]
         now = self._own(child)
         self._watches[0].note(index)
+        # The usual case, in which one attribute was rebound to what it was: values before keys, as
+        # values are what differs.
         if len(seen) == len(now) and all(map(_is_still, seen.values(), now.values())) and seen.keys() == now.keys():
             return
         for key, value in now.items():
             if key not in seen or not _is_still(seen[key], value):
                 self._send(index, key, value)
+        # What was deleted on the user's module is gone on its replicas as well.
         for key in seen.keys() - now.keys():
             self._watched.pop((index, key), None)
             self._iterators.forget((index, key))
@@ -167,8 +175,11 @@ class PythonState:
         self._watch(index, key, value)
         self._iterators.note((index, key), value)
         for replica in self._others:
+            # What the step itself has rebound, it mostly rebinds again without reading it: large
+            # tensors of it are copied when they are used. What a hook has set is there to be used.
             translated = self._translated(replica, value, lazily=(index, key) in self._rebound)
             state = vars(self._modules[replica.index][index])
+            # A number that the replica has made of it in the last step would be overwritten unseen.
             if key in state:
                 expected = self._expected[replica.index][index]
                 self.unseen.note_numbers(index, expected, {key: state[key]}, self._modules[0])
@@ -183,6 +194,7 @@ class PythonState:
             child = self._modules[replica.index][index]
             expected = self._expected[replica.index][index]
             state = vars(child)
+            # All that was expected is there, and by its number nothing else beside what is private.
             is_as_expected = all(state.get(key, _MISSING) is value for key, value in expected.items())
             if is_as_expected and len(state) - len(expected) == self._num_private(child):
                 watch.note(index)
@@ -209,6 +221,8 @@ class PythonState:
                     mirror.sync(replica.index, translate)
         for mirror in self._mirrors.values():
             mirror.note()
+        # A mirror has the containers that it was made with. Where the user's got others, the whole
+        # attribute is copied and paired anew, once for each attribute.
         restructured = [key for key, mirror in self._mirrors.items() if mirror.got_containers]
         for index, key in dict.fromkeys(self._attribute_of[key] for key in restructured):
             value = vars(self._modules[0][index]).get(key, _MISSING)
@@ -217,6 +231,7 @@ class PythonState:
 
     def _forget_mirrors(self, index: int, key: str) -> None:
         for place in self._mirrored.pop((index, key), ()):
+            # Two attributes may hold one container; its mirror is that of the last to pair it.
             if self._attribute_of.get(place) == (index, key):
                 del self._attribute_of[place]
                 del self._mirrors[place]
@@ -234,6 +249,7 @@ class PythonState:
     @contextmanager
     def iterators_shared(self) -> Iterator[IteratorsOfStep]:
         """The step runs in here, between :meth:`share` and :meth:`collect`: all replicas take the same items."""
+        # One proxy for the same iterator in all modules, so that their takes are counted together.
         if self._others:
             self._iterators.begin([self._modules[0], *(self._modules[replica.index] for replica in self._others)])
         try:
@@ -248,6 +264,7 @@ class PythonState:
 
     def hand_over(self) -> None:
         """Between two replicas that take turns on different devices: containers that got tensors are mirrored."""
+        # On one device the other replica can use the tensors as they are.
         if self._several_devices and self._begun:
             self._memos = {}
             self._send_new_containers()
@@ -265,6 +282,7 @@ class PythonState:
             return
         self._begun = False
         self._memos = {}
+        # Replica after replica, the order in which one device would have seen the rows.
         for replica in active:
             if replica is not self._root and self._mirrors:
 
@@ -274,10 +292,12 @@ class PythonState:
                 for place, mirror in list(self._mirrors.items()):
                     if replica.index in mirror.copies and mirror.merge(replica.index, translate_back):
                         self.unseen.note_container(*self._attribute_of[place])
+        # Shared containers grow by what every slice appends, where one device appends once.
         for attribute, entries in self._watched.items():
             if any(map(_has_grown, entries)):
                 self.unseen.note_container(*attribute)
         self._bring_home()
+        # For the next step: what this one has rebound by itself, on the user's own module.
         for index in self._watches[0].suspects():
             seen = self._seen[index]
             for key, value in self._own(self._modules[0][index]).items():
@@ -291,6 +311,7 @@ class PythonState:
         home = self._root.device
         for entries in self._watched.values():
             for container, mark in entries:
+                # Where nothing was changed, nothing of another device can have come.
                 if isinstance(container, (list, dict)) and _mark(container) != mark:
                     keys = range(len(container)) if isinstance(container, list) else list(container)
                     for key in keys:
@@ -303,12 +324,15 @@ class PythonState:
     def _watch(self, index: int, key: str, value: Any) -> None:
         """Notes the containers behind an attribute that hold no tensor yet."""
         self._watched.pop((index, key), None)
+        # These are no containers; each replica has its own, or all have the same.
         if type(value) in ATOMS or isinstance(value, (torch.Tensor, nn.Module)):
             return
         graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
         graph.walk([value])
+        # What leads to tensors is mirrored already. All else is one object for all replicas, and is
+        # watched for its first tensor.
         leading = graph.leading()
-        shared = [held for place, held in graph.objects.items() if isinstance(held, MUTABLE) and place not in leading]
+        shared = [held for key, held in graph.objects.items() if isinstance(held, MUTABLE) and key not in leading]
         if shared:
             self._watched[index, key] = [(held, _mark(held)) for held in shared[:_MOST_WATCHED]]
 
@@ -322,7 +346,9 @@ class PythonState:
                 continue
             graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
             graph.walk([value])
+            # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
             leading = graph.leading()
+            # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
             if any(id(container) in leading for container, _ in entries):
                 self._send(index, key, value)
             else:
@@ -355,6 +381,8 @@ class PythonState:
             device = device_beside(tensor, self._root.device, replica.device)
             if not isinstance(tensor, nn.Parameter):
                 return RemoteTensor(tensor.detach(), device)
+            # Hooks average such parameters in place: each replica needs a copy to write to, and
+            # its hidden tensors follow the first one's before every step.
             copied = like_parameter(tensor, tensor.detach().to(device, copy=True))
             replica.hidden.add([(tensor, copied)])
             return copied
@@ -383,21 +411,24 @@ class PythonState:
 
     def _memo(self, replica: Replica, *, back: bool = False) -> dict[int, Any]:
         """By id, the counterparts of submodules, parameters, buffers and mirrored containers."""
-        place = replica.index if not back else -replica.index
+        # Replica 0 has no counterparts of its own, so the sign tells the directions apart.
+        place = -replica.index if back else replica.index
         if place not in self._memos:
             memo: dict[int, Any] = {}
             pairs = [
                 *zip(self._root.modules, replica.modules, strict=True),
                 *zip(self._root.parameters, replica.parameters, strict=True),
+                # Not strict: between two turns only one of both may have registered a new buffer.
                 *zip(self._root.buffers, replica.buffers, strict=False),
-                *(
-                    (one.source, one.copies[replica.index])
-                    for one in self._mirrors.values()
-                    if replica.index in one.copies
-                ),
             ]
+            for mirror in self._mirrors.values():
+                if replica.index in mirror.copies:
+                    pairs.append((mirror.source, mirror.copies[replica.index]))
             for mine, theirs in pairs:
-                memo[id(theirs if back else mine)] = mine if back else theirs
+                if back:
+                    memo[id(theirs)] = mine
+                else:
+                    memo[id(mine)] = theirs
             self._memos[place] = memo
         return self._memos[place]
 
@@ -434,6 +465,7 @@ class PythonState:
 
     def _new_watches(self) -> dict[int, AttributeWatch]:
         return {
+            # What a step leaves on the user's own module may have a graph; replicas get copies.
             index: AttributeWatch(modules, keeps_tensors=index > 0, private=OF_EVERY_MODULE)
             for index, modules in self._modules.items()
         }
@@ -451,15 +483,19 @@ class PythonState:
     def _send_hooks(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
         child = self._modules[0][index]
         for replica in self._others:
-            twin = self._modules[replica.index][index]
+            counterpart = self._modules[replica.index][index]
             for key in _HOOKS:
-                held = vars(twin)[key]
-                for number in [number for number, hook in held.items() if not is_ours(hook)]:
+                held = vars(counterpart)[key]
+                # Hooks of plans and shifts are each replica's own, and stay.
+                of_user = [number for number, hook in held.items() if not is_ours(hook)]
+                for number in of_user:
                     del held[number]
-                mine = {number: hook for (of, number), hook in hooks.items() if of == key}
-                held.update({number: self._translated(replica, hook, lazily=True) for number, hook in mine.items()})
+                # Under the same numbers: the flags beside them, which go by number, apply as well.
+                for (kind, number), hook in hooks.items():
+                    if kind == key:
+                        held[number] = self._translated(replica, hook, lazily=True)
             for key in _HOOK_FLAGS:
-                vars(twin)[key].update(vars(child)[key])
+                vars(counterpart)[key].update(vars(child)[key])
 
 
 class StateFingerprint:
@@ -482,6 +518,7 @@ class StateFingerprint:
             graph.walk(value for key, value in vars(child).items() if key not in self._private)
         for key, value in graph.objects.items():
             if isinstance(value, np.ndarray):
+                # Nothing counts the writes to an array, so all of it is read.
                 yield key, (value, zlib.crc32(value.tobytes()))
             elif isinstance(value, MUTABLE):
                 items: Any = value.items() if isinstance(value, dict) else value
@@ -492,6 +529,7 @@ class StateFingerprint:
     def has_changed(self) -> bool:
         """Whether something that was there has other contents now."""
         now = dict(self._marks())
+        # The objects are kept with their marks, so that an id cannot be that of another one by now.
         return any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
 
 
@@ -510,6 +548,7 @@ def _identities(item: Any) -> Any:
 
 def _mark(container: Any) -> Any:
     """Differs if a container was changed; beyond a few items, if their number was."""
+    # Asked in every step: a list of thousands of losses must not be walked for it.
     if len(container) > _SMALL:
         return len(container)
     return list(map(id, container.values() if isinstance(container, dict) else container))
@@ -546,6 +585,7 @@ def _is_still(seen: Any, value: object) -> bool:
 def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
     """By attribute and number; what the plan or a shift put there is not the user's."""
     state = vars(child)
+    # Most modules have none; those cost one lookup for each kind and no dict.
     held = [(key, state[key]) for key in _HOOKS if state.get(key)]
     if not held:
         return {}

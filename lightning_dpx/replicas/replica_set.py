@@ -39,6 +39,7 @@ from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Outcome, Task
 from lightning_dpx.torch_compat import run_backward
 
+# One object for the tasks of all steps, as it holds nothing.
 _NOTHING = nullcontext()
 _SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
 _SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
@@ -84,18 +85,22 @@ class BatchSlice:
 def weights_of(slices: Sequence[BatchSlice]) -> Weights:
     """What the slices of a batch count."""
     rows = [batch_slice.num_rows for batch_slice in slices]
-    own = [batch_slice.num_rows if batch_slice.weight is None else batch_slice.weight for batch_slice in slices]
-    return Weights(rows=rows, of_loss=own)
+    of_loss: list[float] = []
+    for batch_slice in slices:
+        weight = batch_slice.weight
+        # Where the user says nothing else, a row counts as much as any other.
+        of_loss.append(batch_slice.num_rows if weight is None else weight)
+    return Weights(rows=rows, of_loss=of_loss)
 
 
 class Watch(Protocol):
     """Times a replica's part of a stage."""
 
     def start(self) -> None:
-        """It begins."""
+        """The replica's part begins."""
 
     def stop(self) -> None:
-        """It has ended."""
+        """The replica's part has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +132,9 @@ class ReplicaTask(Task):
                         self.before()
                     for watch in self.watches:
                         watch.start()
-                    with replica.first_nan.watching(module) if self.searched else _NOTHING:
+                    # It hooks the forward of every submodule, so only anomaly mode pays for it.
+                    watching = replica.first_nan.watching(module) if self.searched else _NOTHING
+                    with watching:
                         value = self.call(self.batch_slice)
                     for watch in self.watches:
                         watch.stop()
@@ -199,6 +206,7 @@ class ReplicaSet:
         self.partition = RowPartition(
             self.devices,
             workload=workload,
+            # Who asks for turns or for threads wants every replica to run.
             merges=merge and execution == "auto",
             micro_batches=micro_batches,
         )
@@ -211,7 +219,10 @@ class ReplicaSet:
             check_every=check_every,
         )
         self._copy(module, existing)
+        # After manual_seed all accelerators have one seed, and would drop out the same units.
         seed_apart(self.devices)
+        # Autograd's threads may still let go of a graph when the interpreter ends, and a run that
+        # ended well would then end with SIGABRT (pytorch/pytorch#190489).
         for device in distinct_devices(self.devices):
             finish_backward_at_exit(device)
         self.slicer = user_slicer(batch_slicer, module, batch_dim)
@@ -242,10 +253,15 @@ class ReplicaSet:
         numbers = self.partition.micro_batches
         replicas = replicate(module, self.devices, rules.keep, existing, rules.skip, rules.shared, numbers)
         self.replicas = replicas
-        firsts = dict(zip(reversed(self.partition.device_of), reversed(replicas), strict=True))
+        # The first replica of each device has the parameters; the others there, which run its
+        # further micro-batches, have the very same objects.
+        firsts: dict[int, Replica] = {}
+        for place, replica in zip(self.partition.device_of, replicas, strict=True):
+            firsts.setdefault(place, replica)
         self.primaries = tuple(firsts[place] for place in range(len(self.devices)))
         self.state = StateSync(replicas, rules.buffers, rules.check_every, self.primaries)
         self.python_state = PythonState(replicas, rules.private, rules.skip, rules.by_reference)
+        # With one replica nothing has to follow what the module becomes.
         self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
 
     def cut_slices(self, micro_batches: MicroBatches, *, training: bool) -> None:
@@ -302,6 +318,7 @@ class ReplicaSet:
 
     def choose(self, *, threads: bool) -> None:
         """From now on training steps run every replica in a thread of its own, or stay merged."""
+        # The executor is closed for it, and its threads end: only where the choice is another one.
         if threads != self.partition.trains_apart:
             self._lanes.choose(threads=threads)
         self.partition.merges_in_training = self.partition.merges and not threads
@@ -312,6 +329,8 @@ class ReplicaSet:
 
     def sizes_of(self, counted: CountedBatch) -> tuple[int, ...]:
         """Rows per replica of this batch, in the mode that the module is in."""
+        # Six long rows may need the memory of fifty short ones. Only the number of micro-batches
+        # follows from that; nothing else asks for shapes in every step.
         shapes = counted.row_shapes() if self.partition.has_micro_batches else ()
         return self.partition.sizes(counted.num_rows, training=self.root.module.training, row_shapes=shapes)
 
@@ -322,6 +341,7 @@ class ReplicaSet:
             UncuttableBatch: the batch cannot be cut for certain.
         """
         counted = self.slicer.read(batch)
+        # No rows make no slices, and nothing would run at all; one device runs its step on them.
         if counted.num_rows == 0:
             return [self.whole_slice(batch, 0)]
         sizes = self.sizes_of(counted)
@@ -360,9 +380,16 @@ class ReplicaSet:
         lanes = self._lanes
         in_turns = self._takes_turns(stage)
         if in_turns:
+            # The turns run in the calling thread, which had given its cores to the lanes.
             lanes.release_cores()
+        # In line, replicas draw and write in the order of one device: there is nothing to learn.
         before = self.habits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
-        state = StateFingerprint(self.root.module, self._rules.by_reference) if in_turns and len(slices) > 1 else None
+        # It looks at everything that the module leads to, so it is taken only while the stage
+        # takes turns, when what it finds decides whether threads may run the stage.
+        state: StateFingerprint | None = None
+        if in_turns and len(slices) > 1:
+            state = StateFingerprint(self.root.module, self._rules.by_reference)
+        # First of all: the ranks of the tasks keep the slot, so it must be that of this run.
         slot = lanes.open_slot()
         tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not lanes.in_threads)
         if self.partition.has_micro_batches:
@@ -370,6 +397,7 @@ class ReplicaSet:
         try:
             values = lanes.executor(in_turns=in_turns).run(tasks, slot)
         except BaseException as error:
+            # Autograd's threads may still be at work for this step, and write into the module.
             interrupted = slot.abandoned or isinstance(error, KeyboardInterrupt)
             end_failed_step([replica.module for replica in self.replicas], self.devices, interrupted=interrupted)
             raise
@@ -385,12 +413,15 @@ class ReplicaSet:
     def _tasks(
         self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any], *, one_by_one: bool
     ) -> list[Task]:
+        # In threads no replica comes after another, so nothing is handed over.
         hand_over = self.python_state.hand_over if one_by_one else None
+        # It looks at what forwards return; a backward has none of its own.
         searched = torch.is_anomaly_enabled() and stage != "backward"
         balancer = self.partition.balancer if self.root.module.training else None
         tasks: list[Task] = []
         for rank, batch_slice in enumerate(slices):
             replica = batch_slice.replica
+            # Nearly every step: one empty tuple for all instead of a list for each task.
             watches: Sequence[Watch] = ()
             if balancer is not None or self.times is not None:
                 watches = self._watches(replica, stage, balancer)
@@ -399,6 +430,7 @@ class ReplicaSet:
                 replica.device,
                 stage,
                 call,
+                # What outlasts even its end by force must find no parameter to leave a gradient in.
                 partial(keep_gradients_out, replica.parameters),
                 rank=ReplicaRank(rank, len(slices), self._lanes.slot),
                 batch_slice=batch_slice,
@@ -425,6 +457,7 @@ class ReplicaSet:
             try:
                 joint_backward(roots, lambda place, error: self._blame(slices[place].replica, error))
             except BaseException:
+                # Autograd's queue of this thread would hold the step's graph until it runs again.
                 forget_failed_backward()
                 raise
             return
@@ -437,6 +470,7 @@ class ReplicaSet:
             try:
                 run_backward(tensors, gradients)
             except BaseException:
+                # Here too, and not once for all: every thread has such a queue.
                 forget_failed_backward()
                 raise
 
@@ -447,8 +481,10 @@ class ReplicaSet:
         """Several in line on the host, once a backward met no other, and while they are not watched apart."""
         if len(slices) == 1 or not self.habits.has_walked_back:
             return False
+        # Gradients of a collective meet in the backward once more. In a joint one nobody can wait.
         if not self._lanes.in_line_on_host or self._lanes.slot.was_used:
             return False
+        # Stopwatches and anomaly mode tell replicas apart, which one walk does not.
         return self.partition.balancer is None and self.times is None and not torch.is_anomaly_enabled()
 
     def _blame(self, replica: Replica, error: BaseException) -> None:
@@ -490,6 +526,8 @@ class ReplicaSet:
             )
 
     def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
+        # That replicas take turns is said once for all stages. What ran in threads is always said:
+        # its numbers were drawn in some order, and the step cannot be repeated.
         known = self.habits.has_drawn
         self.habits.note_draws(stage, training=self.root.module.training, drew=drew)
         if not drew or (in_turns and known):
@@ -548,8 +586,11 @@ def end_failed_step(
     """
     forget_failed_backward()
     parameters = [parameter for module in modules for parameter in module.parameters()]
+    # Shifted parts have their parameters on other devices than their replica.
     places = distinct_devices([*devices, *(parameter.device for parameter in parameters)])
-    if not end_failed_backward(places, _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR):
+    seconds = _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR
+    # An operator may block for ever. What comes after it finds no parameter to write to.
+    if not end_failed_backward(places, seconds):
         keep_gradients_out(parameters)
 
 

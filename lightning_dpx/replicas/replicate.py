@@ -47,6 +47,7 @@ from lightning_dpx.torch_compat import (
 # One object serves all replicas, whatever it holds: data, what acts on the parameters once a step, and what compiles:
 # code that was compiled for one replica is found by the others only where it is the same object.
 SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, IteratorProxy, *COMPILER_TYPES)
+# Python refuses to copy them, and what they guard is one object for all replicas.
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -78,6 +79,7 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
         ReplicationError: something that holds the module or a part of it cannot be copied; names the attribute.
     """
     numbers = micro_batches or (1,) * len(devices)
+    # A module that is its only replica is not copied, so it may be lazy or anything else.
     if sum(numbers) > 1:
         check_materialized(module)
         _check_not_parallel(module)
@@ -91,7 +93,8 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
             if not replicas:
                 replicas.append(Replica(0, root, module))
                 continue
-            if turn:  # the parameters of the first on this device, and so their gradients
+            # Micro-batches accumulate gradients in the parameters of their device's first replica.
+            if turn:
                 given = dict(replicas[-1].module.named_parameters())
             parameters = _own_parameters(module, None if target == root else target, given)
             with _staying(shared):
@@ -105,6 +108,7 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
 def _staying(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Moving a module that holds one of ``modules`` leaves that one where it is."""
     for module in modules:
+        # Module.to() goes down by calling each child's _apply, and finds this one on the instance.
         vars(module)["_apply"] = functools.partial(_stay, module)
     try:
         yield
@@ -170,6 +174,7 @@ class ModuleCopy:
     ) -> None:
         self._module = module
         self._device = device
+        # The device of the original, which tells what the user has put on the host on purpose.
         self._home = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
         self._private = private
         self._staying = {id(parameter) for parameter in staying}
@@ -193,6 +198,8 @@ class ModuleCopy:
                 return self._attempt()
             except Exception as error:
                 path, value = self._uncopyable()
+                # A shadow must leave no trace, so it shares nothing that it cannot copy. What leads
+                # to the module would lead every replica to the user's own.
                 if nn.Module in self._private or id(value) in self._kept or self._holds_module(value):
                     where = "" if self._device is None else f" to {self._device}"
                     raise ReplicationError(
@@ -204,20 +211,25 @@ class ModuleCopy:
 
     def _attempt(self) -> nn.Module:
         self.hidden = []
+        # A new one in every round: what a failed attempt has made in its memo is half-finished.
         memo = {**self._kept, **self._tensors}
         shared: list[Any] = []
         private: list[Any] = []
         for child in modules_without(self._module, self._kept):
+            # What is no shell is copied by its own __deepcopy__ or constructor, which knows of no
+            # sharing.
             is_private = isinstance(child, self._private) or not _can_be_a_shell(child)
             (private if is_private else shared).extend(_attribute_values(child))
         placed = prepare_memo(
             memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module
         )
-        self.hidden = [(one, memo[id(one)]) for one in placed]
+        self.hidden = [(tensor, memo[id(tensor)]) for tensor in placed]
         made: nn.Module = copy.deepcopy(self._module, memo)
         if self._device is not None:
             given = [(parameter, parameter.data) for parameter in made.parameters() if id(parameter) in self._staying]
-            for parameter, _ in given:  # it may lie elsewhere, as that of a shifted part does
+            # Given parameters may lie elsewhere, as those of a shifted part do, and stay there:
+            # to() finds them empty, and gives them no other memory than that.
+            for parameter, _ in given:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
             made.to(self._device)  # states of metrics, and the device that a LightningModule remembers
             for parameter, values in given:
@@ -236,6 +248,7 @@ class ModuleCopy:
 
     def _uncopyable(self) -> tuple[str, Any]:
         """The first attribute that fails, by its path; the module itself where none fails alone."""
+        # By reference, so that an attribute that leads to the module fails for what it is itself.
         modules = {id(child): child for child in self._module.modules()}
         for path, child in self._module.named_modules():
             for key, value in list(vars(child).items()):
@@ -265,13 +278,16 @@ def modules_without(module: nn.Module, kept: Collection[int]) -> Iterator[nn.Mod
         if id(child) not in seen and id(child) not in kept:
             seen.add(id(child))
             yield child
-            waiting.extend(one for one in reversed(submodules_of(child).values()) if one is not None)
+            grandchildren = reversed(submodules_of(child).values())
+            waiting.extend(grandchild for grandchild in grandchildren if grandchild is not None)
 
 
 def _attribute_values(child: nn.Module) -> Iterator[Any]:
     """The plain attributes of a submodule, and what its hooks are; the dicts of hooks are each module's own."""
     for key, value in list(vars(child).items()):
         if key in OF_EVERY_MODULE:
+            # Hooks may capture the module. Parameters, buffers and submodules have their
+            # counterparts.
             if key not in _STRUCTURE and isinstance(value, dict):
                 yield from value.values()
         else:
@@ -302,19 +318,23 @@ def prepare_memo(
         is_boundary: What stays the same object in any case.
         module: The module whose structure is copied, too, before anything refers to its submodules.
     """
+    # Before the walks, which end at what the memo knows: at submodules, too, though their copies
+    # are still empty.
     states = [] if module is None else _make_shells(module, memo)
     known = frozenset(memo)
 
     def stops(value: Any) -> bool:
         return id(value) in known or is_boundary(value)
 
+    # Three walks: what leads to tensors and modules; what modules beside the structure hold (kept
+    # in a list, say), whose tensors follow the first replica's; and what is copied whole.
     rest = ObjectGraph(is_tensor_or_module, stops)
     rest.walk(shared)
     hidden = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
     hidden.walk(value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value))
     whole = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
     whole.walk([*private, *hidden.objects.values()])
-    # Ids are good as long as their objects live.
+    # Ids are good as long as their objects live: the memo holds the walks, which hold the objects.
     memo[id(rest)] = rest
     memo[id(whole)] = whole
     leading = rest.leading() | whole.leading()
@@ -328,6 +348,8 @@ def prepare_memo(
                 placed.append(value)
         elif is_boundary(value) or isinstance(value, _LOCKS) or not (key in leading or key in whole.objects):
             memo[key] = value
+    # Functions are made empty, then the modules get their states, then the functions what they
+    # capture: either may lead to the other, and deepcopy finds what the memo has.
     functions = _Functions(memo)
     for key, value in (rest.objects | whole.objects).items():
         if key in leading and key not in memo:
@@ -336,6 +358,7 @@ def prepare_memo(
         shell.__setstate__(_copied_state(state, memo))  # type: ignore[no-untyped-call]
     functions.fill()
     for child, shell, _ in states:
+        # Last: what compiles a module looks at it, which has its state by now.
         _compile_like(child, shell, memo)
     return placed
 
@@ -359,7 +382,7 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Modu
             memo[id(child)] = shell
             states.append((child, shell, _state_of(child)))
     # A compiled module looks at the one that it compiles when it gets its state.
-    states.sort(key=lambda one: isinstance(one[1], OptimizedModule))
+    states.sort(key=lambda state: isinstance(state[1], OptimizedModule))
     return states
 
 
@@ -370,7 +393,7 @@ def _state_of(child: nn.Module) -> Any:
     """
     if isinstance(child, OptimizedModule):
         return child.__getstate__()  # type: ignore[no-untyped-call]
-    reduced: Any = child.__reduce_ex__(4)
+    reduced: Any = child.__reduce_ex__(4)  # as copy.deepcopy does
     return reduced[2]
 
 
@@ -380,6 +403,7 @@ def _copied_state(state: Any, memo: Memo) -> Any:
         return copy.deepcopy(state, memo)
     copied: dict[str, Any] = {}
     for key, value in state.items():
+        # Most modules have some ten of them, all empty.
         if type(value) is OrderedDict and not value and id(value) not in memo:
             memo[id(value)] = OrderedDict()
         copied[key] = memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo)
@@ -401,6 +425,8 @@ def _can_be_a_shell(child: nn.Module) -> bool:
     if hasattr(kind, "__deepcopy__"):
         return False
     reduced: Any = child.__reduce_ex__(4)
+    # How Python reduces an object without methods of its own: made by __new__, then given a state,
+    # with no items to append or to set.
     is_plain = reduced[0] is copyreg.__newobj__ and reduced[1] == (kind,)  # type: ignore[attr-defined]
     return is_plain and all(part is None for part in reduced[3:])
 
@@ -417,6 +443,7 @@ class _Functions:
         """Puts a counterpart of ``value`` into the memo, if it is one of those."""
         if isinstance(value, types.FunctionType):
             self._memo[id(value)] = self._function(value)
+        # deepcopy hands it over as it is, with the original's module inside.
         elif isinstance(value, functools._lru_cache_wrapper):
             wrapped = value.__wrapped__
             if isinstance(wrapped, types.FunctionType):
@@ -427,6 +454,8 @@ class _Functions:
         elif isinstance(value, weakref.WeakMethod):
             method = value()
             owner = None if method is None else self._memo.get(id(method.__self__))
+            # What it refers to may be gone, or be no part of the module: then the reference stays
+            # as it is.
             if method is not None and owner is not None:
                 self._memo[id(value)] = weakref.WeakMethod(types.MethodType(method.__func__, owner))
         elif type(value) is weakref.ref:
@@ -450,9 +479,11 @@ class _Functions:
     def fill(self) -> None:
         """Gives the functions what they capture, once everything that they lead to has its counterpart."""
         for cell, made in self._cells.values():
+            # A variable that is not assigned yet, or not any more, has an empty cell.
             if _is_filled(cell):
                 made.cell_contents = copy.deepcopy(cell.cell_contents, self._memo)
         for function, duplicate in self._made:
+            # A default may be the module, or hold it, as well.
             duplicate.__defaults__ = copy.deepcopy(function.__defaults__, self._memo)
             duplicate.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self._memo)
             duplicate.__qualname__ = function.__qualname__
@@ -471,6 +502,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Values of the replica's own, without history."""
+    # It would fetch its values to its own device first, to have them copied once more.
     if isinstance(tensor, RemoteTensor):
         tensor = source_of(tensor)
     return tensor.detach().to(device or tensor.device, copy=True)
@@ -478,6 +510,7 @@ def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter of the same class, flags and hooks of the user, with other values and no gradient."""
+    # A subclass (of a library, or lazy) may have attributes and a constructor of its own.
     is_plain = type(parameter) is nn.Parameter
     duplicate = nn.Parameter(data, parameter.requires_grad) if is_plain else copy.copy(parameter)
     duplicate.data = data
@@ -485,7 +518,9 @@ def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name)
         if hooks:
-            duplicate.requires_grad_(True)  # torch takes hooks only while it does
+            # torch takes hooks only of what requires a gradient; a frozen one is frozen again
+            # below.
+            duplicate.requires_grad_(True)
             register = duplicate.register_post_accumulate_grad_hook
             if name == "_backward_hooks":
                 register = duplicate.register_hook

@@ -26,6 +26,7 @@ from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.replicas.context import current_rank
 from lightning_dpx.torch_compat import tree_map_only
 
+# A vocabulary or a list of samples is not walked through in every step.
 _MOST_ITEMS = 64  # of a list or dict that is searched for iterators
 _MISSING = object()
 Place = tuple[str, Any, Any]  # a path, the namespace or container there, and a key in it
@@ -52,18 +53,19 @@ class IteratorProxy(Iterator[Any]):
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
+        # Past __setattr__, which hands everything on to the iterator.
         vars(self)["_iterator"] = iterator
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """That of the iterator."""
+        """The class of the iterator, for ``isinstance``."""
         return type(vars(self)["_iterator"])
 
     def __next__(self) -> Any:
         return self._take(next)
 
     def send(self, value: Any) -> Any:
-        """As of a generator."""
+        """The next item of a generator, which gets ``value``."""
         return self._take(lambda iterator: iterator.send(value))
 
     def _take(self, fetch: Callable[[Any], Any]) -> Any:
@@ -107,15 +109,20 @@ class SharedIterator(IteratorProxy):
         with state["_lock"]:
             place = state["_places"].get(number, 0)
             state["_places"][number] = place + 1
+            # The first to come here fetches; that is not always the first replica, if they run in
+            # threads.
             if place == len(state["_taken"]):
                 state["_taken"].append(self._fetched(fetch))
             taken: Taken = state["_taken"][place]
             if taken.error is not None:
                 raise taken.error
+            # From the copy, which was made before any replica could write what was fetched.
             return taken.value if number == 0 else _copied(taken.kept, state["_home"])
 
     def _fetched(self, fetch: Callable[[Any], Any]) -> Taken:
         state = vars(self)
+        # The same step on the whole batch has ended; a slice that wants more items does something
+        # else.
         if not state["_may_fetch"]:
             raise RuntimeError("A step in slices takes more items of an iterator than the whole batch did.")
         return _fetched(state["_iterator"], fetch)
@@ -139,7 +146,7 @@ class UntakenIterator(IteratorProxy):
     Args:
         iterator: The real one.
         path: Where the module holds it.
-        asked: Gets the path, if anybody asks for an item.
+        requested: Gets the path, when an item is asked for.
     """
 
     def __init__(self, iterator: Iterator[Any], path: str, requested: list[str]) -> None:
@@ -192,13 +199,15 @@ class PeekedIterator(IteratorProxy):
         place = state["_place"]
         if place == len(taken):
             if not state["_is_tried"]:
+                # A real step that takes more than the trials did goes on where they stopped.
                 return fetch(state["_iterator"])
             taken.append(_fetched(state["_iterator"], fetch))
         state["_place"] = place + 1
-        found: Taken = taken[place].again()
-        if found.error is not None:
-            raise found.error
-        return found.value
+        # A copy each time, since a run may write what it takes.
+        item: Taken = taken[place].again()
+        if item.error is not None:
+            raise item.error
+        return item.value
 
 
 class IteratorsOfStep:
@@ -246,23 +255,31 @@ class IteratorsOfStep:
         Args:
             modules: By replica, its submodules in one order.
         """
+        # A step that was abandoned may have left its proxies in place.
         self.end()
         for index, name in self._held:
-            columns = [list(places_in(name, vars(own[index]), vars(own[index]).get(name))) for own in modules]
-            for path, space, key in columns[0]:
+            places_by_replica: list[list[Place]] = []
+            for of_replica in modules:
+                attributes = vars(of_replica[index])
+                places_by_replica.append(list(places_in(name, attributes, attributes.get(name))))
+            for path, space, key in places_by_replica[0]:
                 iterator = _unwrapped(space[key])
                 known, taken = self._again.pop(id(iterator), (iterator, []))
                 assert known is iterator, "held here, so that its id stays its own"
                 shared = SharedIterator(iterator, self._home, taken)
                 self._shared.append(shared)
-                for found, own_space, own_key in chain.from_iterable(columns):
-                    if found != path:
+                # By path: containers that lead to tensors are each replica's own, and so are the
+                # places in them.
+                for its_path, its_space, its_key in chain.from_iterable(places_by_replica):
+                    if its_path != path:
                         continue
-                    if own_space[own_key] is not shared:  # one list may be that of all replicas
-                        self._exchanged.append((own_space, own_key, _unwrapped(own_space[own_key]), shared))
-                        own_space[own_key] = shared
+                    if its_space[its_key] is not shared:  # one list may be that of all replicas
+                        before = _unwrapped(its_space[its_key])
+                        self._exchanged.append((its_space, its_key, before, shared))
+                        its_space[its_key] = shared
         for place in self._of_code:
             iterator = _of_space(place[1], place[2])
+            # A global may be named by several functions, and has its proxy after the first.
             if is_iterator(iterator) and type(iterator) is not SharedIterator:
                 _, taken = self._again.pop(id(iterator), (iterator, []))
                 shared = SharedIterator(iterator, self._home, taken)
@@ -294,6 +311,8 @@ class IteratorsOfStep:
                 _write_to_space(space, key, before)
         for shared in self._shared:
             state = vars(shared)
+            # What no replica has taken, of what the step before had taken in vain, is still to be
+            # given.
             used = 0 if undone else max(state["_places"].values(), default=0)
             left = [taken.again() for taken in state["_taken"][used:]]
             if left:
@@ -330,6 +349,7 @@ def places_in(name: str, namespace: Any, value: Any, key: Any = None, depth: int
 
 
 def _items_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    # No subclasses: those may compute their items, or count the looks at them.
     if type(value) in (list, dict):
         few = value if len(value) <= _MOST_ITEMS else ()
         return value, list(few.items() if isinstance(few, dict) else enumerate(few))
@@ -375,7 +395,7 @@ def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], reque
     Args:
         shadow: Any module.
         iterators: Which.
-        asked: Gets the path of every one that is asked for an item.
+        requested: Gets the path of every one that an item is asked of.
     """
     guarded = {id(iterator) for iterator in iterators}
     for prefix, child in shadow.named_modules() if guarded else ():
@@ -392,7 +412,7 @@ def code_iterators_guarded(module: nn.Module, requested: list[str]) -> Iterator[
 
     Args:
         module: Whose code is searched for what it names.
-        asked: See :func:`guard_iterators`.
+        requested: See :func:`guard_iterators`.
     """
     found = [(space, key, _of_space(space, key), path) for path, space, key in places_of_code(module)]
     guarded = [(space, key, value, path) for space, key, value, path in found if is_iterator(value)]
@@ -414,6 +434,7 @@ def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
     Yields:
         What must be rewound before each of them.
     """
+    # Items that an earlier trial took come first: their proxy stays, and is not wrapped in another.
     put_iterators_back(module)
     those = {id(iterator) for iterator in _iterators_of(module) if _is_peeked(iterator)}
     places = [place for place in places_of_code(module) if is_iterator(_of_space(place[1], place[2]))]
@@ -431,6 +452,7 @@ def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
     finally:
         for _, space, key in places:
             proxy = _of_space(space, key)
+            # Of what nothing was taken, nothing need be given back.
             if type(proxy) is PeekedIterator and not proxy.was_requested:
                 _write_to_space(space, key, vars(proxy)["_iterator"])
         for proxy in peeked.values():
@@ -442,6 +464,7 @@ def iterators_peeked(module: nn.Module) -> Iterator[list[PeekedIterator]]:
 
 def put_iterators_back(module: nn.Module) -> None:
     """Puts back what :func:`iterators_peeked` has left something else for, if that is used up."""
+    # Asked in every step.
     if not _PEEKED:
         return
     left = []
@@ -456,6 +479,8 @@ def put_iterators_back(module: nn.Module) -> None:
 
 
 def _of_space(space: Any, key: str) -> Any:
+    """What a namespace, a container or a class has under ``key``."""
+    # A class's own dict cannot be written, so classes are spaces by themselves.
     held = vars(space) if isinstance(space, type) else space
     return held[key] if not isinstance(held, dict) else held.get(key)
 
@@ -481,6 +506,7 @@ def _copied(value: Any, home: torch.device | None) -> Any:
     def of_replica(tensor: torch.Tensor) -> torch.Tensor:
         if home is None or is_host(home) or canonical_device(tensor.device) != home:
             return tensor.detach().clone()
+        # The executor has made the replica's device current in this thread.
         here = torch.device(home.type, torch.get_device_module(home.type).current_device())
         return tensor.detach().to(here, copy=True)
 
