@@ -119,6 +119,7 @@ class BatchReading:
         """Finds the inputs below ``node``, but not those in lists whose meaning is still open."""
         if self._dim(path) == -1 or is_value(node):
             return
+        # First of all: a class that was registered may be made from a tensor, a list or a mapping.
         slicer = slicer_of(node)
         if slicer is not None:
             self._count_object(slicer, Input(path, node))
@@ -141,11 +142,13 @@ class BatchReading:
         if self._is_named(path) or (path in self.loaders and _is_list_of_alike_values(node)):
             self.row_lists.add(path)
             self.counted.append(Input(path, node, len(node)))
+        # What the items of a list are is known here, so they are inputs like those of a mapping.
         elif self._names_items_of(path) or _are_of_many_kinds(node) or self._holds_loaders(path):
             self._walk_children(node, path)
         elif path in self.loaders and any(is_array(item) or slicer_of(item) is not None for item in node):
             self.columns.append(Input(path, node))
             self._walk_children(node, path)
+        # Still open: it depends on the rows, which may be counted further on in the batch.
         elif len(node):
             self.lists.append(Input(path, node))
 
@@ -155,6 +158,7 @@ class BatchReading:
         return any(loader != path and loader.startswith(start) for loader in self.loaders)
 
     def _count_object(self, slicer: Any, found: Input) -> None:
+        # A function cuts into sizes that it is given, and counts nothing.
         if isinstance(slicer, FunctionSlicer):
             self.uncounted.append(found)
             return
@@ -202,6 +206,7 @@ class BatchReading:
         if self.given_rows is not None:
             return self.given_rows
         sizes = {found.num_rows for found in self.counted}
+        # Lengths are the last resort: beside tensors, what a function cuts may have any length.
         if not sizes:
             sizes = {len(found.node) for found in self.uncounted if hasattr(type(found.node), "__len__")}
         size = sizes.pop() if len(sizes) == 1 else None
@@ -218,16 +223,20 @@ class BatchReading:
         total = self.num_rows()
         doubtful = []
         while self.lists:
+            # One by one, as a list of columns may add further lists, which are decided as well.
             found = self.lists.pop()
             if is_list_of_values(found.node) and len(found.node) != total:
                 continue  # settings, which have nothing to do with the rows
             if len(found.node) != total:
                 self._walk_children(found.node, found.path)
+            # As many items as rows, which cannot be columns of so many rows: one item for each row.
             elif not self._may_be_columns(found, total):
                 self.row_lists.add(found.path)
             elif _are_of_many_kinds(found.node):
                 self._walk_children(found.node, found.path)
             else:
+                # Three lists of three: rows and columns look alike, and a wrong guess trains on
+                # mixed up rows without an error.
                 doubtful.append(found)
         as_many = [found for found in self.columns if len(found.node) == total]
         doubtful += [found for found in as_many if self._may_be_columns(found, total)]
@@ -248,8 +257,8 @@ class BatchReading:
                 return set()  # it has no such dim
             if inside.opaque:
                 return set()
-            sizes |= {one.num_rows for one in inside.counted}
-            sizes |= {len(one.node) for one in inside.lists}
+            sizes.update(column.num_rows for column in inside.counted)
+            sizes.update(len(column.node) for column in inside.lists)
         return sizes
 
     def _dim_inside(self, path: str) -> BatchDim:
@@ -286,6 +295,7 @@ class BatchReading:
         if slicer is not None or is_array(node):
             return self._cut_input(slicer, Input(path, node), sizes)
         if path in self.row_lists:
+            # A deque has no slices.
             items = list(node)
             return [rebuild_sequence(node, items[start:stop]) for start, stop in spans(sizes)]
         children = children_of(node)
@@ -304,6 +314,8 @@ class BatchReading:
             raise _failure(self, found, error) from error
 
     def _cut_input(self, slicer: Any, found: Input, sizes: list[int]) -> list[Any]:
+        # Errors of a user's slicer are the user's to see. What a library refuses is only a batch
+        # that cannot be cut.
         if slicer is not None and is_registered(found.node):
             name = f"the slicer of {type(found.node).__name__}"
             return call_slicer(name, slicer.cut, found.node, sizes)
@@ -355,6 +367,7 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
     if len(by_rows) > 1 or (total is not None and any(rows != total for rows in by_rows)):
         sentences = [f"{_listed(inputs)}: {rows}" for rows, inputs in by_rows.items()]
         reasons.append(f"Its inputs do not agree on the number of rows: {'; '.join(sentences)}.")
+        # The inputs at fault are those that differ from the most.
         usual = total if total is not None else max(by_rows, key=lambda rows: len(by_rows[rows]))
         for rows, inputs in by_rows.items():
             if rows != usual:
@@ -364,6 +377,7 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
         because = f": {why}" if why else ""
         reasons.append(f"{found} cannot be cut{because}.")
         kinds.append(("opaque", found.path, type(found.node).__name__))
+    # Without any rows nothing could be decided about them.
     unread = reading.lists if total is None and not reading.counted else []
     # Rows rather than columns, unless it is one tensor for all rows beside others.
     ragged = [found for found in reading.columns if len(reading.sizes_inside(found)) > 1 and 1 not in by_rows]
@@ -382,6 +396,7 @@ def _advice(reading: BatchReading, odd: list[Input], lists: list[Input]) -> str:
     sentences: list[str] = []
     for found in lists:
         sentences += _advice_on_list(reading, found)
+    # With all inputs replicated nothing would be cut: that is no advice.
     named = [found.path for found in odd if found.path][:MOST_NAMED]
     rest = [found for found in reading.counted if found.path not in named]
     if named and rest:
@@ -400,6 +415,7 @@ def _advice_on_list(reading: BatchReading, found: Input) -> list[str]:
     """How to say what a list is; first what it is most likely to be."""
     name = found.path or "the batch"
     items = list(found.node)
+    # A line that names hundreds of columns would help nobody.
     if len(items) > MOST_NAMED:
         return [f"If {name} has one item per row, say so by {_dims(reading, [found.path], 0)}."]
     sentences = []

@@ -65,6 +65,7 @@ class Rendezvous:
         self._appointed: set[int] = set()  # who goes on without the others; the lowest acts
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._ended: set[int] = set()
+        # Rank 0 begins, as it does where replicas run one after the other.
         self._turn = 0
         self._started = False
         self._abandoned = False
@@ -95,6 +96,7 @@ class Rendezvous:
             raise CollectiveError(f"{kind} inside a step is not possible here: {self._refusal}.")
         with self._changed:
             self._arrived[rank] = _Arrival(kind, value, act, optional)
+            # Threads for the others are made for a step that really meets, and for no other.
             first = not self._started
             self._started = True
         # Outside of the lock, which each of those that are started here takes to wait for its first turn.
@@ -109,9 +111,12 @@ class Rendezvous:
                     self._hand_over()
                     continue
                 if not self._wait(lambda: self._concerns(rank)):
+                    # Past the deadline all who wait are told at once, and this one takes its own
+                    # result.
                     here = ", ".join(map(str, sorted(self._arrived)))
                     self._break(f"{kind}: only replicas {here} of {self.world_size} came within {self._deadline:g} s")
                     break
+            # Taken out, so that the next meeting of the run does not find it.
             result, error = self._results.pop(rank)
         if error is not None:
             raise error
@@ -140,6 +145,7 @@ class Rendezvous:
 
     def abandon(self) -> None:
         """The participants are given up: those in a rendezvous get an error."""
+        # Before the lock is taken, which a participant that acts for all holds all the while.
         self._abandoned = True
         self._refusal = "the step was interrupted"
         # One of them may be in the middle of what all met for, an optimizer's step, say; it tells the others then.
@@ -152,10 +158,12 @@ class Rendezvous:
 
     def _settle(self) -> None:
         """Once no other can come: those that wait go on, together or in part, or hear that they cannot."""
+        # As long as one neither waits nor has ended, it may still come.
         if not self._arrived or len(self._arrived) + len(self._ended) < self.world_size or self._appointed:
             return
         kinds = {rank: arrival.kind for rank, arrival in sorted(self._arrived.items())}
         alike = len(set(kinds.values())) == 1
+        # Those that need not wait for all go first; the others may meet once these have gone on.
         content = [rank for rank, arrival in sorted(self._arrived.items()) if arrival.optional]
         if alike and len(self._arrived) == self.world_size:
             self._appointed = set(self._arrived)
@@ -172,9 +180,14 @@ class Rendezvous:
     def _act_for(self, ranks: set[int]) -> None:
         """In the calling participant's thread and context, for those of ``ranks``."""
         arrivals = {rank: self._arrived.pop(rank) for rank in sorted(ranks)}
-        values = [arrivals[rank].value if rank in arrivals else None for rank in range(self.world_size)]
+        values: list[Any] = [None] * self.world_size
+        for rank, arrival in arrivals.items():
+            values[rank] = arrival.value
+        # All mean the same by what they meet for, so the function of any of them would do.
         act = arrivals[min(ranks)].act
         try:
+            # Collectives in here are those of the process: in the rank of a replica they would meet
+            # again.
             with outside_step():
                 result = act(values)
                 error = None
@@ -197,6 +210,7 @@ class Rendezvous:
 
     def _wait(self, is_ready: Callable[[], bool]) -> bool:
         """Whether it was ready before the deadline."""
+        # In pieces: a wait that is not interrupted hears no Ctrl-C.
         end = math.inf if self._deadline is None else time.monotonic() + self._deadline
         while (left := end - time.monotonic()) > 0:
             if self._changed.wait_for(is_ready, min(left, WAIT_SECONDS)):
@@ -244,6 +258,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, rank: ReplicaRank, value: torch.Tensor) -> torch.Tensor:
         check_differentiable(rank)
         ctx.rank = rank
+        # The gradient goes back to where the value came from; gathered ones lie elsewhere.
         ctx.device = value.device
         return _gathered(rank, "all_gather", value, each=True)
 
@@ -259,6 +274,7 @@ def _gathered(
     rank: ReplicaRank, kind: str, value: torch.Tensor, each: bool = False, gradients: bool = False
 ) -> torch.Tensor:
     parts, _ = rank.meet_all(kind, value, each=each, gradients=gradients)
+    # torch.stack would raise an error that says nothing of replicas.
     if any(part.shape != value.shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise UnequalShapesError(
@@ -308,6 +324,7 @@ def reduce(rank: ReplicaRank, value: torch.Tensor, operation: str) -> torch.Tens
     """
     stacked = _gathered(rank, f"reduce ({operation})", value)
     if operation in ("mean", "avg"):
+        # Integers have no mean of their own kind.
         return stacked.mean(0, dtype=stacked.dtype if stacked.is_floating_point() else torch.float32)
     if operation == "sum":
         return stacked.sum(0)

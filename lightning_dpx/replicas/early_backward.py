@@ -83,6 +83,8 @@ class EarlyBackward:
             shown: Every forward finds what is put aside in its place, as it would on one device.
         """
         self._shown = shown
+        # What will be zeroed before it is used is freed now, and takes no memory beside the
+        # activations.
         self._aside = [_taken(replica, zeroed) for replica in self._primaries]
         return any(column.count(None) < len(column) for column in self._aside)
 
@@ -115,12 +117,13 @@ class EarlyBackward:
         factor = self._factor(gradient, weights)
         with torch.no_grad():
             for replica, column in zip(self._primaries, held, strict=True):
-                for parameter, own in zip(replica.parameters, column, strict=True):
-                    if own is None:
+                for parameter, gradient_of_step in zip(replica.parameters, column, strict=True):
+                    if gradient_of_step is None:
                         continue
-                    scaled = own if factor == 1 else own * factor
-                    there = parameter.grad
-                    parameter.grad = scaled if there is None else _sum(there, scaled)
+                    # As good as always the factor is 1, and nothing is multiplied.
+                    scaled = gradient_of_step if factor == 1 else gradient_of_step * factor
+                    earlier = parameter.grad
+                    parameter.grad = scaled if earlier is None else _sum(earlier, scaled)
 
     def before_forward(self, place: int) -> None:
         """A forward on this device begins: it finds the gradients of earlier steps, if it is to look."""
@@ -152,18 +155,23 @@ class EarlyBackward:
 
     def _factor(self, gradient: torch.Tensor, weights: Mapping[int, float]) -> float:
         """What the real gradients are of those that were computed."""
+        # Micro-batches without a loss drop out, and the weights of the others grow by one factor.
         ratios = [weight / self._weights[index] for index, weight in weights.items() if self._weights[index]]
         factor = ratios[0] if ratios else 1.0
         if any(not math.isclose(ratio, factor, rel_tol=1e-9) for ratio in ratios):
             raise ReplicationError("The weights of the micro-batches' losses changed while the step ran.")
+        # Weights are quotients of rows, whose last digit says nothing.
         if math.isclose(factor, 1.0, rel_tol=1e-12):
             factor = 1.0
         if self._expected.is_certain:
             return factor
+        # It waits for the device, so it is asked only where something may have changed the
+        # gradient.
         real = float(gradient)
         value = self._expected.value
         if real == value:
             return factor
+        # The value is a Python number, with more digits than the loss has.
         expected = float(torch.as_tensor(value, dtype=gradient.dtype))  # as the loss's dtype rounds it
         if real == expected:
             return factor
@@ -183,6 +191,7 @@ class EarlyBackward:
             call: A replica's step.
             device_of: By the index of each replica that takes part, the place of its device; in the order of turns.
         """
+        # In the order of turns the last replica of each device is the one that stays.
         last = {place: index for index, place in device_of.items()}
         return WithBackward(self, call, device_of, frozenset(last.values()))
 
@@ -197,6 +206,8 @@ class EarlyBackward:
         loss = loss_of(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return output  # there is no loss, or a complaint to come
+        # A leaf in place of the loss: the graph is freed, and the merged loss still sees whether
+        # anything here requires a gradient.
         weight = self._weights[index]
         mark = loss.detach()
         if loss.requires_grad:
@@ -224,6 +235,7 @@ class EarlyBackward:
             else:
                 run_backward((loss,), (gradient,))
         except BaseException as error:
+            # The graph of the failed micro-batch would stay in the engine's queue of this thread.
             forget_failed_backward()
             error.add_note("In the backward of a micro-batch, which runs before the next one's forward.")
             raise
@@ -262,8 +274,10 @@ def loss_of(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def _sum(there: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return there.add_(gradient) if there.layout == torch.strided else there + gradient
+def _sum(earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients of one parameter, in the memory of the first if that is dense."""
+    # The sum of two sparse gradients has other indices than either.
+    return earlier.add_(gradient) if earlier.layout == torch.strided else earlier + gradient
 
 
 def _taken(replica: Replica, freed: Collection[int] = ()) -> list[torch.Tensor | None]:

@@ -112,11 +112,13 @@ class MergeRules:
     def _watch(self, parts: Sequence[Any], path: str, rule: Rule | None) -> None:
         """Looks at a value that no rule was found for, or whose rule does not fit it."""
         was_number = rule is not None and rule.kind not in ("by type", "children", "items", "union", "equal")
+        # A rule of numbers says nothing of what has come in their place, so that is new as well.
         is_new = self.seen is not None and (path not in self.seen or (was_number and not is_numeric(parts[0])))
         if is_new and len(parts) > 1:
             self.news.add(path)
             self.is_outdated = True
-        if path in self.undecided and any(is_numeric(part) and bool(_as_tensor(part).bool().any()) for part in parts):
+        # Zeros fit every rule. The first other number is what a rehearsal can decide by.
+        if path in self.undecided and any(map(_is_nonzero, parts)):
             self.is_outdated = True
 
     def join_appended(self, watch: ListWatch, weights: Weights, device: torch.device) -> None:
@@ -130,16 +132,18 @@ class MergeRules:
         num_slices = len(weights.rows)
         for place, number in list(self.appended.items()):
             items = watch.appended(place, expected=number * num_slices)
+            # One slice has appended what one device would have.
             if num_slices == 1 or not items:
                 continue
             problem = f"{len(items)} items were appended to it where {number} of each slice were expected"
             if len(items) == number * num_slices:
-                columns = [items[index::number] for index in range(number)]
                 try:
-                    merged = [
-                        self.merge_appended(f"{place}.{index}", without_graphs(column), weights, device)
-                        for index, column in enumerate(columns)
-                    ]
+                    merged = []
+                    for index in range(number):
+                        # Slice after slice has appended: the first item of each, and so on.
+                        of_slices = without_graphs(items[index::number])
+                        item = self.merge_appended(f"{place}.{index}", of_slices, weights, device)
+                        merged.append(item)
                     watch.replace(place, merged)
                     continue
                 except GatherError as error:
@@ -208,12 +212,14 @@ class MergeRules:
             return None
         rules = self.outputs
         added: list[Any] | None = None
+        # Each replica has what was there and its own part: what was there counts once.
         if rule.kind == "added":
             rules = {name: Rule(kind="sum")}
             added = increments(parts, before)
             if added is None:
                 return None
 
+        # Where the rule does not fit, the caller takes the first replica's value.
         def nothing(parts: list[Any], path: str) -> Any:
             return None
 
@@ -277,6 +283,10 @@ def gather(
     return _merge(present, counts, device, dim, "result")
 
 
+def _is_nonzero(part: Any) -> bool:
+    return is_numeric(part) and bool(_as_tensor(part).bool().any())
+
+
 def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str, path: str) -> Any:
     """A logged value of which only the reduction over batches is known.
 
@@ -296,6 +306,7 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
         )
     kind = reduce_fx if reduce_fx in ("sum", "min", "max") else "mean"
     plain = all(isinstance(part, NUMBERS) for part in parts)
+    # What is the same on all slices (a learning rate, a flag) keeps its type and all digits.
     if plain and kind == "mean" and all(part == parts[0] for part in parts):
         return parts[0]
     if plain:
@@ -350,6 +361,7 @@ def _merge_children(
     if isinstance(parts[0], Mapping):
         if any(set(other) != set(names[0]) for other in names[1:]):
             raise GatherError(f"The replicas returned different keys for {path}: {' and '.join(map(str, names))}.")
+        # The order of keys may differ; that of the first replica is the result's.
         in_order = []
         for part in children:
             by_name = dict(part)
@@ -409,6 +421,7 @@ def _merge_plain(parts: list[Any], sizes: list[float], path: str) -> Any:
         return parts[0]
     if isinstance(parts[0], float):
         return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+    # Integers that differ are counts, as among tensors.
     if isinstance(parts[0], int) and not isinstance(parts[0], bool):
         return sum(parts)
     raise GatherError(f"The replicas returned different values for {path}: {parts}; there is no way to merge them.")

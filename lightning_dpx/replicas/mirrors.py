@@ -21,6 +21,7 @@ from torch import nn
 from lightning_dpx.python_objects.object_graph import MUTABLE
 
 Translate = Callable[[Any], Any]
+# They have a ``__dict__``, but are no containers of the user's.
 _WITHOUT_STATE = (type, nn.Module, torch.Tensor, FunctionType, MethodType, ModuleType, functools.partial)
 
 
@@ -30,6 +31,7 @@ def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
     seen: set[int] = set()
     while waiting:
         mine, other = waiting.pop()
+        # What is shared needs no mirror; and containers may hold each other in a circle.
         if mine is other or type(mine) is not type(other) or id(mine) in seen:
             continue
         seen.add(id(mine))
@@ -42,6 +44,7 @@ def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
                 continue
             theirs = vars(other)
             waiting.extend((value, theirs[key]) for key, value in vars(mine).items() if key in theirs)
+        # A tuple is looked through, but never changes by itself.
         if not isinstance(mine, tuple):
             yield mine, other
 
@@ -86,6 +89,7 @@ class Mirror:
         """Makes the counterpart equal to the source, as both were last seen; see :meth:`note`."""
         copied = self.copies[replica]
         expected = self._expected[replica]
+        # Two questions: what a hook did to the source since, and what a step did to the copy.
         if not self._is_same(self._items_of_source(), self._seen):
             expected = self._follow(expected, translate)
             self._expected[replica] = expected
@@ -145,6 +149,7 @@ class SequenceMirror(Mirror):
         if len(self.source) >= known and all(map(operator.is_, self._seen, self.source)):
             added = list(self.source)[known:]
             return [*expected[:known], *map(translate, added)]
+        # In another order, or with items gone: what was known keeps its counterpart.
         pairs = {id(mine): theirs for mine, theirs in zip(self._seen, expected, strict=True)}
         return [pairs[id(item)] if id(item) in pairs else translate(item) for item in self.source]
 
@@ -203,7 +208,8 @@ class MappingMirror(Mirror):
 
     def _fill(self, copied: Any, items: dict[Any, Any]) -> None:
         own = self._peek(copied)
-        for key in [key for key in own if key not in items]:
+        gone = [key for key in own if key not in items]
+        for key in gone:
             del own[key]
         for key, value in items.items():
             own[key] = value
@@ -251,6 +257,7 @@ class SetMirror(Mirror):
         return set(container)
 
     def _is_same(self, now: set[Any], then: set[Any]) -> bool:
+        # By equality, as a set itself tells its items apart.
         return now == then
 
     def _follow(self, expected: set[Any], translate: Translate) -> set[Any]:

@@ -33,6 +33,7 @@ class SharedParameters:
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         named = [(name, parameter) for name, parameter in parameters if parameter.layout == torch.strided]
+        # By memory: a step may write a view of a parameter, or a tied one.
         self._by_storage = {_storage(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
         self._saved: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -46,12 +47,15 @@ class SharedParameters:
         if tensor.layout != torch.strided or not tensor.numel():
             return
         key = _storage(tensor)
+        # The first write alone: later ones find what the step has made of it.
         if key in self._by_storage and key not in self._saved:
             self._saved[key] = self._by_storage[key][1].detach().clone()
 
     def restore(self) -> None:
         """All parameters hold what they held, to the bit."""
         for key, values in self._saved.items():
+            # Through .data, which no version counts: the parameters are what they were for all who
+            # ask.
             self._by_storage[key][1].data.copy_(values)
         self._saved.clear()
 
@@ -93,19 +97,24 @@ class SameDraws(TorchDispatchMode):
             for index, argument in enumerate(schema_of(func).arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._before_write(args[index] if index < len(args) else kwargs.get(argument.name))
+        # torch's own mark of operators that draw numbers.
         if torch.Tag.nondeterministic_seeded not in func.tags:
             result = func(*args, **kwargs)
-            for one in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(one, torch.Tensor):
-                    self.dtypes.add(one.dtype)
+            # In what the step computes decides how far slices may be from the whole batch.
+            results = result if isinstance(result, list | tuple) else [result]
+            for value in results:
+                if isinstance(value, torch.Tensor):
+                    self.dtypes.add(value.dtype)
             return result
         draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{overload_name(func)}")
         if draw is None:
+            # A dict, for its order: the first to be named is the first that drew.
             self.left_alone[str(func.overloadpacket)] = None
             result = func(*args, **kwargs)
             self._note_draw(tree_leaves(result))
             return result
         result = draw(func, args, kwargs)
+        # native_dropout also returns its mask.
         drawn = result[0] if isinstance(result, tuple) else result
         self._note_draw([drawn])
         self.draws.append(math.prod(_shape_of_pattern(drawn)))
@@ -141,6 +150,7 @@ def _pattern(target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator
 
 
 def _shape_of_pattern(target: torch.Tensor) -> list[int]:
+    # Dim 0 is that of the rows, in which all are alike. A dim of size 1 could tell nothing apart.
     dims = [dim for dim in range(1, target.ndim) if target.shape[dim] > 1]
     shape = [1] * target.ndim
     if dims:
@@ -177,6 +187,7 @@ def _bernoulli_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    # The probabilities may differ from row to row; what is compared with them must not.
     uniform = _pattern(torch.empty_like(args[0]), _uniform)
     drawn: torch.Tensor = (uniform < args[0]).to(args[0].dtype)
     return drawn
@@ -193,6 +204,7 @@ def _native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     if training is False or p == 0:
         return func(inputs, 0.0, training)
     mask = _keep(torch.empty_like(inputs), 1 - p)
+    # As torch's own kernel has it: with p = 1 all is dropped, and nothing is divided by 0.
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return inputs * mask * scale, mask.bool()
 
@@ -241,6 +253,8 @@ def _random_integers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return _pattern(torch.empty(size, **options), fill)
 
 
+# By the operator and its overload, as their arguments differ. What is not here, such as
+# permutations and choices, mixes rows: it draws as always, and is named.
 _DRAWS: dict[str, Callable[..., Any]] = {
     "bernoulli_.float": _bernoulli_in_place,
     "bernoulli_.Tensor": _bernoulli_of_tensor,

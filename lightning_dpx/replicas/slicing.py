@@ -66,6 +66,7 @@ def check_workload(workload: object) -> None:
             f"workload={workload!r} is not allowed; give 'even', 'auto' or one positive number per device."
         )
     for index, share in enumerate(workload):
+        # True is an int to Python, but no share of a batch to anybody.
         if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share <= 0:
             raise ConfigurationError(
                 f"workload[{index}]={share!r} is not allowed; every entry must be a positive finite number."
@@ -99,6 +100,7 @@ def split_sizes(num_rows: int, workload: Sequence[float], usual_rows: int = 0) -
     usual_rows = max(usual_rows, num_rows)
     usual = [usual_rows * share / sum(workload) for share in workload]
     least = [max(rows / 2, min(2, math.floor(rows))) for rows in usual]
+    # The most replicas that all get enough. A slice of one row is what batch norm fails on.
     for active in range(len(workload), 1, -1):
         sizes = _largest_remainder(num_rows, workload[:active])
         if all(size >= max(need, 1) for size, need in zip(sizes, least, strict=False)):
@@ -109,6 +111,7 @@ def split_sizes(num_rows: int, workload: Sequence[float], usual_rows: int = 0) -
 def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:
     quotas = [total * share / sum(shares) for share in shares]
     sizes = [math.floor(quota) for quota in quotas]
+    # Largest remainder first; sorted() is stable, so equal ones go to the earlier replica.
     by_remainder = sorted(range(len(shares)), key=lambda i: sizes[i] - quotas[i])
     for index in by_remainder[: total - sum(sizes)]:
         sizes[index] += 1
@@ -153,6 +156,7 @@ def slice_batch(
     else:
         reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
         slices = _with_gaps(reading.cut([size for size in sizes if size]), sizes)
+    # An empty view is no slice: a step on it would divide by zero rows.
     for index, size in enumerate(sizes):
         if not size:
             slices[index] = None
@@ -167,6 +171,7 @@ def _with_gaps(parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 
 def _size_of_plain_tensors(batch: Any, batch_dim: BatchDim) -> int | None:
     """B of the usual batch, a flat list or tuple of dense tensors of equal size, without reading it any further."""
+    # Only types without any behavior of their own; all others are read with care.
     if type(batch) not in (list, tuple) or not isinstance(batch_dim, int) or batch_dim < 0 or not batch:
         return None
     size = None
@@ -216,6 +221,7 @@ class BatchSlicer:
         size = _size_of_plain_tensors(batch, self.batch_dim)
         if size is not None:
             return CountedBatch(self, batch, size)
+        # It is kept, so that the batch is not read a second time when it is cut.
         reading = BatchReading(batch, self.batch_dim, None, self.loaders)
         return CountedBatch(self, batch, reading.num_rows(), reading)
 
@@ -233,6 +239,7 @@ class BatchSlicer:
         return _with_gaps(parts, sizes)
 
     def _num_rows_by_user(self, slicer: Slicer, batch: Any) -> int:
+        # It says nothing of rows, so they are looked for in what it will cut.
         if isinstance(slicer, FunctionSlicer):
             rows = _rows_for_function(batch)
         else:
@@ -292,10 +299,14 @@ def _rows_for_function(batch: Any) -> int | None:
     if reading.counted:
         return reading.counted[0].num_rows
     lengths = {len(found.node) for found in reading.lists}
-    children = children_of(batch) if len(reading.lists) == 1 and reading.lists[0].node is batch else None
+    children = None
+    if len(reading.lists) == 1 and reading.lists[0].node is batch:
+        children = children_of(batch)
+    # A list of nothing but lists, all as long as each other, holds columns.
     if children is not None and all(isinstance(child, list | tuple) for _, child in children):
         inner = {len(child) for _, child in children}
-        lengths = inner if len(inner) == 1 else lengths
+        if len(inner) == 1:
+            lengths = inner
     if len(lengths) == 1:
         return lengths.pop()
     return len(batch) if hasattr(type(batch), "__len__") else None
@@ -321,6 +332,8 @@ def user_slicer(batch_slicer: Any, module: Any, batch_dim: BatchDim) -> BatchSli
 
 
 class _MethodSlicer(Slicer):
+    """Cuts and counts as the methods of the user's module do."""
+
     def __init__(self, module: Any) -> None:
         self.num_rows = module.num_rows  # type: ignore[method-assign]
         self.cut = module.slice_batch  # type: ignore[method-assign]

@@ -45,6 +45,8 @@ class _BufferCandidates:
 
     def value(self, rule: BufferRule) -> torch.Tensor | None:
         """``None`` where the rule makes no sense for it."""
+        # To weigh, sum and compare they must be on one device; the first one's is where the result
+        # goes.
         values = [buffer.to(self._owned.device) for buffer in self._column]
         if any(value.shape != values[0].shape for value in values):
             return values[0] if rule == "first" else None
@@ -128,10 +130,12 @@ class StateSync:
         values = [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
         for replica in replicas:
             pairs = zip(replica.parameters, values, strict=True)
+            # Replicas of one device have one memory, and a copy onto itself would count as a write.
             stale = [(target, value) for target, value in pairs if not _is_same_memory(target, value)]
             if stale:
                 targets, sources = zip(*stale, strict=True)
                 foreach_copy_(targets, sources, non_blocking=True)
+        # What was copied is no change to be sent once more before the next forward.
         self._owned = self._root.parameters
         self._versions = list(map(version_counter, self._owned))
         self._mirrored = [_versions(replica) for replica in self._apart]
@@ -154,7 +158,8 @@ class StateSync:
             mine = self._root.parameters[index]
             theirs = replicas[owner].parameters[index]
             # The one that changed counts; where both did, the user's own module.
-            if mine.requires_grad == self._flags[index] != theirs.requires_grad:
+            flag = self._flags[index]
+            if mine.requires_grad == flag and theirs.requires_grad != flag:
                 mine.requires_grad_(theirs.requires_grad)
             self._flags[index] = mine.requires_grad
 
@@ -165,6 +170,7 @@ class StateSync:
             ReplicationError: a parameter was added, removed or resized since the replicas were made.
         """
         if self._root.module.training:
+            # Before anything is copied, which would hide the difference.
             self._check_now_and_then()
         if self._is_written_unseen():
             self.mark_changed()
@@ -181,7 +187,9 @@ class StateSync:
     @torch.no_grad()
     def _copy_buffers(self) -> None:
         # Without a look at versions: unlike parameters, most buffers change in every step (batch norm's statistics).
-        for replica in self._others if self._root.buffers else ():
+        if not self._root.buffers:
+            return
+        for replica in self._others:
             for source, target in zip(self._root.buffers, replica.buffers, strict=True):
                 if target is not source:
                     target.copy_(source, non_blocking=True)
@@ -198,6 +206,7 @@ class StateSync:
             for name, source in buffers_of(source_module).items():
                 if source is not None and id(source) not in memo:
                     memo[id(source)] = source.detach().to(replica.device, copy=True)
+                # A plain attribute of that name would hide the buffer.
                 vars(target_module).pop(name, None)
                 buffers_of(target_module)[name] = None if source is None else memo[id(source)]
         replica.refresh()
@@ -209,6 +218,7 @@ class StateSync:
         """
         if self._changes_known():
             self.synchronize_parameters()
+        # The others share the memory of replica 0.
         apart = [replica for replica in self._primaries if replica.device != self._root.device]
         mine = checksums(self._root.parameters) if apart else []
         names = [name for name, _ in self._root.module.named_parameters()]
@@ -254,6 +264,7 @@ class StateSync:
         changed = self._changed or versions != self._versions or owned is not self._owned
         self._follow_structure(owned)
         for replica, left in zip(self._apart, self._mirrored, strict=True):
+            # A write to a copy counts with the copy alone, and must not last.
             if changed or _versions(replica) != left:
                 self._copy_parameters(owned, replica)
         self._mirrored = [_versions(replica) for replica in self._apart]
@@ -281,6 +292,7 @@ class StateSync:
         flags = list(map(_IS_TRAINED, owned))
         for replica in self._copies:
             mirrored = replica.parameters
+            # Names are computed by a walk, so only where the list of parameters is another one.
             if owned is not self._owned:
                 self._check_names(replica)
             is_neighbor = replica.device == self._root.device
@@ -306,6 +318,7 @@ class StateSync:
     def _share_storage(self, owned: list[nn.Parameter], mirrored: list[nn.Parameter]) -> None:
         """A replica on the first device has its values, whatever storage the user's module has got since."""
         for source, target in zip(owned, mirrored, strict=True):
+            # Loading a state dict by assignment, or moving the module, gives it other memory.
             if target is not source and target.data_ptr() != source.data_ptr():
                 target.data = source.detach()
 
@@ -348,6 +361,7 @@ class StateSync:
     def remember_buffers(self) -> None:
         """Before a step that may fail half-way: replica 0's buffers, for :meth:`restore_buffers`."""
         buffers = self._root.buffers
+        # The memory of the snapshot is used again, step after step.
         if not _alike(buffers, self._before):
             self._before = [buffer.detach().clone() for buffer in buffers]
         elif buffers:
@@ -382,6 +396,7 @@ class StateSync:
                 self._check_buffers(replica)
         if not self._root.buffers:
             return
+        # One slice has seen the whole batch; and a mean that the user asked for needs no rule.
         if self._buffers == "broadcast" and choose is not None and len(active) > 1:
             self._collect_by_rules(active, rows, choose)
             return
@@ -419,6 +434,7 @@ class StateSync:
 
     def _check_names(self, replica: Replica) -> None:
         mine, theirs = (list(dict(module.named_parameters())) for module in (self._root.module, replica.module))
+        # In order, since parameters are matched by their places.
         if mine == theirs:
             return
         added = [name for name in mine if name not in theirs]
