@@ -176,7 +176,7 @@ class GradientSums:
     # ---- bucket by bucket ----
 
     def _make_buckets(self) -> list[list[int]]:
-        """What is reduced at a time: a bucket that travels; on one device a few, whose gradients fit into a cache."""
+        """The parameters that are reduced at a time: what travels together or fits a cache."""
         if self.overlapped is not None:
             return self.overlapped.buckets
         indices = list(range(len(self._owners)))
@@ -263,7 +263,10 @@ class GradientSums:
             active: The replicas that have gradients.
         """
         columns = [replica.parameters for replica in self._replicas.primaries]
-        places = {canonical_device(parameter.device) for column in columns for parameter in column}
+        # Parameters of shifted parts lie on other devices, and so do their sums.
+        places: set[torch.device] = set()
+        for column in columns:
+            places.update(canonical_device(parameter.device) for parameter in column)
         most = dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
         if len(columns) == 1:  # nothing travels
             return most

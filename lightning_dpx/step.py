@@ -61,7 +61,11 @@ class Pending:
         return leaf
 
     def roots(self, weighted: dict[tuple[int, float], torch.Tensor]) -> Roots:
-        """Where this replica's own backward starts, and with which gradients; those in ``weighted`` are known."""
+        """The tensors that this replica's own backward starts from, and their gradients.
+
+        Args:
+            weighted: Gradients that are known, by the leaf's id and the weight; gets those that are computed.
+        """
         tensors = []
         gradients = []
         for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
@@ -389,7 +393,10 @@ class TrainingStep:
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:
-        """Only after backward: batch norm keeps its running statistics for it, and they must not change before."""
+        """Collects the buffers, which must not change before backward has ended.
+
+        Batch norm keeps its running statistics for the backward.
+        """
         by_rule = self.rules.buffer_rule if self.rules.decides_buffers else None
         self._replicas.state.collect_buffers(self._active, self._rows_of_active, by_rule)
 

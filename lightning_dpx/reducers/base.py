@@ -132,8 +132,9 @@ class GradientReducer(ABC):
         shrink = self._shrink(lists)
         # Into the replicas' own gradients: replicas of one device must not share a tensor.
         spread = self._spread(lists) if len(lists) > 1 else lists
-        for sums in spread if shrink != 1 else ():
-            foreach_div_(sums, shrink)
+        if shrink != 1:
+            for sums in spread:
+                foreach_div_(sums, shrink)
         divisor = len(grads) if average else 1
         finished = [_finished(sums, grads[0], dense, divisor) for sums in spread]
         totals: list[Gradients] = []

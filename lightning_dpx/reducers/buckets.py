@@ -142,7 +142,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def flatten_each(lists: Sequence[Sequence[torch.Tensor]], indices: Sequence[int]) -> list[torch.Tensor]:
-    """Of each list, the tensors at ``indices`` as one flat tensor."""
+    """One flat tensor for each list, of its tensors at ``indices``."""
     buckets = []
     for row in lists:
         chosen = [row[index] for index in indices]

@@ -88,7 +88,7 @@ class HierarchicalReducer(GradientReducer):
         return buckets
 
     def _sum_group(self, buckets: Dense, group: Sequence[int], turn: int) -> torch.Tensor:
-        """At the group's leader of this turn, in the order of its devices."""
+        """The sum of a group at its leader of this turn, in the order of its devices."""
         leader = self.distinct_devices[group[turn % len(group)]]
         # In the order of the group and not from the leader on, or the bits would depend on the
         # turn.

@@ -31,8 +31,10 @@ def add_in_place(total: list[torch.Tensor], others: Sequence[Sequence[torch.Tens
             foreach_add_(total, list(other))
         return
     small = set(range(len(total))).difference(large)
-    for other in others if small else ():
-        foreach_add_([total[index] for index in small], [other[index] for index in small])
+    if small:
+        small_totals = [total[index] for index in small]
+        for other in others:
+            foreach_add_(small_totals, [other[index] for index in small])
     for index in large:
         rows = [other[index].view(-1).split(BLOCK) for other in others]  # type: ignore[no-untyped-call]
         for number, block in enumerate(total[index].view(-1).split(BLOCK)):  # type: ignore[no-untyped-call]

@@ -140,7 +140,7 @@ def _read(told: bytes) -> dict[int, str]:
 
 
 def _judge(others: list[int], answers: dict[int, str]) -> dict[int, str]:
-    """Who failed or does not answer; only if none did, those that are somewhere else."""
+    """The ranks that failed or do not answer; if there are none, those that are elsewhere."""
     # Who is gone is the cause; those that are elsewhere may well have left for the same reason.
     gone = {rank: answers.get(rank, "") for rank in others}
     gone = {rank: what for rank, what in gone.items() if not what or what.startswith("failed")}
@@ -148,7 +148,7 @@ def _judge(others: list[int], answers: dict[int, str]) -> dict[int, str]:
 
 
 def _whereabouts() -> str:
-    """Where this process is."""
+    """What this process does: it waits for the others, or is somewhere else."""
     frames = sys._current_frames()
     for thread, frame in frames.items():
         # Not only the main thread: replicas call collectives from their own.
@@ -183,13 +183,13 @@ def start_roll_call() -> None:
 
 
 def stop_roll_call() -> None:
-    """At the end of a run."""
+    """Ends the answers of this process, at the end of a run."""
     if _current is not None:
         _current.stop()
 
 
 def current_roll_call() -> RollCall | None:
-    """That of the default process group."""
+    """The roll call of the default process group."""
     return _current
 
 

@@ -25,7 +25,7 @@ class Rows:
 
 
 def check_layout(index: int, gradient: torch.Tensor | None) -> None:
-    """Dense or COO.
+    """Refuses gradients that are neither dense nor COO.
 
     Raises:
         UnsupportedError: another layout.
@@ -63,7 +63,7 @@ def sum_over_processes(
 
 
 def _shapes_of_all(mine: Sequence[Rows | None], like: Sequence[torch.Tensor]) -> list[list[tuple[int, ...]]]:
-    """By process and gradient: sparse dims, number of entries, and the sizes of an entry."""
+    """Sparse dims, number of entries and sizes of an entry, by process and gradient."""
     outline = torch.tensor([(0, 0) if rows is None else tuple(rows.indices.shape) for rows in mine])
     outlines = [torch.empty_like(outline) for _ in range(distributed.get_world_size())]
     # On the host, although it costs a message more: the sizes decide what is allocated, and to read them from a device

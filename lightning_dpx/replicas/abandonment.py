@@ -56,6 +56,8 @@ class RunningTask:
             self._stopped = True
             if self._thread is None:
                 return
+            # Python's own way to end a thread: the exception comes before its next line of Python.
+            # With the lock held, or the thread might be in its next task by then.
             thread = ctypes.c_ulong(self._thread)
             raised = ctypes.py_object(StepAbandoned)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
@@ -71,7 +73,7 @@ class RunningTask:
         return self._over.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Until the task is over, but no longer than ``seconds``."""
+        """Waits until the task is over, but no longer than ``seconds``."""
         self._over.wait(max(0.0, seconds))
 
 
@@ -82,6 +84,7 @@ def stop_tasks(running: Sequence[RunningTask]) -> None:
     """
     begun = time.monotonic()
     try:
+        # A step that is about to end does so in this time, and nothing is torn apart.
         for task in running:
             if task.goes_on:
                 task.wait(begun + GRACE_SECONDS - time.monotonic())
@@ -101,6 +104,7 @@ def keep_gradients_out(parameters: Iterable[torch.Tensor]) -> None:
 
     Later ones do. The hook goes with the graph of the abandoned step, where nothing else holds it.
     """
+    # The engine numbers its backwards as they begin: what is not newer than this was under way.
     newest = _newest_backward()
 
     def refuse(_gradients: Any) -> None:

@@ -9,6 +9,7 @@ takes their mean, gives other numbers where there is one item for every slice. W
 the items of slices become one, is found by a rehearsal.
 """
 
+import operator
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lightning_dpx.python_objects.origin import is_library, runs_steps
 from lightning_dpx.replicas.mirrors import has_attributes
 from lightning_dpx.torch_compat import tree_map_only
 
+# Bounds of the search, which is part of a rehearsal: what steps append to lies near the module.
 _DEEPEST = 4
 _MOST = 2_000  # containers and objects that are looked into
 _LONGEST = 64  # items of a list that are looked into, from its front: lists by loader, or by stage
@@ -30,7 +32,7 @@ _LARGEST = 1_024  # keys of a mapping; a vocabulary has more
 
 @dataclass(frozen=True, slots=True)
 class ListPlace:
-    """Where a list is.
+    """The place of a list: the attribute that leads to it, and the keys from there on.
 
     Attributes:
         attribute: The attribute that leads to it, with the path of its submodule.
@@ -44,7 +46,7 @@ class ListPlace:
         return ".".join(["self", self.attribute, *map(str, self.keys)])
 
     def find(self, module: nn.Module) -> Any:
-        """What is there now; ``None`` if nothing is."""
+        """What ``module`` has at this place now; ``None`` if nothing is there."""
         path, _, name = self.attribute.rpartition(".")
         value = vars(module.get_submodule(path)).get(name)
         for key in self.keys:
@@ -61,8 +63,10 @@ def find_lists(attributes: Iterable[tuple[str, Any]]) -> dict[ListPlace, Any]:
     found: dict[ListPlace, Any] = {}
     seen: set[int] = set()
     waiting = deque((ListPlace(path), value) for path, value in attributes)
+    # Breadth first, so that a bound cuts off what lies deepest.
     while waiting and len(seen) < _MOST:
         place, value = waiting.popleft()
+        # Objects may refer to each other in circles.
         if id(value) in seen or not _is_looked_into(value):
             continue
         seen.add(id(value))
@@ -98,14 +102,19 @@ class ListWatch:
         before = self._before.get(place, _NOTHING)
         if not isinstance(now, list | deque):
             return []
+        # Another list in its place is none that grew: nothing is known of what it should hold.
         if before.container is not None:
             return before.added(now) if before.container is now else []
+        # It has the items of all: the others' lists are mirrors of it, which hold their own as
+        # well.
         if len(now) == expected:
             return list(now)
+        # By identity: where several replicas have one list, its items count once.
         made = {id(now): list(now)}
         for module in self._others:
-            own = place.find(module)
-            made.setdefault(id(own), list(own) if isinstance(own, list | deque) else [])
+            theirs = place.find(module)
+            if isinstance(theirs, list | deque):
+                made.setdefault(id(theirs), list(theirs))
         return list(chain.from_iterable(made.values()))
 
     def grown(self, places: Iterable[ListPlace]) -> dict[ListPlace, list[Any]]:
@@ -119,6 +128,7 @@ class ListWatch:
 
     def _is_in_new_item(self, place: ListPlace) -> bool:
         for depth, key in enumerate(place.keys):
+            # A list inside of a new item comes together with the item that holds it.
             outer = ListPlace(place.attribute, place.keys[:depth])
             length = self._before.get(outer, _NOTHING).length
             if isinstance(key, int) and isinstance(outer.find(self._module), list | deque) and key >= length:
@@ -129,6 +139,7 @@ class ListWatch:
         """Puts other items in the place of what was appended."""
         now = place.find(self._module)
         before = self._before.get(place, _NOTHING)
+        # A list with a limit has dropped items for what came, which one device would have kept.
         if before.items is not None:
             now.clear()
             now.extend(before.items)
@@ -140,7 +151,7 @@ class ListWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A list as it was.
+    """A list as it was before the step.
 
     Attributes:
         container: The list itself, or what was in its place; ``None`` if nothing was.
@@ -156,15 +167,19 @@ class _Noted:
     def of(cls, container: Any) -> "_Noted":
         if not isinstance(container, list | deque):
             return _NOTHING if container is None else cls(container, 0)
+        # Only of these all items are kept: an epoch's list of outputs may be long.
         is_limited = isinstance(container, deque) and container.maxlen is not None
-        return cls(container, len(container), list(container) if is_limited else None)
+        items = list(container) if is_limited else None
+        return cls(container, len(container), items)
 
     def added(self, now: Any) -> list[Any]:
         if self.items is None:
             return [now[index] for index in range(self.length, len(now))]
-        for kept in range(len(self.items), -1, -1):  # the last items of before are the first ones of now
+        # The last items of before are the first ones of now. As many as possible: the same item
+        # may have been appended again.
+        for kept in range(len(self.items), -1, -1):
             rest = self.items[len(self.items) - kept :]
-            if kept <= len(now) and all(mine is theirs for mine, theirs in zip(rest, now, strict=False)):
+            if kept <= len(now) and all(map(operator.is_, rest, now)):
                 return list(now)[kept:]
         return []
 

@@ -50,6 +50,7 @@ def cut_array(array: Any, sizes: Sequence[int], dim: int) -> list[Any]:
         SliceError: a layout that cannot be cut along ``dim``.
     """
     if type(array) in _PLAIN_TENSORS and array.layout == torch.strided and not array.is_nested:
+        # The usual input, cut by one call for all slices.
         parts = [_own(part) for part in torch.split_with_sizes(array, list(sizes), dim)]
         return [_with_attributes(part, array) for part in parts] if array.__dict__ else parts
     if isinstance(array, torch.Tensor):
@@ -60,6 +61,7 @@ def cut_array(array: Any, sizes: Sequence[int], dim: int) -> list[Any]:
         return [_cut_subclass(array, start, stop, dim) for start, stop in spans(sizes)]
     if isinstance(array, np.ndarray):
         return [array[(*(slice(None),) * dim, slice(start, stop))] for start, stop in spans(sizes)]
+    # What is left is a tensordict.
     parts = array.split(list(sizes), dim)
     return list(parts) if array.requires_grad else [part.data for part in parts]
 
@@ -82,7 +84,7 @@ def _with_attributes(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_subclass(tensor: torch.Tensor, start: int, stop: int, dim: int) -> torch.Tensor:
-    """By indexing, because a library keeps what it knows of the rows in step there, and nowhere else."""
+    """A slice made by indexing, where libraries keep their own records of the rows in step."""
     index = (*(slice(None),) * dim, slice(start, stop))
     indexed: torch.Tensor = tensor[index if dim else slice(start, stop)]  # MONAI looks at a plain slice only
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -96,6 +98,7 @@ def _cut_subclass(tensor: torch.Tensor, start: int, stop: int, dim: int) -> torc
 def _cut_nested(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[torch.Tensor]:
     if dim != 0:
         raise SliceError(f"a nested tensor has its rows along dim 0, not {dim}")
+    # Rows with gaps between them are no piece of the values: they are taken out one by one.
     if tensor.layout != torch.jagged or tensor.lengths() is not None:  # type: ignore[attr-defined]
         rows = tensor.unbind()
         return [torch.nested.as_nested_tensor(list(rows[a:b]), layout=tensor.layout) for a, b in spans(sizes)]
@@ -122,6 +125,7 @@ def _cut_offsets(offsets: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Te
 
 def _cut_sparse(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[torch.Tensor]:
     if tensor.layout == torch.sparse_coo:
+        # COO tensors cannot be cut by slices, but their rows can be selected.
         rows = torch.arange(sum(sizes), device=tensor.device)
         return [tensor.index_select(dim, rows[start:stop]) for start, stop in spans(sizes)]
     if dim == 0 and tensor.layout == torch.sparse_csc and tensor.ndim == 2:
@@ -140,6 +144,7 @@ def _cut_csr(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         first = int(starts[start])
         last = int(starts[stop])
         shape = (stop - start, *tensor.shape[1:])
+        # Rows lie one after the other; in a slice they are counted from its own beginning.
         row_starts = starts[start : stop + 1] - starts[start]
         parts.append(
             torch.sparse_csr_tensor(row_starts, columns[first:last], values[first:last], shape, check_invariants=False)

@@ -55,6 +55,7 @@ class AttributeWatch:
             self._noted[place] = None
             return
         self._noted[place] = _Noted(len(state), compared)
+        # A module that changes in every step would make all others be compared one by one.
         if place not in self._restless:
             self._must_group = True
 
@@ -72,6 +73,8 @@ class AttributeWatch:
 
     def _is_quiet(self) -> bool:
         states = list(map(vars, self._quiet_modules))
+        # By number first, in which private attributes count as well: it tells what was set or
+        # deleted.
         if list(map(len, states)) != self._sizes:
             return False
         try:
@@ -85,7 +88,10 @@ class AttributeWatch:
         return noted is not None and noted.holds_for(vars(self._modules[place]))
 
     def _group(self) -> None:
-        noted = {place: one for place, one in enumerate(self._noted) if one is not None and place not in self._restless}
+        noted: dict[int, _Noted] = {}
+        for place, attributes in enumerate(self._noted):
+            if attributes is not None and place not in self._restless:
+                noted[place] = attributes
         self._quiet = list(noted)
         self._loud = [place for place in range(len(self._modules)) if place not in noted]
         in_order = sorted(noted, key=lambda place: not noted[place].compared)
@@ -96,7 +102,10 @@ class AttributeWatch:
         for place in in_order:
             compared = noted[place].compared
             if compared:
-                names = list(compared) * (2 if len(compared) == 1 else 1)  # ``itemgetter`` makes no tuple of one
+                names = list(compared)
+                # ``itemgetter`` of one name gives its value, and no tuple like all others.
+                if len(names) == 1:
+                    names *= 2
                 self._readers.append(operator.itemgetter(*names))
                 self._values += map(compared.__getitem__, names)
         self._must_group = False
@@ -104,7 +113,7 @@ class AttributeWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What a module had.
+    """The attributes that a module had when it was noted.
 
     Attributes:
         size: How many attributes, private ones, too.
@@ -115,7 +124,7 @@ class _Noted:
     compared: dict[str, Any]
 
     def holds_for(self, state: dict[str, Any]) -> bool:
-        """Whether a module has the same."""
+        """Whether a module with the attributes ``state`` still has the same."""
         if len(state) != self.size:
             return False
         return all(state.get(name, _MISSING) is value for name, value in self.compared.items())

@@ -63,6 +63,7 @@ class WorkloadBalancer:
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """Takes the measured seconds of a step in; full steps only, where every replica had rows."""
+        # A short batch, or one of another size, would be compared with other amounts of work.
         if min(rows) == 0 or min(seconds) <= 0 or (self._window and sum(rows) != sum(self._window[-1][0])):
             return
         self._window.append((tuple(rows), list(seconds)))
@@ -76,6 +77,7 @@ class WorkloadBalancer:
         for index in range(len(rows)):
             times.append(statistics.median(seconds[index] for _, seconds in self._window))
         self._window = []
+        # Replicas of one device share it: only their mean says how fast it is.
         rates = self._per_device([count / time for count, time in zip(rows, times, strict=True)])
         total = sum(rates)
         wanted = [(share * rate / total) ** 0.5 for share, rate in zip(self.shares, rates, strict=True)]
@@ -83,12 +85,15 @@ class WorkloadBalancer:
         least = max(SMALLEST_SHARE / len(rows), min(2 / sum(rows), 1 / len(rows)))
         proposal = _at_least(wanted, least)
         now = max(times)
+        # The slowest device decides about a step.
         then = max(sum(rows) * share / rate for share, rate in zip(proposal, rates, strict=True))
         if then < now * (1 - LEAST_GAIN):
             self.shares = proposal
             self._next_pause = WINDOW
             self._pause = 1
         else:
+            # Nothing to gain, so the next look comes later, and later each time: stopwatches cost
+            # time.
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 

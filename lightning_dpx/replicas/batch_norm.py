@@ -17,11 +17,11 @@ _plain: dict[type, type] = {}  # the other way round
 
 def batch_norms_by_slice(module: nn.Module) -> list[str]:
     """Names of the batch norms in ``module`` that would normalize every slice of a batch for itself."""
-    found = []
+    names = []
     for name, child in module.named_modules():
         if isinstance(child, AnyBatchNorm) and child.training and not isinstance(child, SyncedBatchNorm):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 class SyncedBatchNorm(AnyBatchNorm):
@@ -30,6 +30,7 @@ class SyncedBatchNorm(AnyBatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(n, C, ...) to the same shape, normalised over the slices of all replicas."""
         rank = current_rank()
+        # In eval mode the running statistics count; a replica that is alone has nobody to meet.
         if rank is None or rank.is_alone or not (self.training or self.running_mean is None):
             return super().forward(input)
         check_input_dim(self, input)
@@ -43,7 +44,7 @@ class SyncedBatchNorm(AnyBatchNorm):
         return copied
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """In a file it is the batch norm that it was: its class is made here, and means nothing elsewhere."""
+        """Pickles the batch norm that it was: its own class is made here, and unknown elsewhere."""
         # What pickle protocols 0 and 1 call; the later ones insist on the object's own class.
         return copyreg._reconstructor, (_plain[type(self)], object, None), vars(self)  # type: ignore[attr-defined]
 
@@ -52,6 +53,7 @@ class SyncedBatchNorm(AnyBatchNorm):
         values = input if input.dtype == torch.float64 else input.float()
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
+        # It travels with the sums: slices may have different numbers of rows.
         count = values.new_full((1,), input.numel() / input.shape[1])
         totals = sum_over_replicas(rank, torch.cat([values.sum(dims), count]))
         # The mean first, and then the squares of what is centred: a second meeting, but the difference of a mean of
@@ -76,6 +78,7 @@ class SyncedBatchNorm(AnyBatchNorm):
         if self.running_mean is not None:
             self.running_mean.lerp_(mean.to(self.running_mean), momentum)
         if self.running_var is not None:
+            # torch normalizes by the biased variance, and remembers the unbiased one.
             unbiased = variance * count / (count - 1).clamp(min=1)
             self.running_var.lerp_(unbiased.to(self.running_var), momentum)
 

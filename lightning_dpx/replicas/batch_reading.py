@@ -176,7 +176,7 @@ class BatchReading:
             self.counted.append(Input(found.path, found.node, int(rows)))
 
     def _size(self, array: Any, path: str) -> int:
-        """The rows of an array.
+        """The number of rows of an array.
 
         Raises:
             SliceError: it has no such dim.
@@ -248,7 +248,7 @@ class BatchReading:
         return self.sizes_inside(found) == {total}
 
     def sizes_inside(self, found: Input) -> set[int | None]:
-        """Of everything with rows in a list, if its items were columns; nothing if they cannot be."""
+        """The sizes of all columns in a list, if its items are columns; empty if they cannot be."""
         sizes: set[int | None] = set()
         for index, item in enumerate(found.node):
             try:
@@ -447,7 +447,7 @@ def _dims(reading: BatchReading, paths: list[str], dim: int) -> str:
 
 
 def _array_paths(node: Any, path: str) -> list[str]:
-    """Of the arrays below ``node``, and of what else has rows there."""
+    """The paths of the arrays below ``node``, and of what else has rows there."""
     if is_value(node):
         return []
     children = None if is_array(node) or slicer_of(node) is not None else children_of(node)

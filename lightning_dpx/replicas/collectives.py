@@ -24,7 +24,7 @@ WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """What a participant came for."""
+    """What a participant came for, and what it brings."""
 
     kind: str
     value: Any
@@ -128,7 +128,7 @@ class Rendezvous:
         return (acts or rank in self._results) and self._may_run(rank)
 
     def begin(self, rank: int) -> None:
-        """Waits for the first turn."""
+        """Waits for the participant's first turn."""
         if self._in_turns:
             with self._changed:
                 self._changed.wait_for(lambda: self._may_run(rank))
@@ -178,7 +178,7 @@ class Rendezvous:
             self._break(f"replicas {waiting} wait for replicas {gone}, which have ended their step")
 
     def _act_for(self, ranks: set[int]) -> None:
-        """In the calling participant's thread and context, for those of ``ranks``."""
+        """Exchanges the values of ``ranks``, in the calling participant's thread and context."""
         arrivals = {rank: self._arrived.pop(rank) for rank in sorted(ranks)}
         values: list[Any] = [None] * self.world_size
         for rank, arrival in arrivals.items():
@@ -325,7 +325,8 @@ def reduce(rank: ReplicaRank, value: torch.Tensor, operation: str) -> torch.Tens
     stacked = _gathered(rank, f"reduce ({operation})", value)
     if operation in ("mean", "avg"):
         # Integers have no mean of their own kind.
-        return stacked.mean(0, dtype=stacked.dtype if stacked.is_floating_point() else torch.float32)
+        dtype = stacked.dtype if stacked.is_floating_point() else torch.float32
+        return stacked.mean(0, dtype=dtype)
     if operation == "sum":
         return stacked.sum(0)
     if operation in ("min", "max"):

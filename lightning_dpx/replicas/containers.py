@@ -29,6 +29,7 @@ _VALUES = (
 
 def is_value(node: Any) -> bool:
     """Whether ``node`` is a number, a text or a setting: it has no rows, so every replica gets it."""
+    # By class, which is looked up once: a list may have an item for each of thousands of rows.
     kind = type(node)
     if _is_kind_of_value(kind):  # type: ignore[arg-type]
         return True
@@ -50,6 +51,7 @@ def is_sequence(node: Any) -> bool:
 
 def children_of(node: Any) -> list[tuple[str, Any]] | None:
     """Named children of a container, or ``None`` for a leaf."""
+    # They are tuples, but rebuilt from other items they would mean nothing.
     if isinstance(node, torch.nn.utils.rnn.PackedSequence | torch.Size):
         return None
     if isinstance(node, Mapping):
@@ -60,6 +62,7 @@ def children_of(node: Any) -> list[tuple[str, Any]] | None:
         return [(str(index), value) for index, value in enumerate(node)]
     if (names := _attribute_names(node)) is not None:
         return [(name, getattr(node, name)) for name in names]
+    # Classes that the user, or a library, has registered with torch.
     if type(node) in pytree.SUPPORTED_NODES:
         children, _ = pytree.SUPPORTED_NODES[type(node)].flatten_fn(node)
         return [(str(index), value) for index, value in enumerate(children)]
@@ -67,7 +70,8 @@ def children_of(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def _attribute_names(node: Any) -> list[str] | None:
-    """Of a dataclass or attrs object: its fields, and what else was set on it, which may have rows as well."""
+    """The fields of a dataclass or attrs object, and what else was set on it and may have rows."""
+    # The class itself has the fields' names as well.
     if isinstance(node, type):
         return None
     if dataclasses.is_dataclass(node):
@@ -131,6 +135,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
         made = type(node)(fresh)  # type: ignore[call-arg]
     except TypeError as error:
         raise SliceError(f"{type(node).__name__} cannot be made from a dict: {error}") from error
+    # Its constructor may sort or add keys; children are told apart by their order.
     if list(made.keys()) != list(fresh):
         raise SliceError(f"{type(node).__name__}, made from a dict, has other keys than it.")
     return made

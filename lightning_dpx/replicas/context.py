@@ -27,7 +27,7 @@ class RendezvousPlace(Protocol):
 
 
 class NoMeeting:
-    """Between runs nobody comes."""
+    """The meeting place between runs, to which nobody comes."""
 
     def exchange(
         self,
@@ -38,7 +38,7 @@ class NoMeeting:
         *,
         optional: bool = False,
     ) -> Any:
-        """Never returns.
+        """Raises an error, since nobody comes.
 
         Raises:
             CollectiveError: the caller is what is left of a run that has ended.
@@ -120,6 +120,7 @@ class ReplicaRank:
 
         For the arguments see :class:`InterProcess`.
         """
+        # Only one replica speaks with the other processes, for all: the exchange calls it once.
         beyond = self.rendezvous_slot.beyond
         if beyond is None:
             return self.meet(kind, value), self.rank
@@ -127,6 +128,7 @@ class ReplicaRank:
         return values, first + self.rank
 
 
+# A context variable and no thread-local: a lane runs each task in a copy of its caller's.
 _CURRENT: ContextVar[ReplicaRank | None] = ContextVar("lightning_dpx_replica", default=None)
 
 

@@ -48,13 +48,14 @@ class DrawWatch:
 
     @cached_property
     def generators(self) -> list[Any]:
-        """Those that the module or a global holds; found once."""
+        """The generators that the module or a global holds; looked for once."""
         return held_generators([self._module])
 
     def begin(self, kind: Hashable) -> _Seen:
-        """Before a run of this kind."""
+        """The states of the generators before a run of this kind."""
         number = self._runs[kind]
         self._runs[kind] += 1
+        # A stage may begin to draw later on, so it is looked at for good, but seldom.
         is_due = number < _FIRST or number % _EVERY == 0
         return _Seen(host_random_state(), GeneratorStates(generators=self.generators) if is_due else None)
 
@@ -92,6 +93,7 @@ def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
     once: set[Source] = set()
     by_rows: set[Source] = set()
     if any(call.of_torch for call in calls):
+        # As many draws of as many numbers in all calls: none of them depends on the rows.
         is_once = len({call.of_torch for call in calls}) == 1
         (once if is_once else by_rows).add("torch")
     if any(call.after.differs_outside_torch(call.before) for call in calls):
@@ -115,6 +117,7 @@ class BatchDraws:
 
     def begin_slice(self) -> None:
         """One slice begins, those before it are over."""
+        # The first slice finds nothing to put back; it begins where the batch does.
         for put_back in self._put_back:
             put_back()
         if self._put_back:

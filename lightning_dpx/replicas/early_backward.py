@@ -206,9 +206,9 @@ class EarlyBackward:
         loss = loss_of(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return output  # there is no loss, or a complaint to come
+        weight = self._weights[index]
         # A leaf in place of the loss: the graph is freed, and the merged loss still sees whether
         # anything here requires a gradient.
-        weight = self._weights[index]
         mark = loss.detach()
         if loss.requires_grad:
             if last_of is not None and self.begin_last is not None:
@@ -243,7 +243,7 @@ class EarlyBackward:
 
 @dataclass(slots=True)
 class WithBackward:
-    """See :meth:`EarlyBackward.call`.
+    """A replica's step with its backward; made by :meth:`EarlyBackward.call`.
 
     Attributes:
         early: Runs the backward.
@@ -264,7 +264,8 @@ class WithBackward:
         self.early.before_forward(place)
         output = self.call(batch_slice)
         self.early.after_forward(place)
-        return self.early.run(index, output, place if index in self.last else None)
+        last_of = place if index in self.last else None
+        return self.early.run(index, output, last_of)
 
 
 def loss_of(output: Any) -> Any:

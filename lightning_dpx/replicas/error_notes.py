@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def _module_path(error: BaseException, module: nn.Module) -> str:
     # A traceback leads from the outermost call inwards, so the last submodule on the way is the innermost.
     entry = error.__traceback__
     while entry is not None:
+        # A method of a module has it for ``self``; a backward hook has a helper that knows it.
         owner = entry.tb_frame.f_locals.get("self")
         if isinstance(owner, BackwardHook):
             owner = owner.module
@@ -82,20 +84,20 @@ class FirstNaN:
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """For one forward of ``module``."""
+        """Looks for the first NaN in one forward of ``module``."""
         self.path = ""
-        handles = [
-            child.register_forward_hook(lambda _module, _inputs, output, name=name: self._see(name, output))
-            for name, child in module.named_modules()
-            if name
-        ]
+        handles = []
+        for name, child in module.named_modules():
+            if name:
+                handles.append(child.register_forward_hook(partial(self._see, name)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _see(self, name: str, output: Any) -> None:
+    def _see(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+        # Modules end from the inside out, so the first one with a NaN is the innermost.
         if not self.path and any(bool(tensor.isnan().any()) for tensor in tensors):
             self.path = name

@@ -86,7 +86,7 @@ class MergeRules:
         return bool(self.appended or self.rebound)
 
     def buffer_rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
-        """By which rule a buffer comes together; a rehearsal decides it here, by what the rules make of it."""
+        """The rule by which a buffer is merged; in a rehearsal, found from what rules make of it."""
         del value
         return self.buffers.get(name, "first")
 
@@ -185,7 +185,8 @@ class MergeRules:
             parts = watch.parts(path)
             if len(parts) > 1:
                 merged = self.merge_rebound(path, watch.before(path), parts, weights, device)
-                watch.replace(path, parts[0] if merged is None else merged)
+                value = parts[0] if merged is None else merged
+                watch.replace(path, value)
 
     def note_changed(self, paths: set[str]) -> None:
         """A step has changed attributes, on other replicas than the first one."""
@@ -224,8 +225,11 @@ class MergeRules:
             return None
 
         merger = Merger(rules=rules, weights=weights, device=device, fallback=nothing)
-        merged = merger.merge(without_graphs(parts if added is None else added), name)
-        return merged if merged is None or added is None else before + merged
+        terms = parts if added is None else added
+        merged = merger.merge(without_graphs(terms), name)
+        if merged is None or added is None:
+            return merged
+        return before + merged
 
     def merge_logged(
         self, path: str, values: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str = "mean"
@@ -296,8 +300,9 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
     if isinstance(parts[0], Mapping) and all(part.keys() == parts[0].keys() for part in parts):
         merged_items = {}
         for key in parts[0]:
-            column = [part[key] for part in parts]
-            merged_items[key] = merge_by_reduction(column, weights, device, reduce_fx, f"{path}.{key}")
+            of_slices = [part[key] for part in parts]
+            inner = f"{path}.{key}"
+            merged_items[key] = merge_by_reduction(of_slices, weights, device, reduce_fx, inner)
         return merged_items
     if not all(map(is_numeric, parts)):
         names = ", ".join(sorted({type(part).__name__ for part in parts}))

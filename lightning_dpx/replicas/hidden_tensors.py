@@ -39,14 +39,14 @@ class _Pair:
         return not is_source_as_seen or self.version_of_copy != version_of(copied)
 
     def note(self, source: torch.Tensor, copied: torch.Tensor) -> None:
-        """Both are equal now."""
+        """Remembers both as they are now, when they are equal."""
         self.version = version_of(source)
         self.address = source.data_ptr()
         self.version_of_copy = version_of(copied)
 
 
 class HiddenTensors:
-    """Of one replica.
+    """The hidden tensors of one replica.
 
     Args:
         pairs: Tensors of the first replica, and what this one has in their place.
@@ -59,7 +59,7 @@ class HiddenTensors:
         self.add(pairs)
 
     def add(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """More pairs, each of equal values."""
+        """Watches more pairs, each of equal values."""
         plain = [pair for pair in pairs if _is_plain(pair[0])]
         parameters = [source for source, _ in plain if isinstance(source, nn.Parameter)]
         bits = dict(zip(map(id, parameters), checksums(parameters), strict=True))
@@ -78,6 +78,8 @@ class HiddenTensors:
         if not self._pairs:
             return
         self._steps += 1
+        # To read the bits of all waits for the device. So it is done in the first steps, now and
+        # then, and where writes without a trace are customary (mark_changed).
         looks = self._looks or self._steps <= _OFTEN or self._steps % _SELDOM == 0
         self._looks = False
         alive: list[tuple[_Pair, torch.Tensor, torch.Tensor]] = []
@@ -87,7 +89,8 @@ class HiddenTensors:
                 alive.append((pair, source, copied))
         self._pairs = [pair for pair, _, _ in alive]
         if looks:
-            _look([one for one in alive if one[0].checksum is not None])
+            # Only parameters have a checksum; all other tensors count how often they were written.
+            _look([entry for entry in alive if entry[0].checksum is not None])
         for pair, source, copied in alive:
             if pair.version == version_of(source) and pair.address != source.data_ptr():
                 pair.is_written_silently = True  # it has other memory, and may get the old one again
@@ -117,4 +120,5 @@ def _copy(source: torch.Tensor, copied: torch.Tensor) -> None:
     if source.shape == copied.shape and source.dtype == copied.dtype:
         copied.copy_(source, non_blocking=True)
     else:
+        # The copy stays the same object: a container of the replica holds it.
         copied.data = source.detach().to(copied.device, copy=True)

@@ -37,6 +37,7 @@ def joint_backward(roots: Sequence[Roots], failed: Callable[[int, Any], None]) -
         all_gradients += gradients
         if index < first:
             enter = partial(turns.enter, index)
+            # A root that is a leaf has no node to hang a hook on.
             handles += [tensor.grad_fn.register_prehook(enter) for tensor in tensors if tensor.grad_fn is not None]
     with as_rank(ranks[turns.place]):
         try:

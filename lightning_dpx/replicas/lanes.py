@@ -41,6 +41,8 @@ class Lanes:
         self._execution = execution
         self._devices = tuple(devices)
         self._deadline = deadline
+        # Beside the executor of the run: a stage that draws random numbers takes turns, others do
+        # not.
         self._turns = InlineExecutor(deadline)
         self._callers_threads: int | None = None
         self.slot = RendezvousSlot(oversubscribed=_oversubscribed(devices), beyond=beyond)
@@ -63,10 +65,11 @@ class Lanes:
     def choose(self, *, threads: bool) -> None:
         """A thread for every replica from now on, or none."""
         self._executor.close()
-        self._use(make_executor("threads" if threads else "inline", self._devices, self._deadline))
+        execution: Execution = "threads" if threads else "inline"
+        self._use(make_executor(execution, self._devices, self._deadline))
 
     def open_slot(self) -> RendezvousSlot:
-        """Where the tasks of the next run meet: not where what is left of an abandoned run still might."""
+        """The slot in which the next run meets; never that of a run that was abandoned."""
         if self.slot.abandoned:
             self.slot = replace(self.slot, meeting=NO_MEETING, abandoned=False)
         return self.slot
@@ -109,8 +112,12 @@ class Lanes:
 
 def _oversubscribed(devices: Sequence[torch.device]) -> str:
     """An accelerator among ``devices`` that is there more than once; empty if there is none."""
+    # Autograd has one thread for each accelerator; on the host each backward has its caller's.
     accelerators = [device for device in devices if not is_host(device)]
-    return next((str(one) for one in distinct_devices(accelerators) if accelerators.count(one) > 1), "")
+    for device in distinct_devices(accelerators):
+        if accelerators.count(device) > 1:
+            return str(device)
+    return ""
 
 
 def make_executor(
@@ -129,11 +136,13 @@ def make_executor(
             device has one replica unless given.
     """
     physical = distinct_devices(devices)
+    # On one device threads gain nothing for certain (see thread_probe), so they must be asked for.
     if execution == "inline" or len(devices) == 1 or (execution == "auto" and len(physical) == 1):
         return InlineExecutor(deadline)
     places = device_of or range(len(devices))
     if execution == "auto":
         return ThreadedExecutor([physical.index(devices[place]) for place in places], deadline=deadline)
+    # Replicas on the host share out its cores; left alone, each would use a thread for every core.
     on_host = sum(is_host(device) for device in devices)
     threads = max(1, num_usable_cpus() // on_host) if on_host else None
     return ThreadedExecutor(list(places), threads, deadline)

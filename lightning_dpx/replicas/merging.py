@@ -69,7 +69,7 @@ class Weights:
         return list(self.of_loss) != list(self.rows)
 
     def of(self, kind: Kind) -> Sequence[float]:
-        """Those that a mean of this kind takes."""
+        """The weights that a mean of this kind takes."""
         return self.of_loss if kind == "loss mean" else self.rows
 
 
@@ -170,14 +170,15 @@ class Search:
         return [self._unlike(path, whole, parts)]
 
     def _children(self, whole: Any, parts: Sequence[Any], path: str) -> list[Finding]:
-        columns = [dict(children_of(part) or ()) for part in parts]
-        found = [Finding(path=path, rules=(Rule(kind="children"),))]
+        by_slice = [dict(children_of(part) or ()) for part in parts]
+        findings = [Finding(path=path, rules=(Rule(kind="children"),))]
         for name, value in children_of(whole) or ():
-            if any(name not in column for column in columns):
-                found.append(self._unlike(f"{path}.{name}", value, parts))
-                continue
-            found += self.examine(value, [column[name] for column in columns], f"{path}.{name}")
-        return found
+            inner = f"{path}.{name}"
+            if all(name in children for children in by_slice):
+                findings += self.examine(value, [children[name] for children in by_slice], inner)
+            else:
+                findings.append(self._unlike(inner, value, parts))
+        return findings
 
     def _objects(self, whole: Any, parts: Sequence[Any], path: str) -> Finding:
         """Strings and whatever has no parts: equal, or of a class that has no idea of equality."""
@@ -224,7 +225,7 @@ class Search:
         return Finding(path=path, rules=tuple(fitting), is_sure=is_sure, error=errors[fitting[0]])
 
     def _constant(self, target: torch.Tensor, path: str, fitting: list[Rule]) -> Finding:
-        """The same on all slices and on the whole batch: a mean is right whatever comes, unless all is zero."""
+        """The finding for a value that is the same everywhere: a mean, unless all is zero."""
         if not bool(target.bool().any()):  # a count of what these rows have none of, a mean, or a constant
             return Finding(path=path, rules=(Rule(kind="by type"), *fitting), is_sure=False)
         # Of equal numbers the mean is their value, also once they are no longer equal. Integers
@@ -289,7 +290,9 @@ def as_tensor(value: Any) -> torch.Tensor:
         array = np.asarray(value)
         # torch takes arrays of this machine's byte order alone.
         return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=True))
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    # torch would make float32 of a Python float, and lose half of its digits.
+    dtype = torch.float64 if isinstance(value, float) else None
+    return torch.tensor(value, dtype=dtype)
 
 
 def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
@@ -347,7 +350,8 @@ def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> I
         yield path, float("inf")
         return
     for (name, value), (_, other) in zip(mine, theirs, strict=True):
-        yield from compare_trees(value, other, tolerance, f"{path}.{name}" if path else name)
+        inner = f"{path}.{name}" if path else name
+        yield from compare_trees(value, other, tolerance, inner)
 
 
 def describe(value: Any) -> str:
@@ -403,7 +407,7 @@ def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights)
     first = values[0]
     if kind in ("first", "last", "equal"):
         return values[-1] if kind == "last" else first
-    # A sum of flags would be another kind of value: True + True is 2.
+    # torch adds flags up to a flag, which counts nothing.
     if kind == "sum" and first.dtype != torch.bool:
         return _total(values)
     if kind in ("max", "min") and not first.is_complex():
@@ -473,7 +477,7 @@ class Merger:
         return self.fallback(parts, path)
 
     def _moved(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """On one device: the first one, or the host where the step has put them there."""
+        """The tensors on the first device, or on the host where the step has put them there."""
         device = device_beside(parts[0], self.device, self.device)
         return [part.to(device) for part in parts]
 

@@ -70,8 +70,10 @@ def cut_into_micro_batches(
     """
     rows: list[int] = []
     for size, full, number, place in zip(sizes, usual, micro_batches, places or micro_batches, strict=True):
+        # Rounded up: M pieces of this size hold a full batch.
         largest = max(1, -(-max(size, full) // number))
         active = min(number, -(-size // largest))
+        # Some would have a single row where two are usual: fewer micro-batches have more.
         if largest > 1 and size // max(1, active) == 1 < max(size, full) // number:
             active = max(1, size // 2)
         # As even as can be: the first ones have a row more, and those that are left over none.

@@ -135,7 +135,7 @@ class Mirror:
 
 
 class SequenceMirror(Mirror):
-    """Of a list or a deque."""
+    """The mirror of a list or a deque."""
 
     def _items(self, container: Any) -> list[Any]:
         return list(container)
@@ -180,7 +180,7 @@ def _dropped_from_the_front(before: list[Any], after: list[Any]) -> int | None:
 
 
 class MappingMirror(Mirror):
-    """Of a dict of any kind, or of an object's attributes."""
+    """The mirror of a dict of any kind, or of an object's attributes."""
 
     def _peek(self, container: Any) -> dict[Any, Any]:
         return container if isinstance(container, dict) else vars(container)
@@ -207,12 +207,12 @@ class MappingMirror(Mirror):
         return result
 
     def _fill(self, copied: Any, items: dict[Any, Any]) -> None:
-        own = self._peek(copied)
-        gone = [key for key in own if key not in items]
+        held = self._peek(copied)
+        gone = [key for key in held if key not in items]
         for key in gone:
-            del own[key]
+            del held[key]
         for key, value in items.items():
-            own[key] = value
+            held[key] = value
 
     def _apply(self, before: dict[Any, Any], after: dict[Any, Any], translate_back: Translate) -> None:
         if not isinstance(self.source, dict):  # attributes that a step rebinds: the first replica's
@@ -251,7 +251,7 @@ def _add_all(mine: Any, theirs: Any) -> None:
 
 
 class SetMirror(Mirror):
-    """Of a set."""
+    """The mirror of a set."""
 
     def _items(self, container: set[Any]) -> set[Any]:
         return set(container)

@@ -26,6 +26,7 @@ class ModuleStructure:
     def has_changed(self) -> bool:
         """Whether the module has other parts, or hooks of parameters, than then."""
         root = self._root
+        # The cheap questions first: in nearly every step all are answered by no.
         if self._hooks.changed() is not None or root.has_other_structure():
             return True
         # A parameter may keep its identity and get other data, as pruning and lazy modules do.
@@ -41,11 +42,11 @@ class ModuleStructure:
             return None
         parameter = self._root.parameters[index]
         named = self._root.module.named_parameters()
-        return next((name for name, one in named if one is parameter), "")
+        return next((name for name, other in named if other is parameter), "")
 
 
 class FixedStructure:
-    """Of a module that is its only replica: nothing follows its changes, so none is looked for."""
+    """The structure of a module that is its only replica, whose changes nothing has to follow."""
 
     has_changed = False
     name_with_other_hooks = None

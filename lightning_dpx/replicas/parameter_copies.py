@@ -31,6 +31,7 @@ class ParameterCopies:
     def __init__(self, sources: Sequence[nn.Parameter], targets: Sequence[nn.Parameter]) -> None:
         self._bundles: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._single: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        # A bundle is one flat tensor, of one dtype, on its way from one device to one other.
         groups: dict[tuple[torch.dtype, torch.device, torch.device], list[int]] = {}
         for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
             if source is target:
@@ -42,8 +43,8 @@ class ParameterCopies:
                 self._single[1].append(target)
         for indices in groups.values():
             for bundle in _bundles(indices, sources):
-                own = [sources[index] for index in bundle], [targets[index] for index in bundle]
-                self._bundles.append(own)  # type: ignore[arg-type]
+                pair = [sources[index] for index in bundle], [targets[index] for index in bundle]
+                self._bundles.append(pair)  # type: ignore[arg-type]
 
         self._sources = sources
         self._targets = targets
@@ -51,6 +52,7 @@ class ParameterCopies:
 
     def is_for(self, sources: Sequence[nn.Parameter], targets: Sequence[nn.Parameter]) -> bool:
         """Whether these are the parameters that it was made for, of the dtypes and on the devices that they had."""
+        # A replica keeps its list of parameters as long as they are the same objects.
         if sources is not self._sources or targets is not self._targets:
             return False
         return [*_kinds(sources), *_kinds(targets)] == self._kinds
@@ -59,8 +61,8 @@ class ParameterCopies:
     def copy(self) -> None:
         """The targets get the values of the sources."""
         for sources, targets in self._bundles:
-            there = flatten_dense(sources).to(targets[0].device, non_blocking=True)
-            foreach_copy_(targets, list(unflatten_dense(there, targets)))
+            arrived = flatten_dense(sources).to(targets[0].device, non_blocking=True)
+            foreach_copy_(targets, list(unflatten_dense(arrived, targets)))
         sources, targets = self._single
         if sources:
             foreach_copy_(targets, sources, non_blocking=True)

@@ -43,13 +43,14 @@ class ParameterHooks:
         return min(more, default=None)
 
     def _hooks_now(self) -> dict[int, tuple[int, ...]]:
-        """By place, the numbers of the user's hooks."""
+        """The numbers of the user's hooks, by the place of their parameter."""
         found: dict[int, tuple[int, ...]] = {}
         for index, parameter in enumerate(self._parameters):
             of_gradient = backward_hooks_of(parameter)
             after_it = post_accumulate_hooks_of(parameter)
             if not of_gradient and not after_it:
                 continue
+            # torch numbers both kinds together, so a number is that of one hook.
             held = (*(of_gradient or {}).items(), *(after_it or {}).items())
             own = tuple(number for number, hook in held if not is_ours(hook))
             if own:

@@ -239,7 +239,7 @@ class PythonState:
 
     @property
     def has_iterators(self) -> bool:
-        """Whether the module holds any."""
+        """Whether the module holds any iterators."""
         return self._iterators.has_any
 
     def share_iterators_of_code(self) -> None:
@@ -410,7 +410,7 @@ class PythonState:
             return value
 
     def _memo(self, replica: Replica, *, back: bool = False) -> dict[int, Any]:
-        """By id, the counterparts of submodules, parameters, buffers and mirrored containers."""
+        """The counterparts of submodules, parameters, buffers and mirrored containers, by id."""
         # Replica 0 has no counterparts of its own, so the sign tells the directions apart.
         place = -replica.index if back else replica.index
         if place not in self._memos:
@@ -435,7 +435,7 @@ class PythonState:
     # ---- structure and hooks ----
 
     def note_hooks_of_parameters(self) -> None:
-        """It has been seen to elsewhere that hooks of parameters do no harm."""
+        """Accepts the hooks that parameters have now; it has been seen to that they do no harm."""
         self._parameter_hooks = ParameterHooks(self._root.parameters)
 
     def _check_hooks_of_parameters(self) -> None:
@@ -464,11 +464,12 @@ class PythonState:
         return [child for child in replica.modules if not isinstance(child, self._skip) and id(child) not in shared]
 
     def _new_watches(self) -> dict[int, AttributeWatch]:
-        return {
+        watches = {}
+        for index, modules in self._modules.items():
             # What a step leaves on the user's own module may have a graph; replicas get copies.
-            index: AttributeWatch(modules, keeps_tensors=index > 0, private=OF_EVERY_MODULE)
-            for index, modules in self._modules.items()
-        }
+            is_copy = index > 0
+            watches[index] = AttributeWatch(modules, keeps_tensors=is_copy, private=OF_EVERY_MODULE)
+        return watches
 
     def _own(self, child: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in vars(child).items() if key not in self._private}
@@ -583,7 +584,7 @@ def _is_still(seen: Any, value: object) -> bool:
 
 
 def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
-    """By attribute and number; what the plan or a shift put there is not the user's."""
+    """The user's hooks by attribute and number, without those of a plan or a shift."""
     state = vars(child)
     # Most modules have none; those cost one lookup for each kind and no dict.
     held = [(key, state[key]) for key in _HOOKS if state.get(key)]

@@ -27,6 +27,7 @@ def numbers_of(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     Args:
         attributes: Values by path.
     """
+    # Copies, since a step may write them in place.
     return {path: _copied(value) for path, value in attributes if _is_few_numbers(value)}
 
 
@@ -65,9 +66,11 @@ class NumberWatch:
         """What each replica has made of it; nothing where none did, or one has no number."""
         owner, name = self._places[path]
         parts = [_found(replica[owner], name) for replica in self._replicas]
+        # There is no sum or mean of something that is no number on one of them.
         if not all(_is_few_numbers(part) for part in parts):
             return []
         before = self._before[path]
+        # One replica that has changed it is enough; what the others have is their part of it.
         for part, noted in zip(parts, self._noted[path], strict=True):
             if not _is_as_noted(part, noted, before):
                 return parts
@@ -90,6 +93,7 @@ class NumberWatch:
 
 def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
     """What each replica has added to what was there; ``None`` if that can be no sum."""
+    # A difference of truths is no truth.
     if before is None or _is_truth(before):
         return None
     if any(type(part) is not type(before) or _shape(part) != _shape(before) for part in parts):
@@ -105,12 +109,13 @@ def _is_truth(value: Any) -> bool:
 
 
 def _attributes_of(module: nn.Module, owners: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Of each submodule by its path, the attributes; they are looked up once, as there may be thousands of them."""
+    """The attributes of each submodule by its path; looked up once, as there may be thousands."""
     return {path: vars(module.get_submodule(path)) for path in owners}
 
 
 def _found(attributes: dict[str, Any], name: str) -> Any:
     value = attributes.get(name)
+    # The tensor itself: to look at its values a device must not copy them first.
     if isinstance(value, RemoteTensor):
         return source_of(value)
     return value
@@ -162,6 +167,7 @@ def _is_equal(one: Any, two: Any) -> bool:
     if type(one) is not type(two) or _shape(one) != _shape(two):
         return False
     if isinstance(one, torch.Tensor):
+        # NaN is equal here: what was NaN and is so still has not changed.
         other = two.detach().to(one.device)
         return one.dtype == other.dtype and bool(((one == other) | (one.isnan() & other.isnan())).all())
     return bool(np.array_equal(one, two, equal_nan=True))

@@ -34,7 +34,7 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, source: torch.Tensor, device: torch.device) -> "RemoteTensor":
-        """Takes no memory on ``device``."""
+        """A stand-in on ``device`` that takes no memory there."""
         made: RemoteTensor = make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, source.size(), strides=source.stride(), dtype=source.dtype, device=device
         )
@@ -47,6 +47,7 @@ class RemoteTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs ``func`` on plain tensors."""
         kwargs = kwargs or {}
+        # Code that only asks for a shape or a device must not cause a copy.
         if func in _DESCRIPTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -75,8 +76,10 @@ def fetched(remote: RemoteTensor) -> torch.Tensor:
     kept: torch.Tensor | None = state["_copy"]
     version = version_of(source)
     if kept is None or state["_version_seen"] != version:
+        # The question for the device would come back here, for ever.
         with DisableTorchFunctionSubclass():
             device = remote.device
+        # A copy even on one device: the replica may write it, and the source is another one's.
         kept = source.detach().to(device, copy=True)
         state["_copy"] = kept
         state["_version_seen"] = version

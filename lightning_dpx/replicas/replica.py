@@ -65,6 +65,7 @@ class Replica:
         if self._has_known_modules() and self._has_known(parameters_of) and self._has_known(buffers_of):
             return
         modules, parameters, buffers = self.parts()
+        # Others keep these lists, and ask by identity whether the replica has other parts now.
         if not _same(modules, self.modules):
             self.modules = modules
         if not _same(parameters, self.parameters):
@@ -89,8 +90,8 @@ class Replica:
     def parts(self) -> tuple[list[nn.Module], list[nn.Parameter], list[torch.Tensor]]:
         """The submodules, parameters and buffers as they are now."""
         modules = _walk(self.module)
-        parameters = _distinct(value for child in modules for value in parameters_of(child).values())
-        buffers = _distinct(value for child in modules for value in buffers_of(child).values())
+        parameters = _distinct(chain.from_iterable(map(_VALUES, map(parameters_of, modules))))
+        buffers = _distinct(chain.from_iterable(map(_VALUES, map(buffers_of, modules))))
         return modules, parameters, buffers
 
     def has_other_structure(self) -> bool:
@@ -109,9 +110,8 @@ def _walk(module: nn.Module) -> list[nn.Module]:
         child = waiting.pop()
         if child not in found:
             found[child] = None
-            waiting.extend(
-                grandchild for grandchild in reversed(submodules_of(child).values()) if grandchild is not None
-            )
+            grandchildren = reversed(submodules_of(child).values())
+            waiting.extend(grandchild for grandchild in grandchildren if grandchild is not None)
     return list(found)
 
 

@@ -349,11 +349,11 @@ class ReplicaSet:
         one_gets_all = sum(size > 0 for size in sizes) == 1
         parts = [batch] * len(sizes) if one_gets_all else counted.cut(sizes)
         self._begin_timing(sizes)
-        return [
-            BatchSlice(replica, size, part)
-            for replica, size, part in zip(self.replicas, sizes, parts, strict=True)
-            if size
-        ]
+        slices = []
+        for replica, size, part in zip(self.replicas, sizes, parts, strict=True):
+            if size:
+                slices.append(BatchSlice(replica, size, part))
+        return slices
 
     def whole_slice(self, batch: Any, num_rows: int) -> BatchSlice:
         """All of ``batch`` for the first replica; the others idle."""
@@ -393,7 +393,7 @@ class ReplicaSet:
         slot = lanes.open_slot()
         tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not lanes.in_threads)
         if self.partition.has_micro_batches:
-            lanes.expect_micro_batches([one.replica.device for one in slices])
+            lanes.expect_micro_batches([batch_slice.replica.device for batch_slice in slices])
         try:
             values = lanes.executor(in_turns=in_turns).run(tasks, slot)
         except BaseException as error:
@@ -461,7 +461,9 @@ class ReplicaSet:
                 forget_failed_backward()
                 raise
             return
-        of_replica = {batch_slice.replica.index: own for batch_slice, own in zip(slices, roots, strict=True)}
+        of_replica: dict[int, Roots] = {}
+        for batch_slice, roots_of_slice in zip(slices, roots, strict=True):
+            of_replica[batch_slice.replica.index] = roots_of_slice
 
         def walk(batch_slice: BatchSlice) -> None:
             tensors, gradients = of_replica[batch_slice.replica.index]
@@ -585,7 +587,9 @@ def end_failed_step(
         interrupted: The error is Ctrl-C, or the step was abandoned.
     """
     forget_failed_backward()
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+    parameters: list[nn.Parameter] = []
+    for module in modules:
+        parameters += module.parameters()
     # Shifted parts have their parameters on other devices than their replica.
     places = distinct_devices([*devices, *(parameter.device for parameter in parameters)])
     seconds = _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR

@@ -96,7 +96,9 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
             # Micro-batches accumulate gradients in the parameters of their device's first replica.
             if turn:
                 given = dict(replicas[-1].module.named_parameters())
-            parameters = _own_parameters(module, None if target == root else target, given)
+            # On the first device they share the memory of the originals.
+            values_on = None if target == root else target
+            parameters = _own_parameters(module, values_on, given)
             with _staying(shared):
                 copying = ModuleCopy(module, target, kept, parameters, private, given.values())
                 copied = copying.make()
@@ -137,7 +139,7 @@ def make_shadow_module(replica: Replica, keep: Iterable[object] = ()) -> nn.Modu
 def _own_parameters(
     module: nn.Module, device: torch.device | None, existing: Mapping[str, nn.Parameter]
 ) -> dict[int, nn.Parameter]:
-    """By id, a parameter of the copy for each of ``module``; with the same storage where ``device`` is ``None``."""
+    """The copy's parameters, by the originals' ids; with their storage if ``device`` is ``None``."""
     found: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         if name in existing:
@@ -255,9 +257,10 @@ class ModuleCopy:
                 if key in _STRUCTURE:
                     continue
                 memo = {**self._kept, **self._tensors, **modules}
-                own = [value] if isinstance(child, self._private) else []
+                whole = [value] if isinstance(child, self._private) else []
                 try:
-                    prepare_memo(memo, [value], own, place=self._placed, is_boundary=self._is_boundary)
+                    stops = self._is_boundary
+                    prepare_memo(memo, [value], whole, place=self._placed, is_boundary=stops)
                     copy.deepcopy(value, memo)
                 except Exception:  # noqa: BLE001  the probe asks which attribute fails, not why
                     return f"{path}.{key}".lstrip("."), value
@@ -364,7 +367,7 @@ def prepare_memo(
 
 
 def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Module, Any]]:
-    """Of the submodules, each with an empty copy and the state that it will get.
+    """The submodules, each with an empty copy and the state that this will get.
 
     Weak references and closures can then lead to a copy that is not made yet. Modules that say themselves how they are
     copied (scripted, traced and parametrized ones) are left to ``copy.deepcopy``.

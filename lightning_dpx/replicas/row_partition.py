@@ -54,6 +54,7 @@ class RowPartition:
         self.merges_in_training = merges
         self._num_physical = len(distinct_devices(devices))
         self._workload = parse_workload(workload, len(devices))
+        # Replicas of one device are equally fast, so there is nothing to measure.
         is_measured = workload == "auto" and self._num_physical > 1
         self.balancer = WorkloadBalancer(devices) if is_measured else None
         self._usual_rows: dict[bool, int] = {}
@@ -64,10 +65,12 @@ class RowPartition:
         self._make_room()
 
     def _make_room(self) -> None:
-        """As many replicas on each device as any step needs."""
+        """Lays out as many replicas on each device as any step needs."""
         self.micro_batches = tuple(map(max, self._numbers[True], self._numbers[False]))
         self.has_micro_batches = max(self.micro_batches) > 1
-        self.device_of = [place for place, number in enumerate(self.micro_batches) for _ in range(number)]
+        self.device_of = []
+        for place, number in enumerate(self.micro_batches):
+            self.device_of += [place] * number
         self._sizes.clear()
 
     def cut_slices(self, micro_batches: MicroBatches, *, training: bool) -> None:
@@ -78,6 +81,7 @@ class RowPartition:
     def leave_slices(self, *, training: bool) -> None:
         """From now on slices are not cut into micro-batches in this mode: each is run by the first of its device."""
         self._numbers[training] = self._ones
+        # What is remembered is of the micro-batches that there were.
         self._sizes.clear()
 
     @property
@@ -150,17 +154,20 @@ class RowPartition:
         usual_alike = self._usual_rows_alike(num_rows, (training, row_shapes)) if self.has_micro_batches else usual
         merges = self.merges_in_training if training else self.merges
         numbers = self._numbers[training]
+        # Asked in every step, mostly with the numbers of the one before.
         key = num_rows, usual, usual_alike, merges, numbers, self.workload
         if key not in self._sizes:
             sizes = self._sizes_of_devices(num_rows, usual, merges=merges)
             if self.has_micro_batches:
+                # The limit of a micro-batch is its size in a full batch, whatever this one's size
+                # is.
                 full = self._sizes_of_devices(usual_alike, usual_alike, merges=merges)
                 sizes = cut_into_micro_batches(sizes, full, numbers, self.micro_batches)
             self._sizes[key] = sizes
         return self._sizes[key]
 
     def _usual_rows_alike(self, num_rows: int, key: tuple[bool, RowShapes]) -> int:
-        """Of the largest batch so far that is like this one in ``key``."""
+        """The rows of the largest batch so far that is like this one in ``key``."""
         known = self._usual_rows_of
         if len(known) >= _MOST_SHAPES:
             known.clear()

@@ -68,7 +68,7 @@ def _storage(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 class SameDraws(TorchDispatchMode):
-    """See the module's docstring.
+    """Draws the same numbers for every row, as the module's docstring explains.
 
     Args:
         shared: What must not be written without a copy.
@@ -96,11 +96,12 @@ class SameDraws(TorchDispatchMode):
         if schema_of(func).is_mutable:
             for index, argument in enumerate(schema_of(func).arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._before_write(args[index] if index < len(args) else kwargs.get(argument.name))
+                    written = args[index] if index < len(args) else kwargs.get(argument.name)
+                    self._before_write(written)
         # torch's own mark of operators that draw numbers.
         if torch.Tag.nondeterministic_seeded not in func.tags:
             result = func(*args, **kwargs)
-            # In what the step computes decides how far slices may be from the whole batch.
+            # The dtypes of a step decide how far its slices may be from the whole batch.
             results = result if isinstance(result, list | tuple) else [result]
             for value in results:
                 if isinstance(value, torch.Tensor):
@@ -131,7 +132,8 @@ class SameDraws(TorchDispatchMode):
 
     def _before_write(self, written: Any) -> None:
         is_list = isinstance(written, list | tuple)
-        for tensor in written if is_list else [written]:
+        tensors = written if is_list else [written]
+        for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 continue
             self._shared.before_write(tensor)
@@ -183,7 +185,8 @@ def _keep(target: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _bernoulli_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return _keep(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    return _keep(args[0], p)
 
 
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

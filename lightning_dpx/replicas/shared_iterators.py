@@ -41,7 +41,7 @@ class Taken:
     error: Exception | None = None
 
     def again(self) -> "Taken":
-        """The same, for a step that is taken again."""
+        """The same item, or error, for a step that is taken again."""
         return self if self.error is not None else Taken(value=_copied(self.kept, None), kept=self.kept)
 
 
@@ -171,7 +171,7 @@ class PeekedIterator(IteratorProxy):
         vars(self).update(_taken=[], _place=0, _is_tried=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PeekedIterator":
-        """Itself: a copy would not be rewound with the rest."""
+        """The iterator itself: a copy would not be rewound with the rest."""
         return self
 
     @property
@@ -232,7 +232,7 @@ class IteratorsOfStep:
         return bool(self._held or self._exchanged or self._of_code)
 
     def include_code_of(self, module: nn.Module) -> None:
-        """From the next step on, also those of the classes of ``module``, and of globals that its code names.
+        """Includes iterators of the module's classes, and of globals, from the next step on.
 
         No rehearsal has found out whether the step takes any of them, and which rows they belong to.
         """
@@ -331,7 +331,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def places_in(name: str, namespace: Any, value: Any, key: Any = None, depth: int = 2) -> Iterator[Place]:
-    """Where an attribute has iterators: in itself, in small lists and dicts, and in objects of the user's classes.
+    """The places of iterators in an attribute: itself, small lists and dicts, own objects.
 
     Args:
         name: Of the attribute.
@@ -367,7 +367,7 @@ def _is_own_object(value: Any) -> bool:
 
 
 def iterators_that_cannot_be_copied(module: nn.Module) -> list[Iterator[Any]]:
-    """Those that ``module`` and its submodules hold."""
+    """The iterators of ``module`` and its submodules of which no copy can be made."""
     return [iterator for iterator in _iterators_of(module) if not _can_be_copied(iterator)]
 
 
@@ -397,8 +397,10 @@ def guard_iterators(shadow: nn.Module, iterators: Sequence[Iterator[Any]], reque
         iterators: Which.
         requested: Gets the path of every one that an item is asked of.
     """
+    if not iterators:
+        return
     guarded = {id(iterator) for iterator in iterators}
-    for prefix, child in shadow.named_modules() if guarded else ():
+    for prefix, child in shadow.named_modules():
         for key, value in list(vars(child).items()):
             for path, space, place in list(places_in(key, vars(child), value)):
                 if id(space[place]) in guarded:

@@ -67,15 +67,16 @@ class FunctionSlicer(Slicer):
         self._cut = cut
 
     def num_rows(self, batch: Any) -> int | None:
-        """Its length, where it has one."""
+        """The batch's length, where it has one."""
         return len(batch) if hasattr(type(batch), "__len__") else None
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> Sequence[Any]:
-        """As the function does."""
+        """What the function makes of the batch."""
         return self._cut(batch, sizes)
 
 
 _ENCODING = "transformers.tokenization_utils_base.BatchEncoding"
+# Of the process, as classes are; what has been looked up is forgotten when it changes.
 _registered: dict[type, Slicer] = {}
 _found: WeakKeyDictionary[type, list[Slicer]] = WeakKeyDictionary()  # by class: one slicer or none
 
@@ -114,7 +115,7 @@ def unregister_slicer(kind: type) -> None:
 
 
 def make_slicer(name: str, slicer: Any) -> Slicer:
-    """A slicer, of a function too.
+    """The slicer that was given, or one that calls the function that was given.
 
     Raises:
         ConfigurationError: it is neither.
@@ -134,12 +135,14 @@ def make_slicer(name: str, slicer: Any) -> Slicer:
 def slicer_of(node: Any) -> Slicer | None:
     """What cuts ``node``, if it is of a registered class or of one that is built in."""
     kind = type(node)
-    found = _found.get(kind)
-    if found is None:
+    slicers = _found.get(kind)
+    if slicers is None:
+        # In the order of inheritance, so the most specific class comes first.
         registered = [_registered[base] for base in kind.__mro__ if base in _registered]
         built_in = [slicer for name, slicer in _BUILT_IN.items() if name in map(_full_name, kind.__mro__)]
-        found = _found[kind] = [*registered, *built_in][:1]
-    return found[0] if found else None
+        # Also that there is none is remembered.
+        slicers = _found[kind] = [*registered, *built_in][:1]
+    return slicers[0] if slicers else None
 
 
 def with_encodings(node: Any, part: Any, start: int, stop: int) -> Any:
@@ -151,6 +154,7 @@ def with_encodings(node: Any, part: Any, start: int, stop: int) -> Any:
     if not isinstance(node, UserDict) or _ENCODING not in map(_full_name, type(node).__mro__):
         return part
     encodings = node.encodings  # type: ignore[attr-defined]
+    # Tokenizers written in Python keep no record of their own.
     if not encodings:
         return part
     if len(encodings) < stop:
@@ -168,13 +172,14 @@ def _full_name(kind: type) -> str:
 
 
 class _PackedSlicer(Slicer):
-    """Packed sequences, by sequence, in the order in which they were given to be packed."""
+    """Cuts packed sequences by sequence, in the order in which they were given to be packed."""
 
     def num_rows(self, batch: PackedSequence) -> int:
         return int(batch.batch_sizes[0])
 
     def cut(self, batch: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
         rows = unpack_sequence(batch)
+        # Without the indices the rows came sorted, and slices of sorted rows are sorted as well.
         is_sorted = batch.sorted_indices is None
         return [pack_sequence(rows[start:stop], enforce_sorted=is_sorted) for start, stop in spans(sizes)]
 
@@ -189,7 +194,7 @@ class _PackedSlicer(Slicer):
 
 
 class _GraphSlicer(Slicer):
-    """Batches of PyTorch Geometric, homogeneous or not, by graph."""
+    """Cuts batches of PyTorch Geometric, homogeneous or not, by graph."""
 
     def num_rows(self, batch: Any) -> int:
         return int(batch.num_graphs)
@@ -201,6 +206,7 @@ class _GraphSlicer(Slicer):
         followed = [key for key in batch.keys() if {f"{key}_batch", f"{key}_ptr"} <= keys]  # noqa: SIM118
         graphs = batch.index_select(slice(None))
         parts = [batches.from_data_list(graphs[a:b], follow_batch=followed) for a, b in spans(sizes)]
+        # Graphs that were taken apart and batched again have lost what was set on the batch alone.
         self._check(batch, parts)
         return parts
 
@@ -215,6 +221,8 @@ class _GraphSlicer(Slicer):
         for index, store in enumerate(batch.stores):
             for key, value in store.items():
                 pieces = [part.stores[index].get(key) for part in parts]
+                # Where each graph begins is counted anew in every part, with one entry more than
+                # graphs.
                 same = isinstance(value, torch.Tensor) and not key.endswith("ptr")
                 if any(piece is None for piece in pieces):
                     raise SliceError(f"{key!r} was set on the batch of graphs itself, so no graph has a part of it")
@@ -223,7 +231,7 @@ class _GraphSlicer(Slicer):
 
 
 class _DeepGraphSlicer(Slicer):
-    """Batches of DGL, by graph."""
+    """Cuts batches of DGL by graph."""
 
     def num_rows(self, batch: Any) -> int:
         return int(batch.batch_size)

@@ -37,8 +37,10 @@ class StageHabits:
         Threads would draw from the host's one generator in any order, and activation checkpointing in one thread would
         reset it under another's feet. So a stage needs order until it was seen to draw nothing.
         """
+        # In threads a shared list would have its items in any order.
         if (stage, training) in self._wrote:
             return True
+        # One stage that draws is enough: the backward may recompute what the forward has drawn.
         drew = [drew for (_, mode), drew in self._drew.items() if mode == training]
         return any(drew) or (stage, training) not in self._drew
 

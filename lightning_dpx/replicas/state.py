@@ -225,8 +225,8 @@ class StateSync:
         found: list[tuple[str, int]] = []
         for replica in apart:
             theirs = checksums(replica.parameters)
-            for name, here, there in zip(names, mine, theirs, strict=True):
-                if here != there:
+            for name, checksum, other in zip(names, mine, theirs, strict=True):
+                if checksum != other:
                     found.append((name, replica.index))
         return found
 
@@ -253,7 +253,7 @@ class StateSync:
 
     @torch.no_grad()
     def synchronize_parameters(self) -> None:
-        """Only the parameters, which may change in the middle of a step.
+        """Synchronizes the parameters alone, which may change in the middle of a step.
 
         Raises:
             ReplicationError: a parameter was added, removed or resized since the replicas were made.
@@ -318,7 +318,6 @@ class StateSync:
     def _share_storage(self, owned: list[nn.Parameter], mirrored: list[nn.Parameter]) -> None:
         """A replica on the first device has its values, whatever storage the user's module has got since."""
         for source, target in zip(owned, mirrored, strict=True):
-            # Loading a state dict by assignment, or moving the module, gives it other memory.
             if target is not source and target.data_ptr() != source.data_ptr():
                 target.data = source.detach()
 
@@ -414,9 +413,12 @@ class StateSync:
             replica.refresh()
         columns = list(zip(*(replica.buffers for replica in active), strict=True))
         names = [name for name, _ in self._root.module.named_buffers()]
-        before = self._before if _alike(self._root.buffers, self._before) else None
+        # Where the step has put other tensors in their place, nothing is known from before it.
+        before: Sequence[torch.Tensor | None] = [None] * len(columns)
+        if _alike(self._root.buffers, self._before):
+            before = self._before
         for index, (owned, column) in enumerate(zip(self._root.buffers, columns, strict=True)):
-            candidates = _BufferCandidates(owned, column, rows, None if before is None else before[index])
+            candidates = _BufferCandidates(owned, column, rows, before[index])
             value = candidates.value(choose(names[index], candidates.value))
             if value is not owned and value is not None:
                 owned.copy_(value)
@@ -424,11 +426,11 @@ class StateSync:
     def _check_buffers(self, replica: Replica) -> None:
         mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))
         for name in [*mine, *(name for name in theirs if name not in mine)]:
-            own = tuple(mine[name].shape) if name in mine else None
+            shape = tuple(mine[name].shape) if name in mine else None
             other = tuple(theirs[name].shape) if name in theirs else None
-            if own != other:
+            if shape != other:
                 raise ReplicationError(
-                    f"Buffer {name} has shape {own} on replica 0 and {other} on replica {replica.index}, "
+                    f"Buffer {name} has shape {shape} on replica 0 and {other} on replica {replica.index}, "
                     "so there is no mean; use buffers='broadcast'."
                 )
 

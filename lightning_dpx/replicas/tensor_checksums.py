@@ -16,9 +16,14 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums = []
     for tensor in tensors:
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        # As integers: a sum of floats depends on the order, and loses small changes to large
+        # values.
         bits = real.contiguous().view(-1).view(_INTEGERS[real.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
-    return [int(value) for device in _by_device(sums) for value in device]
+    values: list[int] = []
+    for of_device in _by_device(sums):
+        values += map(int, of_device)
+    return values
 
 
 def _by_device(sums: list[torch.Tensor]) -> list[list[int]]:

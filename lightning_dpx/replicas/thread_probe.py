@@ -42,7 +42,7 @@ class OperatorCensus(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The choice, and why."""
+    """Whether to run in threads, and why."""
 
     threads: bool
     reason: str
@@ -67,6 +67,7 @@ class Trial:
         """What ``call`` returns; its operators are counted, and what it writes on the module is noticed."""
         before = dict(_state(self.module))
         generators = GeneratorStates(modules=[self.module])
+        # Compiled code cannot be watched operator by operator.
         with uncompiled(), self.census:
             result = call()
         self.random = generators != GeneratorStates(modules=[self.module])
@@ -82,6 +83,7 @@ class Trial:
             on_slices: The merged loss of the slices; only called where nothing else speaks against threads.
         """
         census = self.census
+        # The census is of the whole batch; each replica has a part of every operator.
         share = census.flops / max(census.num_operators, 1) / self.num_replicas
         size = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         intensity = census.flops / max(size, 1)
@@ -115,6 +117,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     for path, child in module.named_modules():
         for key, value in vars(child).items():
             if key not in ("_parameters", "_buffers", "_modules"):
+                # Something appended leaves the container the same object.
                 size = len(value) if isinstance(value, list | dict | set) else 0
                 yield f"{path}.{key}".lstrip("."), (id(value), size)
     for path, buffer in module.named_buffers():

@@ -35,7 +35,7 @@ class StepTimes:
         return watch
 
     def watch_alone(self, stage: str) -> Stopwatch:
-        """The same for what runs the whole step, if it turns out that no replica was watched more closely."""
+        """A stopwatch for the whole step; it counts if no replica is watched more closely."""
         watch = Stopwatch(self.devices[0])
         self._alone.append((stage, watch))
         return watch
@@ -44,6 +44,7 @@ class StepTimes:
         """Seconds that every replica spent on ``stage``; waits for the devices."""
         totals = [0.0] * len(self.devices)
         seen = [(replica, watch) for replica, name, watch in self._watches if name == stage]
+        # The step ran as one device's, in one of the replicas.
         if not self._watches:
             active = next((index for index, rows in enumerate(self.rows) if rows), 0)
             seen = [(active, watch) for name, watch in self._alone if name == stage]

@@ -58,6 +58,7 @@ def difference(
         return math.inf
     if one.numel() == 0:
         return 0.0
+    # Whole numbers have no roundings.
     if not (one.is_floating_point() or one.is_complex()) and not (two.is_floating_point() or two.is_complex()):
         return 0.0 if torch.equal(one.to(torch.int64), two.to(torch.int64)) else math.inf
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
@@ -70,7 +71,9 @@ def difference(
     if not bool(apart.isfinite().all()):
         return math.inf
     finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
+    # Times the tolerance this is ``of_neighbors``: so much of the neighbors' size is rounding.
     share = max(_SHARE_OF_NEIGHBORS, tolerance.of_neighbors / tolerance.relative)
     largest = max(float(finite.max()), terms) + share * scale
+    # All are zero: nothing is divided by that.
     smallest = torch.finfo(torch.float32).tiny * tolerance.relative
     return float(apart.max()) / max(largest, smallest)

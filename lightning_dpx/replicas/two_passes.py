@@ -28,6 +28,7 @@ class TwoPasses:
         self._replicas = replicas
         self._generators = replicas.habits.draws.generators
         self._states: dict[int, GeneratorStates] = {}
+        # What the first pass makes of them is kept; the second must begin where that one began.
         self._buffers = [buffer.detach().clone() for buffer in replicas.root.buffers]
 
     def first(self, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
@@ -38,6 +39,7 @@ class TwoPasses:
             self._states[replica.index] = GeneratorStates([replica.device], generators=self._generators)
             return call(batch_slice)
 
+        # Nothing is kept: this is what makes the memory of one slice enough for all.
         with torch.no_grad():
             return self._replicas.run("forward", slices, remembered)
 
@@ -47,6 +49,7 @@ class TwoPasses:
         Random generators and buffers are afterwards what the first pass left.
         """
         root = self._replicas.root
+        # The second pass draws all numbers again, which one device would have drawn once.
         states = GeneratorStates(self._replicas.devices, generators=self._generators)
         left = [buffer.detach().clone() for buffer in root.buffers]
 

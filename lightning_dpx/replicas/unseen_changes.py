@@ -49,6 +49,7 @@ class UnseenChanges:
         self, place: int, expected: Mapping[str, Any], state: Mapping[str, Any], modules: Sequence[nn.Module]
     ) -> None:
         """Attributes of a submodule as they are on another replica, and as they were before the step."""
+        # No rehearsal asks for them: then nothing is compared.
         if self._tell is None:
             return
         unknown: dict[str, Any] = {}
@@ -68,6 +69,7 @@ class UnseenChanges:
         self._changed.clear()
 
     def _path(self, place: int, name: str, modules: Sequence[nn.Module]) -> str:
+        # Paths are only computed where something has changed, once for one structure.
         if self._prefixes_of is not modules:
             names = {id(child): f"{path}." for path, child in self._root.named_modules() if path}
             self._prefixes = [names.get(id(child), "") for child in modules]

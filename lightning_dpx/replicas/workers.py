@@ -32,7 +32,7 @@ from lightning_dpx.torch_compat import top_saved_tensors_hooks
 
 
 def _nothing() -> None:
-    """A task without ties."""
+    """Cuts no ties, for a task that has none."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: K are made in every stage of a step, and that would cost them 3 us each
@@ -131,7 +131,7 @@ class _Turns:
         return outcome.error is None or bool(self._threads)
 
     def wait(self) -> None:
-        """Until all have ended; those in threads are abandoned after Ctrl-C, or beyond the deadline."""
+        """Waits for all tasks; those in threads are abandoned after Ctrl-C or the deadline."""
         errors = [outcome.error for outcome in self.outcomes if outcome.error is not None]
         if not self._threads and not errors:  # as in nearly every step
             return
@@ -236,7 +236,7 @@ class InlineExecutor(Executor):
         return _values(tasks, outcomes)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there are no threads to end."""
 
 
 class ThreadedExecutor(Executor):
@@ -422,7 +422,7 @@ def _values(tasks: Sequence[Task], outcomes: list[Outcome]) -> list[Any]:
 
 
 def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseException:
-    """That of the lowest replica, with notes; one that only waited for a failed one comes after it."""
+    """The lowest replica's error, with notes; errors of those that only waited come last."""
     failed: list[tuple[Task, BaseException]] = []
     for task, outcome in zip(tasks, outcomes, strict=True):
         if outcome.error is not None:
@@ -492,7 +492,7 @@ class CallerContext:
         )
 
     def entered(self) -> AbstractContextManager[None]:
-        """The same state in the current thread, for a while."""
+        """Puts the caller's state in place in the current thread, for a while."""
         plain = self.inference == torch.is_inference_mode_enabled() and not self.autocast
         if plain and self.saved_tensor_hooks is None:
             return torch.set_grad_enabled(self.grad)  # nothing else to carry, as in most steps: 4 us instead of 20
