@@ -153,8 +153,7 @@ class PythonState:
         seen = self._seen[index]
         now = self._own(child)
         self._watches[0].note(index)
-        # The usual case, in which one attribute was rebound to what it was: values before keys, as
-        # values are what differs.
+        # A module with a tensor is looked at in every step, and mostly is as it was.
         if len(seen) == len(now) and all(map(_is_still, seen.values(), now.values())) and seen.keys() == now.keys():
             return
         for key, value in now.items():
@@ -346,7 +345,6 @@ class PythonState:
                 continue
             graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
             graph.walk([value])
-            # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
             leading = graph.leading()
             # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
             if any(id(container) in leading for container, _ in entries):

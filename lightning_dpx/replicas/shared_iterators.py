@@ -255,7 +255,6 @@ class IteratorsOfStep:
         Args:
             modules: By replica, its submodules in one order.
         """
-        # A step that was abandoned may have left its proxies in place.
         self.end()
         for index, name in self._held:
             places_by_replica: list[list[Place]] = []
@@ -349,7 +348,6 @@ def places_in(name: str, namespace: Any, value: Any, key: Any = None, depth: int
 
 
 def _items_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    # No subclasses: those may compute their items, or count the looks at them.
     if type(value) in (list, dict):
         few = value if len(value) <= _MOST_ITEMS else ()
         return value, list(few.items() if isinstance(few, dict) else enumerate(few))
