@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.merging import is_numeric
+from lightning_dpx.replicas.merging import NUMBERS, is_numeric
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
@@ -96,11 +96,19 @@ def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
     # A difference of truths is no truth.
     if before is None or _is_truth(before):
         return None
-    if any(type(part) is not type(before) or _shape(part) != _shape(before) for part in parts):
+    if not all(_can_be_added(part, before) for part in parts):
         return None
     if isinstance(before, torch.Tensor):
         return [part.detach().to(before.device) - before for part in parts]
     return [part - before for part in parts]
+
+
+def _can_be_added(part: Any, before: Any) -> bool:
+    """Whether their difference is what was added: a count that begins at 0 may well become a sum of floats."""
+    if _shape(part) != _shape(before) or _is_truth(part):
+        return False
+    are_numbers = isinstance(part, NUMBERS) and isinstance(before, NUMBERS)
+    return are_numbers or type(part) is type(before)
 
 
 def _is_truth(value: Any) -> bool:

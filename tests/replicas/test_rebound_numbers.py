@@ -48,7 +48,9 @@ def test_what_is_equal_has_not_changed_and_what_was_not_there_has() -> None:
         (torch.tensor(True), [torch.tensor(False)], None),
         (np.bool_(True), [np.bool_(False)], None),
         (np.array([1, 2]), [np.array([3, 2])], [np.array([2, 0])]),
-        (1, [1.5], None),
+        (1, [1.5], [0.5]),  # as a sum of losses that begins at 0
+        (1, [True], None),
+        (0, ["1"], None),
         (torch.zeros(2), [torch.zeros(3)], None),
     ],
 )

@@ -113,7 +113,13 @@ class Rehearsal:
         self._looks_again = True
         self._rows.skipped = part
         self._sliced.gives_slices = rules.metrics_give_slices
-        with torch.no_grad():  # it takes as much memory as a few rows do
+        try:
+            with torch.no_grad():  # it takes as much memory as a few rows do
+                outcome = self._visited(lambda: self._on_rows(1))
+        except NotRehearsed:
+            if not self._step.trains:
+                raise
+            # A step with a backward of its own (a gradient penalty) runs with graphs only.
             outcome = self._visited(lambda: self._on_rows(1))
         findings, logged = earlier
         rows, sizes, stage = outcome.comparison.rows, outcome.comparison.sizes, outcome.comparison.stage
@@ -278,12 +284,17 @@ class Rehearsal:
         if comparison.differences:
             unstable = self._unstable(whole, sliced, comparison)
         if unstable:
+            draws_once = judge.draws_once
+            draws_by_rows = judge.draws_by_rows
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction, unstable)
+            judge.draws_once = draws_once
+            judge.draws_by_rows = draws_by_rows
             comparison = self._compare(whole, sliced, judge, sizes, unstable)
         kinds = {kind for kind, _ in comparison.differences}
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
-        # A decayed count grows like any other from zero, and a number that is set looks like one that is added to it.
-        goes_on = comparison.kept or judge.unsettled or "sum" in judge.buffers.values()
+        # A decayed count grows like any other from zero, a number that is set looks like one that is added to it, and a
+        # running minimum that begins at infinity is the first loss.
+        goes_on = comparison.kept or judge.settings or "sum" in judge.buffers.values()
         if goes_on and trained_alike and not (unstable or self._step.by_hand or self._looks_again):
             self._compare_second_steps(judge, sizes, comparison, whole)
         return Outcome(
@@ -363,10 +374,18 @@ class Rehearsal:
             again, sliced = self._sliced.observe(sizes, whole, judge.loss_reduction, earlier=[judge])
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            out.skipped.append(f"a second step ({in_one_line(error)})")
+            return
+        except SharedWriteError as error:
+            raise _writes_parameters([error.name]) from None
         except Exception as error:  # noqa: BLE001  such as a state of too many rows
             traceback.clear_frames(error.__traceback__)
-            out.blame_kept(f"it raises {in_one_line(error).removesuffix('.')}")
-            return
+            raise SlicesFail(
+                f"A second step runs on the whole batch, but on a slice it raises {in_one_line(error)}",
+                "For all devices to take part, let a step use nothing that the last one kept of its rows.",
+            ) from None
         for path in judge.unsettled:
             fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
             if path in whole.changed_numbers:
@@ -374,6 +393,15 @@ class Rehearsal:
             judge.settle(path, [rule for rule in judge.fitting_numbers[path] if rule in fits])
             if path not in judge.rebound:
                 out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
+        for path in sorted(judge.rebound & again.fitting_numbers.keys() - again.equal_numbers):
+            fits = again.fitting_numbers[path]
+            # A running minimum that begins at infinity is the mean of its slices once, and then no more.
+            if f"self.{path}" not in judge.outputs or judge.outputs[f"self.{path}"] in fits:
+                continue
+            judge.settle(path, [rule for rule in judge.fitting_numbers[path] if rule in fits])
+            if path not in judge.rebound:
+                text = f"self.{path} comes together from slices in a first step, and not in a second"
+                out.differences.append(("kept", text))
         added_up = self._adding_up(out.kept, first, whole, sizes)
         fitting = again.fitting_buffers
         for name in [name for name, rule in judge.buffers.items() if name in fitting and rule not in fitting[name]]:

@@ -194,8 +194,13 @@ class Rehearsals:
             with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
                 rehearsal = Rehearsal(strategy, call, rules.loss_reduction, requested)
                 outcome = rehearsal.look_again(self._spot_checks.part(key), self._found[key], rules)
-        except (SlicesFail, NotRehearsed, ParametersAppear):
+        except SlicesFail as failure:
+            return self._leave_slices_later(call, failure)
+        except ParametersAppear:
             return False  # the step itself will raise what is wrong
+        except NotRehearsed as reason:
+            self._say(f"dpx: {call.name}, checked before, could not be looked at again: {reason}")
+            return False
         comparison = outcome.comparison
         comparison.differences = self._spot_checks.news(key, comparison.differences)
         rules.draws_once -= outcome.judge.draws_by_rows
@@ -228,6 +233,20 @@ class Rehearsals:
         left: bool = self._strategy.session.memory.leave_micro_batches(call.name, reason)
         return left
 
+    def _leave_slices_later(self, call: Call, failure: SlicesFail) -> bool:
+        """A step that was checked does by now what slices cannot; whether its batches may stay whole from here on."""
+        strategy = self._strategy
+        # In one piece the step may not fit, and would end the run here: that is left to the user.
+        if strategy.session.replicas.cuts_slices and strategy.plans_memory:
+            rank_zero_warn(
+                f"dpx: {call.name} is no longer what one device does: {failure.reason} With micro_batches=1 it stays "
+                "in one piece."
+            )
+            return False
+        if not self._left_slices(call, failure):
+            strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
+        return True
+
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
         """Where micro-batches fail, slices of several devices may not: those are rehearsed instead."""
         replicas = self._strategy.session.replicas
@@ -250,7 +269,8 @@ class Rehearsals:
             paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
             self._say(
                 f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was put "
-                "together unchecked there (an attribute holds what slices made of it), and the step is checked again."
+                "together unchecked there (an attribute holds what slices made of it), and is in later batches that do "
+                "it, until a check has seen it; the step is checked again."
             )
         return news
 
@@ -288,7 +308,8 @@ class Rehearsals:
         outputs = chosen(findings)
         values = chosen(logged)
         known = MergeRules(outputs, values, outcome.judge.loss_reduction)
-        known.undecided = undecided(findings) | undecided(logged)
+        # What differs from run to run was compared with nothing, and is no number that has only been zero.
+        known.undecided = (undecided(findings) | undecided(logged)) - outcome.unstable
         known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
         known.same_batch_sizes = outcome.judge.same_batch_sizes
         known.buffers = outcome.judge.buffers
@@ -303,9 +324,9 @@ class Rehearsals:
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
-                f"dpx: {names} of {key[0]} was zero in {_AT_MOST + 1} rehearsals and not in batches, so nothing is "
-                "known about whether it adds up over slices; it is merged by its type (floating-point numbers are "
-                "averaged, integers added)."
+                f"dpx: {names} of {key[0]} was zero, or missing on some slices, in {_AT_MOST + 1} rehearsals and not in "
+                "batches, so nothing is known about whether it adds up over slices; it is merged by its type "
+                "(floating-point numbers are averaged, integers added)."
             )
             known.undecided = frozenset()
         return known

@@ -907,11 +907,12 @@ class Watched(Model):
         self.seen += 1
         batch[0].mul_(1.5)  # the batch is the step's own
         draws = self.kept["draws"]
-        draws[len(draws)] = float(self.numpy.random())
-        draws[len(draws)] = self.python.random()
-        draws[len(draws)] = random.random()
-        draws[len(draws)] = float(np.random.rand())
-        draws[len(draws)] = float(torch.rand(1, generator=self.generator))
+        rows = len(batch[0])  # a number for each: slices would draw alike what is drawn once for a batch
+        draws[len(draws)] = float(self.numpy.random(rows).sum())
+        draws[len(draws)] = sum(self.python.random() for _ in range(rows))
+        draws[len(draws)] = sum(random.random() for _ in range(rows))
+        draws[len(draws)] = float(np.random.rand(rows).sum())
+        draws[len(draws)] = float(torch.rand(rows, generator=self.generator).sum())
         loss = F.cross_entropy(self.net(self.dropout(batch[0])), batch[1])
         self.metric.update(loss.detach())
         self.log("metric", self.metric)
@@ -1226,10 +1227,10 @@ def test_every_run_of_a_trainer_finds_out_for_itself() -> None:
     assert_equal(weights_of_two_runs(announced, devices=2, strategy=strategy), weights_of_two_runs(nullcontext))
 
 
-def test_predictions_that_depend_on_the_last_batch_are_named(fitted) -> None:
-    assert (
-        "a second step uses what the first one kept in self.state" in fitted(StatefulPrediction, 2, predict=True).warned
-    )
+def test_predictions_that_fail_on_what_a_slice_of_the_last_batch_left_stay_whole(fitted) -> None:
+    seen = fitted(StatefulPrediction, 2, predict=True)
+    assert "A second step runs on the whole batch, but on a slice it raises" in seen.warned
+    assert_equal(seen.values, fitted(StatefulPrediction, predict=True).values)
 
 
 class KeepsInPlaces(Model):

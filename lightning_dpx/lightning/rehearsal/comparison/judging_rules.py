@@ -8,7 +8,7 @@ import torch
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, host_copy
 from lightning_dpx.replicas import ListPlace, MergeRules, Source, Weights
-from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees, mean_of_slices
+from lightning_dpx.replicas.merging import Finding, Rule, Search, as_tensor, compare_trees, mean_of_slices
 from lightning_dpx.replicas.rebound_numbers import increments
 from lightning_dpx.replicas.state import BufferRule
 from lightning_dpx.replicas.tolerance import Tolerance, difference
@@ -48,6 +48,7 @@ class JudgingRules(MergeRules):
         self.kept_findings: dict[str, Finding] = {}  # of items of lists, and of numbers of attributes
         self.rebound = set(whole.numbers)
         self.fitting_numbers: dict[str, tuple[Rule, ...]] = {}  # by attribute, all rules that reproduce its number
+        self.equal_numbers: set[str] = set()  # that all slices have like one device, which tells no rule from another
         self.appended = {place: len(items) for place, items in whole.appended.items()}
         self.left_apart: set[str] = set()  # attributes that lead to lists whose items do not come together
         self._appended_at: dict[str, Any] = {}
@@ -91,6 +92,8 @@ class JudgingRules(MergeRules):
         whole = self._whole.numbers[path]
         fitting: tuple[Rule, ...] = ()
         is_stable = not {f"state:{path}", f"structure:{path}"} & self._unstable
+        if all(self._is_alike(whole, part) for part in parts):
+            self.equal_numbers.add(path)
         if is_stable:
             fitting = self._rules_of_number(path, whole, before, parts, weights)
         self.settle(path, fitting)
@@ -106,8 +109,10 @@ class JudgingRules(MergeRules):
         search = Search(weights=weights, tolerance=self._tolerance)
         found = search.examine(whole, parts, name)
         fitting = [rule for one in found for rule in one.rules if rule.kind in _OF_NUMBERS]
-        added = increments(parts, before)
-        of_whole = increments([whole], before)
+        # From infinity, where running extremes begin, all differences are alike.
+        is_finite = before is not None and bool(torch.isfinite(as_tensor(before)).all())
+        added = increments(parts, before) if is_finite else None
+        of_whole = increments([whole], before) if is_finite else None
         if added is not None and of_whole is not None:
             found = search.examine(of_whole[0], added, name)
             if any(rule.kind == "sum" for one in found for rule in one.rules):
@@ -139,6 +144,11 @@ class JudgingRules(MergeRules):
     def numbers_among(self, findings: Mapping[str, Finding]) -> list[str]:
         """The attributes with numbers that there are findings of."""
         return [path for path in self._whole.numbers if f"self.{path}" in findings]
+
+    @property
+    def settings(self) -> list[str]:
+        """Attributes that a step may set to a number, and not only add to."""
+        return [path for path, fitting in self.fitting_numbers.items() if not set(SETTING).isdisjoint(fitting)]
 
     @property
     def unsettled(self) -> list[str]:
