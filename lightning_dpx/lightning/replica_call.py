@@ -38,6 +38,7 @@ class ReplicaCall:
         "_logs",
         "_name",
         "_session",
+        "_stops",
         "_transfer",
     )
 
@@ -60,6 +61,7 @@ class ReplicaCall:
         self._logs: dict[int, StepLog] = {}
         self._changes_settings_once = False
         self._draws: BatchDraws | None = None
+        self._stops: list[int] | None = None  # replicas that have said that the run shall end
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
@@ -74,6 +76,9 @@ class ReplicaCall:
         with log.recording(module), context:  # type: ignore[arg-type]
             batch = session.moved(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
+        if self._stops is not None and session.trainer.should_stop:
+            session.trainer.should_stop = False
+            self._stops.append(batch_slice.replica.index)
         if self._checks_loss and output is not None and not isinstance(output, Tensor):
             _check_loss(output)
         return output
@@ -99,9 +104,14 @@ class ReplicaCall:
         state.share()
         metrics.refresh(session.replicas.root.modules)
         metrics.gives_slices = rules.metrics_give_slices
+        # A step that drew nothing when it was checked may begin to, in a later epoch, say.
+        watch = session.replicas.habits.draws if rules.seen is not None and not rules.draws else None
+        seen = None if watch is None else watch.begin(("first draws", self._name))
         with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
-            with self._shared_objects(slices), self._settings_changed_once():
+            with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                 yield
+            if watch is not None and seen is not None and len(slices) > 1 and watch.has_drawn(seen):
+                rules.note_first_draws()
             if rules.seen is not None:
                 state.unseen.begin(rules.note_changed, rules.seen_attributes)
             state.collect([batch_slice.replica for batch_slice in slices])
@@ -110,6 +120,26 @@ class ReplicaCall:
         for reason in metrics.separate:
             advice = "Give the metric one row per sample, padded to one size."
             session.whole_batches.give_whole(self._name, reason, advice)
+
+    @contextmanager
+    def _stopped_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
+        """A run ends by ``trainer.should_stop`` where all slices say so; what some say is no word of the batch."""
+        trainer = self._session.trainer
+        if trainer.should_stop or len(slices) == 1:
+            yield
+            return
+        self._stops = []
+        yield
+        if not self._stops:
+            return
+        if len(self._stops) == len(slices):
+            trainer.should_stop = True
+            return
+        rank_zero_warn(
+            f"dpx: {self._name} has set trainer.should_stop on some of its slices, and not on all: what one device "
+            "would do is not known, so the run goes on. Decide it in on_train_batch_end and its like, which see the "
+            "whole batch."
+        )
 
     @contextmanager
     def _settings_changed_once(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from lightning_dpx.torch_compat import run_backward, tree_map_only
 
 Gradients = list[list[torch.Tensor | None]]  # K x N
 _GRADIENT = operator.attrgetter("grad")
+_IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,9 @@ class EarlyBackward:
         self._aside: Gradients = []
         self._held: Gradients = []
         self._shown = False
+        # What a step freezes, it freezes for the next one: all micro-batches find the flags of the first.
+        self._flags = [list(map(_IS_TRAINED, replica.parameters)) for replica in primaries]
+        self._later_flags: dict[int, list[bool]] = {}  # by the place of a device, what steps have left
 
     # ---- the gradients that are there ----
 
@@ -92,6 +96,10 @@ class EarlyBackward:
         """After the last micro-batch: the parameters' gradients are those that were put aside."""
         self._held = [_taken(replica) for replica in self._primaries]
         self._put_back()
+        for place, flags in self._later_flags.items():
+            replica = self._primaries[place]
+            if list(map(_IS_TRAINED, replica.parameters)) == self._flags[place]:
+                _set_flags(replica, flags)
 
     def _put_back(self) -> None:
         for replica, column in zip(self._primaries, self._aside, strict=True):
@@ -127,6 +135,12 @@ class EarlyBackward:
 
     def before_forward(self, place: int) -> None:
         """A forward on this device begins: it finds the gradients of earlier steps, if it is to look."""
+        replica = self._primaries[place]
+        flags = list(map(_IS_TRAINED, replica.parameters))
+        # The backward of the one before has run with what its step had set, as on one device.
+        if flags != self._flags[place]:
+            self._later_flags[place] = flags
+            _set_flags(replica, self._flags[place])
         if self._shown:
             self._exchange(place)
 
@@ -279,6 +293,11 @@ def _sum(earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients of one parameter, in the memory of the first if that is dense."""
     # The sum of two sparse gradients has other indices than either.
     return earlier.add_(gradient) if earlier.layout == torch.strided else earlier + gradient
+
+
+def _set_flags(replica: Replica, flags: Sequence[bool]) -> None:
+    for parameter, is_trained in zip(replica.parameters, flags, strict=True):
+        parameter.requires_grad_(is_trained)
 
 
 def _taken(replica: Replica, freed: Collection[int] = ()) -> list[torch.Tensor | None]:

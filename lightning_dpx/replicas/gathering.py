@@ -51,6 +51,7 @@ class MergeRules:
         metrics_give_slices: Whether a metric that is called as a function gives each slice its own value, or that of
             all, which slices wait for.
         draws_once: From where steps draw as often for a batch as for a slice, so that all slices shall draw the same.
+        draws: Whether rehearsals have seen steps draw from a generator of the host at all.
         same_batch_sizes: Names of logged values whose batch size is the whole batch's on every slice.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
         undecided: Paths of values that were zero so far, which says nothing about how they are merged.
@@ -74,6 +75,7 @@ class MergeRules:
     times_unseen: Counter[str] = field(default_factory=Counter)
     metrics_give_slices: bool = False
     draws_once: set[Source] = field(default_factory=set)
+    draws: bool = False
 
     @property
     def decides_buffers(self) -> bool:
@@ -187,6 +189,11 @@ class MergeRules:
                 merged = self.merge_rebound(path, watch.before(path), parts, weights, device)
                 value = parts[0] if merged is None else merged
                 watch.replace(path, value)
+
+    def note_first_draws(self) -> None:
+        """Slices have drawn random numbers each for itself, and no rehearsal has seen draws."""
+        self.news.add("random draws")
+        self.is_outdated = True
 
     def note_changed(self, paths: set[str]) -> None:
         """A step has changed attributes, on other replicas than the first one."""

@@ -515,6 +515,9 @@ def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter of the same class, flags and hooks of the user, with other values and no gradient."""
     # A subclass (of a library, or lazy) may have attributes and a constructor of its own.
     is_plain = type(parameter) is nn.Parameter
+    # An evaluation that gave it other values by .data left a tensor that can have no gradient.
+    if data.is_inference() and parameter.requires_grad:
+        data = data.clone()
     duplicate = nn.Parameter(data, parameter.requires_grad) if is_plain else copy.copy(parameter)
     duplicate.data = data
     duplicate.grad = None

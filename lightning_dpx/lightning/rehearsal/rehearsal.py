@@ -189,9 +189,13 @@ class Rehearsal:
 
         Raises:
             SlicesFail: it does.
+            NotRehearsed: it does by now.
         """
         if self._requested:
             names = ", ".join(dict.fromkeys(self._requested))
+            # In its real steps replicas share an iterator that one of them has made; a shadow cannot.
+            if self._looks_again:
+                raise NotRehearsed(f"it takes items of {names}, which cannot be given back.") from None
             raise SlicesFail(
                 f"It takes items of {names}, and what belongs to the rows of a slice cannot be found out.",
                 "For all devices to take part, let a loader of the trainer give them (CombinedLoader).",
@@ -273,6 +277,7 @@ class Rehearsal:
             once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
             judge.draws_once = once
             judge.draws_by_rows = by_rows
+        judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
         comparison = self._compare(whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
         may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._module)
@@ -286,9 +291,11 @@ class Rehearsal:
         if unstable:
             draws_once = judge.draws_once
             draws_by_rows = judge.draws_by_rows
+            draws = judge.draws
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction, unstable)
             judge.draws_once = draws_once
             judge.draws_by_rows = draws_by_rows
+            judge.draws = draws
             comparison = self._compare(whole, sliced, judge, sizes, unstable)
         kinds = {kind for kind, _ in comparison.differences}
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
@@ -414,8 +421,12 @@ class Rehearsal:
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
         if second.differences and out.kept:
-            out.blame_kept(second.summary())
-        elif added_up:
+            raise SlicesFail(
+                out.uses_kept(second.summary()),
+                "For all devices to take part, compute it from self.all_gather(...) in the step, or in "
+                "on_train_batch_end and its like, which see the whole batch.",
+            )
+        if added_up:
             out.blame_sums(added_up)
 
     def _adding_up(

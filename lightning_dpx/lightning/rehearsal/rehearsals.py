@@ -314,6 +314,7 @@ class Rehearsals:
         known.same_batch_sizes = outcome.judge.same_batch_sizes
         known.buffers = outcome.judge.buffers
         known.draws_once = outcome.judge.draws_once
+        known.draws = self._rules[key].draws or outcome.judge.draws
         known.metrics_give_slices = outcome.judge.metrics_give_slices
         for place, number in outcome.judge.appended.items():
             if all(one.rules for one in found_at(place, findings)):
@@ -324,8 +325,8 @@ class Rehearsals:
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
-                f"dpx: {names} of {key[0]} was zero, or missing on some slices, in {_AT_MOST + 1} rehearsals and not in "
-                "batches, so nothing is known about whether it adds up over slices; it is merged by its type "
+                f"dpx: {names} of {key[0]} was zero, or missing on some slices, in {_AT_MOST + 1} rehearsals and not "
+                "in batches, so nothing is known about whether it adds up over slices; it is merged by its type "
                 "(floating-point numbers are averaged, integers added)."
             )
             known.undecided = frozenset()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,7 +39,7 @@ from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.replicate import like_parameter
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
-from lightning_dpx.torch_compat import tree_map_only
+from lightning_dpx.torch_compat import key_of, tree_map_only
 
 
 class Guest:
@@ -113,10 +114,13 @@ class Guest:
         if other_draws:
             advance([shadow])
         self._run_start = GeneratorStates(self._devices, [shadow])
+        places = _places_of(shadow)
         try:
             yield
         finally:
-            self.written = list(dict.fromkeys(self._shared.written))
+            # An assignment to .data gives a parameter other memory, which no operator writes.
+            moved = [name for name, place in _places_of(shadow).items() if places.get(name, place) != place]
+            self.written = list(dict.fromkeys([*self._shared.written, *moved]))
             self._shared.restore()
             self.surroundings.restore()
             self.changed_settings = not self._settings.is_current
@@ -175,6 +179,13 @@ class ShadowReplicas(ReplicaSet):
                 return call(batch_slice)
 
         return super().run(stage, slices, watched)
+
+
+def _places_of(module: nn.Module) -> dict[str, int]:
+    """Where the parameters lie in memory, by name; without those that have no memory yet."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter)]
+    plain = [(name, parameter) for name, parameter in named if parameter.layout == torch.strided]
+    return {name: key_of(parameter.untyped_storage()) for name, parameter in plain}
 
 
 class _Flags:

@@ -36,11 +36,10 @@ class Comparison:
     apart: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
 
-    def blame_kept(self, what: str) -> None:
-        """Adds what a second step in slices does differently because of what the first one kept."""
+    def uses_kept(self, what: str) -> str:
+        """What a second step in slices does differently because of what the first one kept, as a sentence."""
         named = and_more(", ".join(self.kept[:NAMED]), self.kept)
-        text = f"a second step uses what the first one kept in {named}, which is of one slice: {what}"
-        self.differences.append(("kept", text))
+        return f"A second step uses what the first one kept in {named}, which is of one slice: {what}."
 
     def blame_unsettled(self, path: str) -> None:
         """Adds an attribute of which it is not known whether steps add to it, or set it."""

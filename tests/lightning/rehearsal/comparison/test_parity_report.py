@@ -40,13 +40,13 @@ def test_a_difference_comes_with_its_way_out_once_for_each_kind() -> None:
     assert "verify='first'" in text
 
 
-def test_what_a_second_step_uses_is_blamed_and_no_longer_only_noted() -> None:
+def test_what_steps_keep_is_named_and_that_a_second_one_uses_it_is_a_reason() -> None:
     found = comparison()
     found.kept = ["self.a", "self.b", "self.c", "self.d"]
     assert "self.a, self.b, self.c and 1 more is of one slice" in found.line()
-    found.blame_kept("the loss differs")
-    assert "a second step uses what the first one kept in self.a, self.b, self.c and 1 more" in found.summary()
-    assert "is of one slice, not of the whole batch" not in found.complaint()
+    reason = found.uses_kept("the loss differs")
+    assert reason.startswith("A second step uses what the first one kept in self.a, self.b, self.c and 1 more")
+    assert reason.endswith("which is of one slice: the loss differs.")
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (2e-7, "2e-7"), (0.5, "5e-1"), (12.0, "1e1")])
