@@ -107,7 +107,7 @@ class ReplicaCall:
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
         watch = session.replicas.habits.draws if rules.seen is not None and not rules.draws else None
         seen = None if watch is None else watch.begin(("first draws", self._name))
-        with _joined_state(session, slices, rules) if rules.joins_state else _NOTHING:
+        with _joined_state(session, self._name, slices, rules) if rules.joins_state else _NOTHING:
             with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                 yield
             if watch is not None and seen is not None and len(slices) > 1 and watch.has_drawn(seen):
@@ -174,16 +174,18 @@ class ReplicaCall:
 
 
 @contextmanager
-def _joined_state(session: "Session", slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
+def _joined_state(session: "Session", name: str, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
     """A step on slices in here leaves in lists and attributes what it would on one device, as far as it is known."""
     root = session.module
     modules = [batch_slice.replica.module for batch_slice in slices]
-    lists = ListWatch([root, *(module for module in modules if module is not root)], rules.appended)
+    places = {*rules.appended, *rules.growing}
+    lists = ListWatch([root, *(module for module in modules if module is not root)], places)
     numbers = NumberWatch(modules, root, rules.rebound)
     yield
     weights = weights_of(slices)
     rules.join_appended(lists, weights, session.strategy.root_device)
     rules.join_rebound(numbers, weights, session.strategy.root_device)
+    session.rehearsals.after_step(name, rules)
 
 
 def _check_loss(output: Any) -> None:

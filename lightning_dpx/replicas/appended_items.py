@@ -28,6 +28,8 @@ _DEEPEST = 4
 _MOST = 2_000  # containers and objects that are looked into
 _LONGEST = 64  # items of a list that are looked into, from its front: lists by loader, or by stage
 _LARGEST = 1_024  # keys of a mapping; a vocabulary has more
+_MOST_NOTED = 1_024  # items of a list that are noted one by one: a window, or a pool, but no epoch's outputs
+_MOST_SIBLINGS = 8  # lists beside a known one, such as one for each epoch: the newest of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,23 @@ class ListPlace:
 
     def __str__(self) -> str:
         return ".".join(["self", self.attribute, *map(str, self.keys)])
+
+    def siblings(self, module: nn.Module) -> "list[ListPlace]":
+        """Lists beside this one under other numbers: those of other epochs, say, or of other loaders."""
+        if not self.keys or type(self.keys[-1]) is not int:
+            return []
+        outer = ListPlace(self.attribute, self.keys[:-1]).find(module)
+        keys: list[Any] = []
+        if isinstance(outer, Mapping):
+            keys = [key for key in outer if type(key) is int]
+        elif isinstance(outer, list | tuple | deque):
+            keys = list(range(len(outer)))
+        found: list[ListPlace] = []
+        for key in keys[-_MOST_SIBLINGS:]:
+            place = ListPlace(self.attribute, (*self.keys[:-1], key))
+            if key != self.keys[-1] and isinstance(place.find(module), list | deque):
+                found.append(place)
+        return found
 
     def find(self, module: nn.Module) -> Any:
         """What ``module`` has at this place now; ``None`` if nothing is there."""
@@ -90,6 +109,28 @@ class ListWatch:
         self._module = modules[0]
         self._others = modules[1:]
         self._before = {place: _Noted.of(place.find(self._module)) for place in places}
+        for place in list(self._before):
+            for sibling in place.siblings(self._module):
+                self._before.setdefault(sibling, _Noted.of(sibling.find(self._module)))
+
+    def siblings(self, place: ListPlace) -> list[ListPlace]:
+        """The lists beside the one at ``place`` that are there now."""
+        return place.siblings(self._module)
+
+    def has_lost_items(self, place: ListPlace) -> bool:
+        """Whether items have been taken out of a list, or another list was put in its place without them.
+
+        A deque with a limit drops its items in the order in which they came, whoever appends.
+        """
+        before = self._before.get(place, _NOTHING)
+        now = place.find(self._module)
+        if isinstance(now, deque) and now.maxlen is not None:
+            return False
+        if before.length == 0 or not isinstance(now, list | deque):
+            return before.length > 0
+        if before.items is not None:
+            return len(now) < before.length or not all(map(operator.is_, before.items, now))
+        return len(now) < before.length or now[0] is not before.first
 
     def appended(self, place: ListPlace, expected: int = 0) -> list[Any]:
         """What has been; nothing where the list was exchanged, or items were taken from it.
@@ -139,14 +180,19 @@ class ListWatch:
         """Puts other items in the place of what was appended."""
         now = place.find(self._module)
         before = self._before.get(place, _NOTHING)
-        # A list with a limit has dropped items for what came, which one device would have kept.
-        if before.items is not None:
-            now.clear()
-            now.extend(before.items)
-        else:
-            for _ in before.added(now):
+        added = before.added(now)
+        if before.items is None:
+            for _ in added:
                 now.pop()
-        now.extend(items)
+            now.extend(items)
+            return
+        # A list with a limit has dropped items for what came, which one device would have kept: the limit is a deque's
+        # own, or the length at which the step has taken items out.
+        together = [*before.items, *items]
+        has_limit = before.length + len(added) > len(now)
+        length = len(now)
+        now.clear()
+        now.extend(together[-length:] if has_limit else together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +202,23 @@ class _Noted:
     Attributes:
         container: The list itself, or what was in its place; ``None`` if nothing was.
         length: Of it.
-        items: Of one that drops items at its other end, for which its length says nothing.
+        items: All of them, where there are not too many: items may be dropped at the other end.
+        first: The first one.
     """
 
     container: Any
     length: int
     items: list[Any] | None = None
+    first: Any = None
 
     @classmethod
     def of(cls, container: Any) -> "_Noted":
         if not isinstance(container, list | deque):
             return _NOTHING if container is None else cls(container, 0)
-        # Only of these all items are kept: an epoch's list of outputs may be long.
+        # An epoch's list of outputs may be long, and is appended to only.
         is_limited = isinstance(container, deque) and container.maxlen is not None
-        items = list(container) if is_limited else None
-        return cls(container, len(container), items)
+        items = list(container) if is_limited or len(container) <= _MOST_NOTED else None
+        return cls(container, len(container), items, container[0] if container else None)
 
     def added(self, now: Any) -> list[Any]:
         if self.items is None:

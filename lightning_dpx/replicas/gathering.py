@@ -45,6 +45,8 @@ class MergeRules:
         logged: By path in what a step logs, its name being the start.
         buffers: By name, the rule by which a buffer that a step writes comes together; the first replica's otherwise.
         appended: Lists that a step appends to, and how many items; their rules are among the outputs.
+        growing: All lists that rehearsals have seen a step append to.
+        lost_items: Lists among them that have no rule, and out of which a step has taken items since.
         rebound: Attributes whose numbers a step changes; likewise.
         seen_attributes: Those that rehearsals have seen change.
         times_unseen: How many batches have changed others.
@@ -70,6 +72,8 @@ class MergeRules:
     same_batch_sizes: set[str] = field(default_factory=set)
     buffers: dict[str, BufferRule] = field(default_factory=dict)
     appended: dict[ListPlace, int] = field(default_factory=dict)
+    growing: set[ListPlace] = field(default_factory=set)
+    lost_items: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
     seen_attributes: set[str] = field(default_factory=set)
     times_unseen: Counter[str] = field(default_factory=Counter)
@@ -85,7 +89,7 @@ class MergeRules:
     @property
     def joins_state(self) -> bool:
         """Whether what steps leave in lists and attributes comes together by rules."""
-        return bool(self.appended or self.rebound)
+        return bool(self.appended or self.rebound or self.growing)
 
     def buffer_rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
         """The rule by which a buffer is merged; in a rehearsal, found from what rules make of it."""
@@ -132,11 +136,32 @@ class MergeRules:
             device: Where tensors shall live.
         """
         num_slices = len(weights.rows)
+        # One slice has appended what one device would have.
+        if num_slices == 1:
+            return
+        for place in self.growing - self.appended.keys():
+            if watch.has_lost_items(place):
+                self.lost_items.add(str(place))
         for place, number in list(self.appended.items()):
-            items = watch.appended(place, expected=number * num_slices)
-            # One slice has appended what one device would have.
-            if num_slices == 1 or not items:
-                continue
+            self._join_list(place, place, number, watch, weights, device)
+            # Items go into another list from epoch to epoch, and come together in the same way.
+            for sibling in watch.siblings(place):
+                if place in self.appended and sibling not in self.appended:
+                    self._join_list(sibling, place, number, watch, weights, device)
+
+    def _join_list(
+        self,
+        place: ListPlace,
+        known: ListPlace,
+        number: int,
+        watch: ListWatch,
+        weights: Weights,
+        device: torch.device,
+    ) -> None:
+        """Joins what was appended at ``place`` by the rules that were found at the ``known`` one."""
+        num_slices = len(weights.rows)
+        items = watch.appended(place, expected=number * num_slices)
+        if items:
             problem = f"{len(items)} items were appended to it where {number} of each slice were expected"
             if len(items) == number * num_slices:
                 try:
@@ -144,13 +169,13 @@ class MergeRules:
                     for index in range(number):
                         # Slice after slice has appended: the first item of each, and so on.
                         of_slices = without_graphs(items[index::number])
-                        item = self.merge_appended(f"{place}.{index}", of_slices, weights, device)
+                        item = self.merge_appended(f"{known}.{index}", of_slices, weights, device)
                         merged.append(item)
                     watch.replace(place, merged)
-                    continue
+                    return
                 except GatherError as error:
                     problem = str(error)
-            self._leave_apart(place, problem)
+            self._leave_apart(known, problem)
 
     def merge_appended(self, path: str, parts: list[Any], weights: Weights, device: torch.device) -> Any:
         """One item from those that the slices appended; a rehearsal decides how.

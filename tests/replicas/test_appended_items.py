@@ -119,3 +119,57 @@ def test_items_keep_no_graph() -> None:
     kept = without_graphs([{"loss": loss}, "x", SimpleNamespace()])
     assert not kept[0]["loss"].requires_grad
     assert kept[1] == "x"
+
+
+def test_a_window_that_the_step_cuts_keeps_its_length() -> None:
+    items = [object() for _ in range(6)]
+    window = items[:3]
+    module = holding(window=window)
+    watch = ListWatch([module], [ListPlace("window")])
+    for item in items[3:5]:  # of two slices
+        window.append(item)
+        window.pop(0)
+    assert watch.appended(ListPlace("window")) == items[3:5]
+    watch.replace(ListPlace("window"), items[5:])
+    assert window == [items[1], items[2], items[5]]
+
+
+def test_a_window_that_is_not_full_yet_drops_nothing() -> None:
+    items = [object() for _ in range(6)]
+    window = items[:2]
+    module = holding(window=window)
+    watch = ListWatch([module], [ListPlace("window")])
+    window.extend(items[2:4])
+    watch.replace(ListPlace("window"), items[4:5])
+    assert window == [items[0], items[1], items[4]]
+
+
+def test_items_that_are_taken_out_are_noticed() -> None:
+    place = ListPlace("hardest")
+    for change, is_lost in (
+        (lambda held: held.append(7), False),
+        (lambda held: held.pop(0), True),
+        (lambda held: held.pop(), True),
+        (lambda held: held.sort(reverse=True), True),
+        (lambda held: held.clear(), True),
+    ):
+        module = holding(hardest=[1.5, 2.5, 3.5])
+        watch = ListWatch([module], [place])
+        change(module.hardest)
+        assert watch.has_lost_items(place) == is_lost
+    module = holding(hardest=deque([1.5, 2.5], maxlen=2))
+    watch = ListWatch([module], [place])
+    module.hardest.append(3.5)
+    assert not watch.has_lost_items(place), "its limit drops them in the order in which they came"
+    module = holding(hardest=[object() for _ in range(2_000)])
+    watch = ListWatch([module], [place])
+    module.hardest = module.hardest[1:]
+    assert watch.has_lost_items(place)
+
+
+def test_lists_under_other_numbers_are_siblings() -> None:
+    module = holding(history={0: [1], 1: [2], "name": [3]}, nested=[[1], [2]])
+    assert [str(place) for place in ListPlace("history", (0,)).siblings(module)] == ["self.history.1"]
+    assert [str(place) for place in ListPlace("nested", (1,)).siblings(module)] == ["self.nested.0"]
+    assert ListPlace("history", ("name",)).siblings(module) == [], "another name may mean another thing"
+    assert ListPlace("history").siblings(module) == []

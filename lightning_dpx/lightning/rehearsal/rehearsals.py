@@ -238,14 +238,31 @@ class Rehearsals:
         strategy = self._strategy
         # In one piece the step may not fit, and would end the run here: that is left to the user.
         if strategy.session.replicas.cuts_slices and strategy.plans_memory:
-            rank_zero_warn(
-                f"dpx: {call.name} is no longer what one device does: {failure.reason} With micro_batches=1 it stays "
-                "in one piece."
-            )
+            self._tell_micro_batches(call.name, failure.reason)
             return False
         if not self._left_slices(call, failure):
             strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
         return True
+
+    def _tell_micro_batches(self, name: str, reason: str) -> None:
+        rank_zero_warn(
+            f"dpx: {name} is no longer what one device does: {reason} With micro_batches=1 it stays in one piece."
+        )
+
+    def after_step(self, name: str, rules: MergeRules) -> None:
+        """What a real step in slices has done that no rehearsal can have seen: lists are full by now."""
+        if not rules.lost_items:
+            return
+        paths = ", ".join(sorted(rules.lost_items))
+        rules.lost_items.clear()
+        rules.growing = set()  # said once
+        reason = f"It takes items out of {paths}, which every slice does for itself."
+        session = self._strategy.session
+        if session.replicas.cuts_slices and self._strategy.plans_memory:
+            self._tell_micro_batches(name, reason)
+        else:
+            advice = "Do it in on_train_batch_end and its like, which see the whole batch."
+            session.whole_batches.give_whole(name, reason, advice)
 
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
         """Where micro-batches fail, slices of several devices may not: those are rehearsed instead."""
@@ -316,6 +333,7 @@ class Rehearsals:
         known.draws_once = outcome.judge.draws_once
         known.draws = self._rules[key].draws or outcome.judge.draws
         known.metrics_give_slices = outcome.judge.metrics_give_slices
+        known.growing = self._rules[key].growing | outcome.judge.growing
         for place, number in outcome.judge.appended.items():
             if all(one.rules for one in found_at(place, findings)):
                 known.appended[place] = number

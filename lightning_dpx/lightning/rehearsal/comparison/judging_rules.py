@@ -50,6 +50,7 @@ class JudgingRules(MergeRules):
         self.fitting_numbers: dict[str, tuple[Rule, ...]] = {}  # by attribute, all rules that reproduce its number
         self.equal_numbers: set[str] = set()  # that all slices have like one device, which tells no rule from another
         self.appended = {place: len(items) for place, items in whole.appended.items()}
+        self.growing = set(self.appended)
         self.left_apart: set[str] = set()  # attributes that lead to lists whose items do not come together
         self._appended_at: dict[str, Any] = {}
         for place, items in whole.appended.items():
