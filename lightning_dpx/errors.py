@@ -64,7 +64,7 @@ class WholeBatchError(UnsupportedError):
 
     def __init__(self, reason: str, advice: str = "") -> None:
         text = f"training_step cannot be shared by several replicas: {reason} {advice}".rstrip()
-        super().__init__(f"{text} devices=1 can do it.")
+        super().__init__(f"{text} One device can do it, with the whole batch (devices=1, micro_batches=1).")
         self.reason = reason
         self.advice = advice
 

@@ -202,7 +202,9 @@ class Rendezvous:
             self._results[rank] = (
                 None,
                 CollectiveError(
-                    f"A collective inside a step cannot complete: {reason}. All replicas must make the same calls."
+                    f"A collective inside a step cannot complete: {reason}. All replicas must make the same calls: "
+                    "decide by a value of the whole batch, as self.all_gather(...) gives, or give one device the whole "
+                    "batch (devices=1, micro_batches=1)."
                 ),
             )
         self._arrived = {}

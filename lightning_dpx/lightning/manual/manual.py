@@ -14,18 +14,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dpx.errors import WholeBatchError
 from lightning_dpx.lightning.lightning_api import (
     Callback,
     LightningModule,
+    LightningOptimizer,
     MixedPrecision,
     Precision,
     Strategy,
     is_overridden,
 )
 from lightning_dpx.lightning.lightning_compat import lightning_optimizers_of
-from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, viewed
+from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, plain_attribute, viewed
 from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
 from lightning_dpx.lightning.manual.closures import ClosureRounds, Command, RunClosure, StepDone
 from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers_checked
@@ -63,6 +65,7 @@ class ManualOptimization:
         self._rounds: ClosureRounds | None = None
         self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
         self._names = [name for name, _ in replicas.root.module.named_parameters()]
+        self._numbers: dict[int, int] = {}
 
     @property
     def root(self) -> LightningModule:
@@ -103,7 +106,9 @@ class ManualOptimization:
             return
         if self._snapshot is None:
             self._snapshot = self._taken_snapshot()
-        self.exchanged.add(self._shared_objects())
+        shared = self._shared_objects()
+        self._numbers = _numbered(shared)
+        self.exchanged.add(shared)
         self.views = [
             ReplicaView(self, batch_slice, weight, is_first=index == 0)
             for index, (batch_slice, weight) in enumerate(zip(slices, weights, strict=True))
@@ -191,6 +196,10 @@ class ManualOptimization:
         """The sums of what the active replicas have, without a trace in any gradient."""
         with unshifted():
             return self.gradients.totals(self.active, columns, self._rows)
+
+    def number_of(self, owner: Any) -> int | None:
+        """The place of an optimizer or a scheduler among its kind; ``None`` if it is alone, or was not known."""
+        return self._numbers.get(id(_unwrapped(owner)))
 
     def before_backward(self, losses: Sequence[Any]) -> Tensor | None:
         """Calls the hooks with the loss of the whole batch; the factor by which they scaled it, if they did."""
@@ -361,6 +370,23 @@ class ManualOptimization:
         if self.precision.scaler is not None:
             found.append(self.precision.scaler)
         return [*found, *held_optimizers(self.root)]
+
+
+def _unwrapped(owner: Any) -> Any:
+    """The optimizer in Lightning's wrapper of it."""
+    return plain_attribute(owner, "_optimizer") if isinstance(owner, LightningOptimizer) else owner
+
+
+def _numbered(owners: Sequence[Any]) -> dict[int, int]:
+    """By id, the places of optimizers and of schedulers among their kind, where there are several."""
+    distinct = list({id(one): one for one in map(_unwrapped, owners)}.values())
+    optimizers = [one for one in distinct if isinstance(one, Optimizer)]
+    schedulers = [one for one in distinct if not isinstance(one, Optimizer | torch.amp.GradScaler)]
+    numbers: dict[int, int] = {}
+    for kind in (optimizers, schedulers):
+        if len(kind) > 1:
+            numbers.update((id(one), place) for place, one in enumerate(kind))
+    return numbers
 
 
 def _is_number(value: Any) -> bool:

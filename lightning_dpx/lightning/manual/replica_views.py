@@ -187,9 +187,7 @@ class ReplicaView:
             positional, named = _mapped(arguments, self._owner_of)
             return getattr(owner, name)(*positional, **named)
 
-        kind = "optimizer" if isinstance(owner, Optimizer) else "scheduler"
-        kind = "scaler" if isinstance(owner, torch.amp.GradScaler) else kind
-        result = self._manual.call_once(f"{kind}.{name}()", (args, kwargs), act)
+        result = self._manual.call_once(f"{self._name_of(owner)}.{name}()", (args, kwargs), act)
         return _mapped(result, self._mirror, self.replica.device)
 
     def _step(self, owner: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -203,8 +201,16 @@ class ReplicaView:
                 return owner.step(**kwargs)
             return owner.step(closure=together, **kwargs)
 
-        result = self._manual.step_once("optimizer.step()", closure, take_step)
+        result = self._manual.step_once(f"{self._name_of(owner)}.step()", closure, take_step)
         return _mapped(result, self._mirror, self.replica.device)
+
+    def _name_of(self, owner: Any) -> str:
+        """What replicas meet at: a step of one optimizer is none of another, which a branch may take instead."""
+        if isinstance(owner, torch.amp.GradScaler):
+            return "scaler"
+        kind = "optimizer" if isinstance(owner, Optimizer) else "scheduler"
+        number = self._manual.number_of(owner)
+        return kind if number is None else f"{kind} {number}"
 
     def _zero_grad(self, owner: Any, set_to_none: bool = True) -> None:
         """Of this replica's parameters only: the others do the same."""
