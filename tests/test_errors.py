@@ -31,9 +31,8 @@ def test_a_budget_that_is_not_met_is_out_of_memory_to_lightning_and_says_only_it
 
 def test_a_step_for_one_replica_says_why_and_that_one_device_can_do_it() -> None:
     error = errors.WholeBatchError("it counts.", "Count elsewhere.")
-    assert str(error).endswith(
-        "several replicas: it counts. Count elsewhere. One device can do it, with the whole batch (devices=1, micro_batches=1)."
-    )
+    text = "several replicas: it counts. Count elsewhere. One device can do it, with the whole batch (devices=1, "
+    assert str(error).endswith(f"{text}micro_batches=1).")
 
 
 class OddError(Exception):

@@ -1,0 +1,297 @@
+"""Steps that do something else later on: as on one device, or announced and then as on one device."""
+
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from tests.conftest import make_loader, make_trainer
+
+WAYS = [
+    pytest.param({"execution": "inline"}, 2, id="inline-2"),
+    pytest.param({"execution": "threads"}, 3, id="threads-3"),
+    pytest.param({"micro_batches": 2}, 1, id="micro-batches"),
+]
+ROWS = 13  # of a batch
+WHOLE = "gets all of its batches whole"
+
+
+class Model(LightningModule):
+    """Rows (B, 8) to logits (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def kept(self) -> Any:
+        """What is compared beside the weights."""
+
+
+class AveragesLater(Model):
+    """A teacher that follows from the fourth step on, written through .data, which no version counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        if self.global_step >= 3:
+            for parameter in self.teacher.parameters():
+                parameter.data.mul_(0.9)
+        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, self.teacher(batch[0]))
+
+
+class CopiesNowAndThen(Model):
+    """A target network that is synchronized every fourth step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step % 4 == 3:
+            self.target.load_state_dict(self.net.state_dict())
+        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.target(batch[0]))
+
+
+class KeepsItsState(Model):
+    """The hidden state of a batch's rows, used by the next step: truncated backpropagation through time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+        self.state: torch.Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        state = self.cell(batch[0], self.state)
+        self.state = state.detach()
+        return F.cross_entropy(self.net(state), batch[1])
+
+
+class Queue(Model):
+    """Keys of the last batches in a ring, whose place is a buffer as well, as MoCo has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(32, 3))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        loss = torch.logsumexp(logits @ self.queue.clone().T, 1).mean()
+        with torch.no_grad():
+            place = int(self.place)
+            length = min(len(logits), 32 - place)
+            self.queue[place : place + length] = logits[:length]
+            self.place[0] = 0 if length < len(logits) else place + length
+        return loss
+
+
+class SetsData(Model):
+    """Data-dependent initialization in the sanity check, as layers of normalizing flows do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.is_set = False
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if not self.is_set:
+            self.scale.data = 1 / batch[0].std(0)
+            self.is_set = True
+        return F.cross_entropy(self.net(batch[0] * self.scale), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+
+class PoolOfRows(Model):
+    """Rows of the last batches, of which the oldest go: a loss with them from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hardest: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.hardest.extend(losses.tolist())
+        self.hardest.sort(reverse=True)
+        del self.hardest[20:]
+        return losses.mean()
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+@pytest.mark.parametrize("kind", [AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData])
+def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
+    kind: type[Model], options: Any, devices: int
+) -> None:
+    expected, _ = fitted(kind)
+    found, said = fitted(kind, devices, **options)
+    assert WHOLE in said
+    assert found == expected
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+def test_a_step_that_takes_items_out_of_a_list_is_left_to_one_device(options: Any, devices: int) -> None:
+    found, said = fitted(PoolOfRows, devices, **options)
+    assert "It takes items out of self.hardest, which every slice does for itself." in said
+    assert found == fitted(PoolOfRows)[0], "its loss does not use them"
+
+
+class PenaltyAndMore(Model):
+    """Takes gradients of its own, which no look without graphs can; later on a second term joins the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0].clone().requires_grad_()
+        logits = self.net(rows)
+        (gradient,) = torch.autograd.grad(logits.sum(), rows, create_graph=True)
+        loss = F.cross_entropy(logits, batch[1]) + gradient.square().sum(1).mean()
+        return loss + logits.mean(0).square().sum() if self.global_step >= 2 else loss
+
+
+class Best(Model):
+    """A running minimum: the mean of its slices the first time, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = float("inf")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.best = min(self.best, loss.item())
+        return loss
+
+
+class EndsTheRun(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if batch[0][0, 0] > 0.5:  # as one row of a batch says, and so one slice
+            self.trainer.should_stop = True
+        return loss
+
+
+class FirstDraws(Model):
+    """Draws nothing in the first epoch, and once for a batch in the second."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0] * random.random() if self.current_epoch else batch[0]
+        return F.cross_entropy(self.net(rows), batch[1])
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (PenaltyAndMore, "The batches that were checked before had shown nothing of it"),
+        (Best, "self.best comes together from slices in a first step, and not in a second"),
+        (EndsTheRun, "has set trainer.should_stop on some of its slices, and not on all"),
+    ],
+)
+def test_what_comes_later_and_is_of_a_slice_is_told(kind: type[Model], text: str, options: Any, devices: int) -> None:
+    assert text in fitted(kind, devices, **options)[1]
+
+
+def test_first_draws_of_a_later_epoch_let_the_step_be_checked_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fitted(FirstDraws, 2, execution="inline")
+    assert "training_step has done more in the last batch than when it was checked (random draws)" in caplog.text
+
+
+class Mixes(Model):
+    """As people mix rows: one number and one permutation for a batch, of which no slice can have a part."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        share = np.random.beta(1.0, 1.0)
+        self.shares.append(share)
+        order = torch.randperm(len(batch[0]))
+        logits = self.net(share * batch[0] + (1 - share) * batch[0][order])
+        return share * F.cross_entropy(logits, batch[1]) + (1 - share) * F.cross_entropy(logits, batch[1][order])
+
+    def on_fit_start(self) -> None:
+        self.shares: list[float] = []
+
+    def kept(self) -> Any:
+        return [round(share, 9) for share in self.shares]
+
+
+class SumsFromZero(Model):
+    """A sum of floats that begins at an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.by_epoch: dict[int, list[float]] = {}
+        self.window: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.total += loss.item() * len(batch[0])
+        self.by_epoch.setdefault(self.current_epoch, []).append(loss.item())
+        self.window.append(loss.item())
+        if len(self.window) > 3:
+            self.window.pop(0)
+        return loss
+
+    def kept(self) -> Any:
+        lists = [*self.by_epoch.values(), self.window]
+        return round(self.total, 5), [[round(value, 6) for value in values] for values in lists]
+
+
+class Freezes(Model):
+    """A step freezes a layer, and thaws it again, in the middle of a run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.global_step in (2, 5):
+            self.net[0].requires_grad_(self.global_step == 5)
+        return loss
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+@pytest.mark.parametrize("kind", [SumsFromZero, Freezes])
+def test_what_goes_on_from_step_to_step_is_that_of_one_device(kind: type[Model], options: Any, devices: int) -> None:
+    found, said = fitted(kind, devices, **options)
+    assert found == fitted(kind)[0]
+    assert not said
+
+
+def test_what_is_drawn_once_stays_so_beside_draws_that_mix_rows() -> None:
+    assert fitted(Mixes, 2, execution="inline")[0][1] == fitted(Mixes)[0][1]
+
+
+def fitted(kind: type[Model], devices: int = 0, **options: Any) -> tuple[Any, str]:
+    """The weights and what the model has kept, and what was warned of; on one device unless there are ``devices``."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    model = kind()
+    where = {"strategy": dpx.DPXStrategy(**options), "devices": devices} if devices else {}
+    loader = make_loader(4 * ROWS, ROWS)
+    trainer = make_trainer(max_epochs=2, precision="64-true", num_sanity_val_steps=1, **where)
+    evaluates = type(model).validation_step is not LightningModule.validation_step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader, loader if evaluates else None)
+    weights = {
+        name: [round(number, 8) for number in value.double().flatten().tolist()]
+        for name, value in model.state_dict().items()
+    }
+    said = "\n".join(str(one.message) for one in caught if "dpx: " in str(one.message))
+    return (weights, model.kept()), said
