@@ -67,8 +67,7 @@ class ProcessReducer:
 
     def _mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
         all_rows, kinds = self._agree(grads, rows)
-        # Each divides before it sends: the sum of the shares is the mean, and no larger than that.
-        factor = 1.0 if rows < 0 else rows / all_rows
+        factor = _factor(rows, all_rows)
         result: Gradients = [None] * len(grads)
         dense = [index for index, kind in enumerate(kinds) if kind is torch.strided]
         if self._hook is None:
@@ -146,7 +145,8 @@ class ProcessReducer:
         waiting = []
         for number, group in enumerate(groups):
             members = [own[index] for index in group]
-            buffer = flatten_dense([_widened(member).to(wire_device(member.device)) for member in members]) * scale
+            wide = [_widened(member).to(wire_device(member.device)) for member in members]
+            buffer = _scaled(flatten_dense(wide), scale)
             parameters = [like[used[index]] for index in group]
             is_last = number == len(groups) - 1
             bucket = HookBucket(index=number, buffer=buffer, parameters=parameters, is_last=is_last)
@@ -169,7 +169,7 @@ class ProcessReducer:
                 continue
             # A row that comes twice is added before it is scaled and narrowed, and not sent twice.
             own = _widened(gradient).coalesce()
-            mine.append(Rows(own.indices(), (own.values() * factor).to(dtype)))
+            mine.append(Rows(own.indices(), _scaled(own.values(), factor).to(dtype)))
         sums = sum_over_processes(mine, tensors, dtypes)
         for index, total, tensor in zip(used, sums, tensors, strict=True):
             result[index] = total.to(device=tensor.device, dtype=tensor.dtype)
@@ -182,7 +182,20 @@ class ProcessReducer:
         return dtype
 
     def _on_wire(self, values: torch.Tensor, factor: float) -> torch.Tensor:
-        return (_widened(values) * factor).to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))
+        shares = _scaled(_widened(values), factor)
+        return shares.to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))
+
+
+def _factor(rows: float, all_rows: float) -> float:
+    """What this process's gradients are multiplied by before they are sent, so that the sum over all is the mean."""
+    if rows < 0:
+        return 1.0
+    return rows / all_rows
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    # The mean over no tokens may be NaN, which no weight of zero takes out of a sum.
+    return tensor * factor if factor else torch.zeros_like(tensor)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,37 @@ def hooked(rank: int) -> dict[str, list[Grads]]:
     return means
 
 
+WEIGHTLESS = {"rank 1": (6, 0)}  # what their losses count, where some count no tokens
+
+
+def tokenless(rank: int, weights: tuple[int, int]) -> tuple[list[torch.Tensor], Grads]:
+    """Parameters and this rank's gradients: of a mean over its tokens, which is 0 / 0 where it has none."""
+    generator = torch.Generator().manual_seed(rank)
+    weight = torch.randn(4, 3, generator=generator, requires_grad=True)
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    mask = torch.zeros(6)
+    mask[: weights[rank]] = 1
+    rows = torch.tensor([0, 1, 1, 2, 4, 4])
+    outputs = table(rows) @ weight.T
+    loss = (outputs.sum(1) * mask).sum() / mask.sum()
+    loss.backward()
+    return [weight, table.weight], [weight.grad, table.weight.grad]
+
+
+def without_tokens(rank: int) -> dict[str, tuple[Grads, Grads]]:
+    """This rank's gradients and the means, by who has no tokens and what sends them."""
+    seen = {}
+    for who, weights in WEIGHTLESS.items():
+        parameters, grads = tokenless(rank, weights)
+        seen[who] = grads, ProcessReducer().mean(grads, parameters, weights[rank])
+        hook = make_communication_hook((None, allreduce_hook))
+        seen[f"{who}, hook"] = grads, ProcessReducer(hook=hook).mean(grads, parameters, weights[rank])
+    # Rank 0 has tokens, and rank 1's NaN is one of a step that diverges.
+    broken = torch.full((3,), float("nan") if rank == 1 else 1.0)
+    seen["diverged"] = [broken], ProcessReducer().mean([broken], [broken], ROWS[rank])
+    return seen
+
+
 def main() -> None:
     folder, rank = Path(sys.argv[2]), int(os.environ["NODE_RANK"])
     torch.set_num_threads(1)
@@ -91,6 +122,7 @@ def main() -> None:
     halves = torch.full((3,), 1 + 2.0**-7, dtype=torch.bfloat16)
     seen["dense bfloat16"] = ProcessReducer().mean([halves], [halves], ROWS[rank])
     seen["hooks"] = hooked(rank)
+    seen["without tokens"] = without_tokens(rank)
     seen["noticed"] = []
     for sets in (lambda: rank == 1, lambda: False):
         ProcessReducer(notice=sets, on_notice=seen["noticed"].append).mean([halves], [halves], 1)

@@ -99,6 +99,25 @@ def test_a_communication_hook_can_sum(seen: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(seen[0]["hooks"]["sum"][0][0], whole, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("sent_by", ["", ", hook"])
+def test_a_process_without_tokens_adds_nothing_to_the_gradients_of_others(
+    seen: list[dict[str, Any]], sent_by: str
+) -> None:
+    own, _ = seen[0]["without tokens"][f"rank 1{sent_by}"]
+    of_rank_1, _ = seen[1]["without tokens"][f"rank 1{sent_by}"]
+    assert all(bool(dense(gradient).isnan().any()) for gradient in of_rank_1)
+    for rank in range(2):
+        _, means = seen[rank]["without tokens"][f"rank 1{sent_by}"]
+        for mean, gradient in zip(means, own, strict=True):
+            torch.testing.assert_close(dense(mean), dense(gradient))
+
+
+def test_nan_of_a_process_with_tokens_reaches_all(seen: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        _, means = seen[rank]["without tokens"]["diverged"]
+        assert bool(means[0].isnan().all())
+
+
 def test_a_notice_of_one_process_reaches_all(seen: list[dict[str, Any]]) -> None:
     assert [results["noticed"] for results in seen] == [[[1]], [[1]]]
 
