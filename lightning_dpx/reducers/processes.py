@@ -53,7 +53,8 @@ class ProcessReducer:
         Args:
             grads: This process's mean over its own samples.
             like: The parameters, for those that have a gradient on other processes only.
-            rows: How many samples those are; 0 weighs nothing. Negative: sum the gradients as they are.
+            rows: How many samples those are; 0 weighs nothing, unless it is 0 on all processes, where all count alike.
+                Negative: sum the gradients as they are.
 
         Raises:
             CollectiveError: another process ended or did not come in time; names the ranks that are lost.
@@ -190,6 +191,10 @@ def _factor(rows: float, all_rows: float) -> float:
     """What this process's gradients are multiplied by before they are sent, so that the sum over all is the mean."""
     if rows < 0:
         return 1.0
+    # A mean over no tokens anywhere: one device steps with whatever gradients that has, zeros or NaN, and a term of
+    # the loss that counts no tokens keeps its own.
+    if all_rows == 0:
+        return 1.0 / distributed.get_world_size()
     return rows / all_rows
 
 

@@ -78,7 +78,7 @@ def hooked(rank: int) -> dict[str, list[Grads]]:
     return means
 
 
-WEIGHTLESS = {"rank 1": (6, 0)}  # what their losses count, where some count no tokens
+WEIGHTLESS = {"rank 1": (6, 0), "no rank": (0, 0)}  # what their losses count, where some count no tokens
 
 
 def tokenless(rank: int, weights: tuple[int, int]) -> tuple[list[torch.Tensor], Grads]:
@@ -103,6 +103,10 @@ def without_tokens(rank: int) -> dict[str, tuple[Grads, Grads]]:
         seen[who] = grads, ProcessReducer().mean(grads, parameters, weights[rank])
         hook = make_communication_hook((None, allreduce_hook))
         seen[f"{who}, hook"] = grads, ProcessReducer(hook=hook).mean(grads, parameters, weights[rank])
+    # torch's own loss over ignored targets is NaN as well, but its gradients are zeros.
+    logits = torch.randn(4, 3, requires_grad=True)
+    torch.nn.functional.cross_entropy(logits, torch.full((4,), -100)).backward()
+    seen["ignored"] = [logits.grad], ProcessReducer().mean([logits.grad], [logits], 0)
     # Rank 0 has tokens, and rank 1's NaN is one of a step that diverges.
     broken = torch.full((3,), float("nan") if rank == 1 else 1.0)
     seen["diverged"] = [broken], ProcessReducer().mean([broken], [broken], ROWS[rank])

@@ -112,6 +112,17 @@ def test_a_process_without_tokens_adds_nothing_to_the_gradients_of_others(
             torch.testing.assert_close(dense(mean), dense(gradient))
 
 
+@pytest.mark.parametrize("sent_by", ["", ", hook"])
+def test_a_mean_over_no_tokens_of_any_process_is_that_of_one_device(seen: list[dict[str, Any]], sent_by: str) -> None:
+    for rank in range(2):
+        own, means = seen[rank]["without tokens"][f"no rank{sent_by}"]
+        assert [bool(dense(mean).isnan().any()) for mean in means] == [True, True]
+        assert [bool(dense(gradient).isnan().any()) for gradient in own] == [True, True]
+        own, means = seen[rank]["without tokens"]["ignored"]
+        assert not own[0].any()
+        assert torch.equal(means[0], own[0])
+
+
 def test_nan_of_a_process_with_tokens_reaches_all(seen: list[dict[str, Any]]) -> None:
     for rank in range(2):
         _, means = seen[rank]["without tokens"]["diverged"]
