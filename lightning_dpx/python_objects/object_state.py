@@ -595,6 +595,11 @@ def _shows_all(kind: Any) -> bool:
     return True
 
 
+def slot_contents(value: Any) -> list[tuple[str, Any]]:
+    """What the slots of an object hold, with their names; nothing for those that are not set."""
+    return [(slot.__name__, slot.__get__(value)) for slot in _slots_of(value) if _is_set(slot, value)]
+
+
 def _slots_of(value: Any) -> tuple[Any, ...]:
     return _slots(type(value))  # type: ignore[arg-type]
 

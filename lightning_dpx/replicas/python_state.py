@@ -27,8 +27,8 @@ from torch import nn
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import ReplicationError, WholeBatchError
-from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module
-from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
+from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
+from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE, slot_contents
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
@@ -519,17 +519,40 @@ class StateFingerprint:
             if isinstance(value, np.ndarray):
                 # Nothing counts the writes to an array, so all of it is read.
                 yield key, (value, zlib.crc32(value.tobytes()))
-            elif isinstance(value, MUTABLE):
-                items: Any = value.items() if isinstance(value, dict) else value
-                yield key, (value, [_identities(item) for item in items])
-            elif has_attributes(value):
-                yield key, (value, [_identities(item) for item in vars(value).items()])
+            elif (contents := _contents(value)) is not None:
+                yield key, ((value, _kept_alive(contents)), list(map(_identities, contents)))
 
     def has_changed(self) -> bool:
         """Whether something that was there has other contents now."""
         now = dict(self._marks())
         # The objects are kept with their marks, so that an id cannot be that of another one by now.
         return any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+
+
+def _contents(value: Any) -> list[Any] | None:
+    """The items of a container that can change, and the attributes of an object, with those in slots."""
+    # Classes, modules and tensors have slots of their own, which are nothing that a step counts in.
+    slots = [] if isinstance(value, type | nn.Module | torch.Tensor) else slot_contents(value)
+    attributes = vars(value) if has_attributes(value) else None
+    if attributes is None and not slots and not isinstance(value, MUTABLE):
+        return None
+    contents = [*slots, *(attributes or {}).items()]
+    if isinstance(value, dict):
+        contents += pairs_of(value)
+    elif isinstance(value, MUTABLE):
+        items: Any = value
+        contents += items
+    return contents
+
+
+def _kept_alive(contents: Iterable[Any]) -> list[Any]:
+    """All but tensors, which may have a graph: what takes the place of a number must not get its id as well."""
+    alive = []
+    for item in contents:
+        for part in item if isinstance(item, tuple) else (item,):
+            if not isinstance(part, torch.Tensor):
+                alive.append(part)
+    return alive
 
 
 def _modules_of(kept: Iterable[Any]) -> set[int]:

@@ -1,6 +1,7 @@
 """Random programs that write Python state, in steps and between them, leave what one device leaves."""
 
 import copy
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dpx import ReplicaGroup
+from lightning_dpx.replicas.python_state import StateFingerprint
 from tests.conftest import SIMULATED
 
 NAMES = ("items", "tensors", "table", "cache", "seen", "counts", "lists", "recent", "nested", "array", "number")
+NEEDS_SIMULATION = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 # What a step does with each row, and what a hook does between two steps.
 STEP_ACTS = ("add", "remove")
 HOOK_ACTS = ("add", "clear", "replace", "rebind", "delete")
@@ -129,9 +132,75 @@ def test_random_programs_on_one_device(execution: str, acts: list[tuple[str, str
     check(acts, ["cpu"] * num_replicas, execution)
 
 
-@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@NEEDS_SIMULATION
 @pytest.mark.parametrize("execution", ["inline", "threads"])
 @given(acts=st.lists(ACTS, min_size=1, max_size=6), num_replicas=st.sampled_from([2, 3]))
 @settings(max_examples=25, deadline=None)
 def test_random_programs_on_devices(execution: str, acts: list[tuple[str, str, str]], num_replicas: int) -> None:
     check(acts, [f"sim:{index}" for index in range(num_replicas)], execution)
+
+
+class Meter:
+    """Counts in slots, as an object that is made often does."""
+
+    __slots__ = ("average", "count")
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.average = 0.0
+
+
+class Slotted(Meter):
+    __slots__ = ("best",)
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.count = 0.0
+
+
+@pytest.mark.parametrize("kind", [Meter, Slotted, Counted])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_fingerprint_sees_what_a_step_counts_in_an_object(kind: type[Any], times: int) -> None:
+    module: Any = nn.Linear(1, 1)
+    module.meter = kind()
+    module.meter.count = times / 3
+    before = StateFingerprint(module)
+    assert not before.has_changed()
+    # Python gives a number the memory, and so the id, of the one that was dropped last.
+    for _ in range(times):
+        module.meter.count += 0.5
+    assert before.has_changed()
+
+
+def test_a_fingerprint_sees_a_slot_that_is_set_for_the_first_time() -> None:
+    module: Any = nn.Linear(1, 1)
+    module.meter = Slotted()
+    before = StateFingerprint(module)
+    module.meter.best = 1
+    assert before.has_changed()
+
+
+class ReadsItsMeter(nn.Module):
+    """Rows (B, 1) become the number of rows so far; the slice that begins with 0 is the slowest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.meter = Meter()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if float(rows[0]) == 0:
+            time.sleep(0.1)
+        self.meter.count += len(rows)
+        return self.linear(rows) * 0 + self.meter.count
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], pytest.param(["sim:0", "sim:1"], marks=NEEDS_SIMULATION)])
+def test_a_stage_that_counts_in_slots_takes_turns(devices: list[str]) -> None:
+    rows = torch.arange(6.0).view(6, 1)
+    with ReplicaGroup(ReadsItsMeter(), devices, execution="threads") as group:
+        for step in range(3):
+            group.forward(rows)
+            seen: Any = group.outputs_merged()
+            assert seen.view(-1).tolist() == [6 * step + 3.0] * 3 + [6 * step + 6.0] * 3
