@@ -321,6 +321,8 @@ def prepare_memo(
         is_boundary: What stays the same object in any case.
         module: The module whose structure is copied, too, before anything refers to its submodules.
     """
+    shared = list(shared)
+    private = list(private)
     # Before the walks, which end at what the memo knows: at submodules, too, though their copies
     # are still empty.
     states = [] if module is None else _make_shells(module, memo)
@@ -354,9 +356,15 @@ def prepare_memo(
     # Functions are made empty, then the modules get their states, then the functions what they
     # capture: either may lead to the other, and deepcopy finds what the memo has.
     functions = _Functions(memo)
-    for key, value in (rest.objects | whole.objects).items():
+    unknown = {key: value for key, value in (rest.objects | whole.objects).items() if key not in memo}
+    for key, value in unknown.items():
+        # Adding a function that keeps its results has added the one that it wraps.
         if key in leading and key not in memo:
             functions.add(value)
+    references = [value for value in unknown.values() if isinstance(value, weakref.ref)]
+    if references:
+        _copy_references(memo, references, _held_strongly([*shared, *private], stops))
+        _copy_weak_tables(memo, unknown.values())
     for _, shell, state in states:
         shell.__setstate__(_copied_state(state, memo))  # type: ignore[no-untyped-call]
     functions.fill()
@@ -364,6 +372,112 @@ def prepare_memo(
         # Last: what compiles a module looks at it, which has its state by now.
         _compile_like(child, shell, memo)
     return placed
+
+
+def _held_strongly(values: Iterable[Any], stops: Callable[[Any], bool]) -> dict[int, Any]:
+    """What ``values`` lead to by other ways than weak references, by id: a copy of it is held in its place."""
+    graph = ObjectGraph(
+        lambda value: isinstance(value, torch.Tensor),
+        lambda value: isinstance(value, weakref.ref) or stops(value),
+    )
+    graph.walk(values)
+    return graph.objects
+
+
+def _copy_references(memo: Memo, references: Sequence[Any], held: Mapping[int, Any]) -> None:
+    """Counterparts of weak references, which lead to what ``memo`` knows, or gets, instead of the originals.
+
+    Args:
+        memo: As of :func:`prepare_memo`.
+        references: Weak references.
+        held: By id, the objects that something else holds as well; a copy of any other would be gone at once.
+    """
+    referents: list[Any] = []
+    for reference in references:
+        referent = _referent_of(reference)
+        if id(referent) in held and id(referent) not in memo:
+            referents.append(referent)
+    # Empty at first: a child that refers weakly to its parent finds the parent's copy before that has its children.
+    shells: list[tuple[Any, Any]] = []
+    others: list[Any] = []
+    for referent in referents:
+        if id(referent) in memo:
+            continue
+        if _is_copied_by_state(referent):
+            kind: Any = type(referent)
+            memo[id(referent)] = kind.__new__(kind)
+            shells.append((memo[id(referent)], referent.__reduce_ex__(4)[2]))
+        else:
+            others.append(referent)
+    _copy_known_references(memo, references)
+    for referent in others:
+        copy.deepcopy(referent, memo)
+    _copy_known_references(memo, references)
+    for shell, state in shells:
+        _set_state(shell, copy.deepcopy(state, memo))
+
+
+def _copy_known_references(memo: Memo, references: Sequence[Any]) -> None:
+    for reference in references:
+        counterpart = memo.get(id(_referent_of(reference)))
+        # What it refers to may be gone, or be no part of the module: then the reference stays as
+        # it is.
+        if counterpart is None:
+            continue
+        if isinstance(reference, weakref.WeakMethod):
+            method: Any = reference()
+            memo[id(reference)] = weakref.WeakMethod(types.MethodType(method.__func__, counterpart))
+        elif type(reference) is weakref.ref:
+            memo[id(reference)] = weakref.ref(counterpart)
+
+
+def _copy_weak_tables(memo: Memo, values: Iterable[Any]) -> None:
+    """Counterparts of those among ``values``; their own copies would have the originals for what they hold weakly."""
+    for table in values:
+        if type(table) not in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
+            continue
+        made = type(table)()
+        memo[id(table)] = made
+        for key, value in list(table.items()):
+            if isinstance(table, weakref.WeakKeyDictionary):
+                made[memo.get(id(key), key)] = copy.deepcopy(value, memo)
+            else:
+                made[copy.deepcopy(key, memo)] = memo.get(id(value), value)
+
+
+def _referent_of(reference: Any) -> Any:
+    """What a weak reference leads to; of a method, the object that it is bound to."""
+    referent = reference()
+    return referent.__self__ if isinstance(referent, types.MethodType) else referent
+
+
+def _is_copied_by_state(value: Any) -> bool:
+    """Whether ``copy.deepcopy`` makes an empty object and gives it a copy of its state, and does no more."""
+    kind = type(value)
+    if hasattr(kind, "__deepcopy__") or kind in copyreg.dispatch_table or isinstance(value, type | types.FunctionType):
+        return False
+    return _is_plain(kind, value.__reduce_ex__(4))
+
+
+def _is_plain(kind: type, reduced: Any) -> bool:
+    """Whether an object is made by ``__new__`` alone, then given a state, with no items to append or to set."""
+    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return False
+    return reduced[1] == (kind,) and all(part is None for part in reduced[3:])
+
+
+def _set_state(value: Any, state: Any) -> None:
+    """As ``copy.deepcopy`` does."""
+    if state is None:
+        return
+    if hasattr(value, "__setstate__"):
+        value.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        vars(value).update(attributes)
+    for name, content in (slots or {}).items():
+        setattr(value, name, content)
 
 
 def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Module, Any]]:
@@ -427,15 +541,11 @@ def _can_be_a_shell(child: nn.Module) -> bool:
         return True
     if hasattr(kind, "__deepcopy__"):
         return False
-    reduced: Any = child.__reduce_ex__(4)
-    # How Python reduces an object without methods of its own: made by __new__, then given a state,
-    # with no items to append or to set.
-    is_plain = reduced[0] is copyreg.__newobj__ and reduced[1] == (kind,)  # type: ignore[attr-defined]
-    return is_plain and all(part is None for part in reduced[3:])
+    return _is_plain(kind, child.__reduce_ex__(4))
 
 
 class _Functions:
-    """Counterparts of functions and weak references, which lead to what ``memo`` knows instead of the originals."""
+    """Counterparts of functions, which lead to what ``memo`` knows instead of the originals."""
 
     def __init__(self, memo: Memo) -> None:
         self._memo = memo
@@ -454,17 +564,6 @@ class _Functions:
                     self._memo[id(wrapped)] = self._function(wrapped)
                 options = value.cache_parameters()  # type: ignore[attr-defined]
                 self._memo[id(value)] = functools.lru_cache(**options)(self._memo[id(wrapped)])
-        elif isinstance(value, weakref.WeakMethod):
-            method = value()
-            owner = None if method is None else self._memo.get(id(method.__self__))
-            # What it refers to may be gone, or be no part of the module: then the reference stays
-            # as it is.
-            if method is not None and owner is not None:
-                self._memo[id(value)] = weakref.WeakMethod(types.MethodType(method.__func__, owner))
-        elif type(value) is weakref.ref:
-            counterpart = self._memo.get(id(value()))
-            if counterpart is not None:
-                self._memo[id(value)] = weakref.ref(counterpart)
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = tuple(self._cell(cell) for cell in function.__closure__ or ())
