@@ -29,7 +29,11 @@ class Registry(Generic[T]):
         Examples:
             >>> @dpx.register_reducer("one_by_one")
             ... class OneByOne(dpx.GradientReducer):
-            ...     '''Adds up on the first device, one gradient after the other.'''
+            ...     '''Adds up on the owner, one gradient after the other.'''
+            ...     def _sum(self, lists, targets):
+            ...         owners = [self.distinct_devices[target] for target in targets]
+            ...         columns = zip(zip(*lists), owners)
+            ...         return [sum(self._move(part, owner) for part in parts) for parts, owner in columns]
         """
 
         def add(entry: type[T]) -> type[T]:

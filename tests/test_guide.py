@@ -17,6 +17,7 @@ from examples.digits import DigitClassifier, DigitData
 from lightning_dpx import errors
 from lightning_dpx.cli import main
 from lightning_dpx.memory.plan.problem import PLANNERS
+from lightning_dpx.reducers import REDUCERS
 from tests.conftest import SIMULATED
 
 ROOT = Path(__file__).parent.parent
@@ -60,16 +61,17 @@ def commands() -> list[list[str]]:
 
 
 @pytest.fixture
-def _own_planners() -> Iterator[None]:
+def _own_registries() -> Iterator[None]:
     """What a page registers is gone afterwards."""
-    before = set(PLANNERS)
+    before = [set(registry) for registry in (REDUCERS, PLANNERS)]
     yield
-    for name in set(PLANNERS) - before:
-        PLANNERS.unregister(name)
+    for registry, names in zip((REDUCERS, PLANNERS), before, strict=True):
+        for name in set(registry) - names:
+            registry.unregister(name)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-@pytest.mark.usefixtures("_own_planners")
+@pytest.mark.usefixtures("_own_registries")
 def test_every_block_of_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.stem in NEEDS_SIMULATION and SIMULATED:
         pytest.skip(SIMULATED)

@@ -30,7 +30,8 @@ _KIND = operator.attrgetter("shape", "dtype", "layout")
 class GradientReducer(ABC):
     """Sums the gradients of K replicas.
 
-    Subclass it, decorate the class with ``@register_reducer("name")``, and ``DPXStrategy(reducer="name")`` uses it.
+    Subclass it, write ``_sum``, which is called where gradients lie on several devices, decorate the class with
+    ``@register_reducer("name")``, and ``DPXStrategy(reducer="name")`` uses it.
 
     Args:
         devices: K devices, one per replica; the first one owns the parameters unless :meth:`owners` says otherwise.
@@ -43,8 +44,13 @@ class GradientReducer(ABC):
         >>> @dpx.register_reducer("first_only")
         ... class FirstOnly(dpx.GradientReducer):
         ...     '''Adds up on the first device, one gradient after the other.'''
-        ...     def reduce(self, gradients):
-        ...         return [sum(parts[1:], parts[0]) for parts in zip(*gradients)]
+        ...     def _sum(self, lists, targets):
+        ...         totals = []
+        ...         for parts, target in zip(zip(*lists), targets):
+        ...             total = sum(self._move(part, self.distinct_devices[0]) for part in parts)
+        ...             totals.append(self._move(total, self.distinct_devices[target]))
+        ...         return totals
+        >>> strategy = dpx.DPXStrategy(reducer="first_only")
     """
 
     def __init__(self, devices: Sequence[torch.device], communication_dtype: torch.dtype | None = None) -> None:
@@ -150,9 +156,13 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
-        """The sums of D > 1 lists of n dense gradients, each on the device that ``targets`` (n indices) names.
+        """The sums of D > 1 lists of n dense gradients, each on the device that ``targets`` names.
 
-        The tensors of ``lists`` may be overwritten.
+        The tensors of ``lists`` may be overwritten. :meth:`_move` brings one to another device.
+
+        Args:
+            lists: D x n, the gradients on each of ``self.distinct_devices``; halves come as float32.
+            targets: n indices of ``self.distinct_devices``.
         """
 
     def _spread(self, lists: Sequence[Dense]) -> list[Dense]:

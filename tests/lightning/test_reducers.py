@@ -1,6 +1,10 @@
 """Every reducer trains to the weights of one device; colocated owners; gradients that travel during backward."""
 
+import doctest
+import inspect
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +52,45 @@ def test_trains_to_the_weights_of_one_device(name: str, options: dict[str, Any],
     strategy = strategy_in(execution, reducer=name, workload=[2.0, 1.0, 1.0])
     ours = run(seeded(optimizer="adam"), strategy=strategy, devices=3, **options)
     assert_equal(strip_rows(ours), strip_rows(run(seeded(optimizer="adam"), **options)))
+
+
+def documented_reducers() -> dict[str, str]:
+    """The code of all examples of a reducer, by where it stands."""
+    root = Path(__file__).parent.parent.parent
+    examples = {}
+    for page in ("lightning_dpx/reducers/README.md", "examples/guide/write_your_own.md"):
+        for block in re.findall(r"```python\n(.*?)```", (root / page).read_text(), re.DOTALL):
+            if "register_reducer" in block:
+                examples[page] = block
+    for documented in (dpx.GradientReducer, dpx.register_reducer):
+        examples_of_help = doctest.DocTestParser().get_examples(inspect.getdoc(documented) or "")
+        examples[documented.__name__] = "".join(example.source for example in examples_of_help)
+    return examples
+
+
+@pytest.mark.parametrize("place", documented_reducers())
+def test_a_reducer_that_is_written_as_documented_trains_to_the_weights_of_one_device(
+    place: str, execution: str, hardware: str
+) -> None:
+    before = set(REDUCERS)
+    exec(documented_reducers()[place], {"dpx": dpx, "lightning_dpx": dpx, "torch": torch, "__name__": "example"})
+    (name,) = set(REDUCERS) - before
+    kind = REDUCERS[name]
+    sums = kind._sum
+    calls: list[int] = []
+
+    def counted(reducer: Any, lists: Any, targets: Any) -> Any:
+        calls.append(len(targets))
+        return sums(reducer, lists, targets)
+
+    try:
+        kind._sum = counted  # type: ignore[method-assign]
+        ours = run(seeded(), strategy=strategy_in(execution, reducer=name), devices=2)
+    finally:
+        REDUCERS.unregister(name)
+    assert_equal(strip_rows(ours), strip_rows(run(seeded())))
+    # Two replicas on the host are one device, where there is nothing to move.
+    assert bool(calls) is (hardware == "sim")
 
 
 @sim_only
