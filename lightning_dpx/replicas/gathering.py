@@ -24,6 +24,7 @@ from lightning_dpx.replicas.merging import (
     Weights,
     is_equal_object,
     is_numeric,
+    join_arrays,
     reduce_numbers,
     weighted_mean,
 )
@@ -447,9 +448,14 @@ def _merge_arrays(parts: list[Any], sizes: list[float], device: torch.device, di
         merged = _merge_tensors([_as_tensor(part) for part in parts], sizes, torch.device("cpu"), dim, path)
         return _like(merged, parts[0])
     if all(np.ndim(part) and len(part) == size for part, size in zip(parts, sizes, strict=True)):
-        return np.concatenate(parts)
+        joined = join_arrays(parts)
+        if joined is not None:
+            return joined
     if all(np.array_equal(part, parts[0]) for part in parts):
         return parts[0]
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = ", ".join(str(part.shape) for part in parts)
+        raise GatherError(f"The replicas returned arrays of shapes {shapes} for {path}, whose rows must be alike.")
     raise GatherError(f"The replicas returned different arrays for {path}, which are no numbers; give lists instead.")
 
 

@@ -141,8 +141,8 @@ class Search:
         if isinstance(whole, np.ndarray) and whole.ndim:
             # Numbers were seen to above: these are texts and objects, which can be joined and no
             # more.
-            joined = np.concatenate([part for part in parts if part.ndim] or [whole[:0]])
-            if joined.shape == whole.shape and np.array_equal(joined, whole):
+            joined = join_arrays([part for part in parts if part.ndim] or [whole[:0]])
+            if joined is not None and joined.shape == whole.shape and np.array_equal(joined, whole):
                 return [Finding(path=path, rules=(Rule(kind="items"),))]
         if children_of(whole) is not None:
             return self._children(whole, parts, path)
@@ -379,6 +379,15 @@ def join(values: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor:
     return torch.cat(in_order, rule.dim)
 
 
+def join_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Arrays of texts or objects one after the other; ``None`` where they differ in other dims than the first."""
+    try:
+        return np.concatenate(list(arrays))
+    # Texts in columns, say, of which each slice has as many as its longest row; records of other fields.
+    except (ValueError, TypeError):
+        return None
+
+
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], device: torch.device) -> torch.Tensor:
     """The mean of ``values`` (equal shapes) with ``weights``, on ``device``; one value is returned as it is."""
     if len(values) == 1:
@@ -461,7 +470,8 @@ class Merger:
         if rule.kind == "children":
             return self._children(parts, path)
         if rule.kind == "items" and isinstance(parts[0], np.ndarray):
-            return np.concatenate(parts)
+            joined = join_arrays(parts)
+            return self.fallback(parts, path) if joined is None else joined
         if rule.kind == "items" and isinstance(parts[0], list | tuple):
             return type(parts[0])(chain.from_iterable(parts))
         if rule.kind == "union" and isinstance(parts[0], Mapping | set | frozenset):

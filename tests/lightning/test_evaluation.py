@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,6 +21,14 @@ class Pads(Classifier):
         longest = int(batch[1].max()) + 1
         rows = [torch.ones(int(label) + 1, device=self.device) for label in batch[1]]
         return torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
+
+
+class PadsWords(Classifier):
+    """The same in words, as an array of NumPy."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        longest = int(batch[1].max()) + 1
+        return np.array([["word"] * (int(label) + 1) + [""] * (longest - int(label) - 1) for label in batch[1]])
 
 
 class CountsAndPads(Pads):
@@ -47,6 +56,21 @@ def test_a_prediction_whose_shape_is_that_of_a_slice_is_made_by_one_device(execu
     assert ours is not None
     for mine, theirs in zip(ours, one, strict=True):
         torch.testing.assert_close(mine.cpu(), theirs)
+
+
+@pytest.mark.parametrize("differs_from_batch", [0, 1])
+def test_words_whose_columns_are_those_of_a_slice_are_made_by_one_device(
+    differs_from_batch: int, execution: str
+) -> None:
+    labels = torch.full((24,), 2)
+    labels[12 * differs_from_batch :][:6] = 1
+    loader = DataLoader(TensorDataset(torch.ones(24, 8), labels), 12)
+    one = make_trainer().predict(PadsWords(), loader)
+    trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution))
+    with pytest.warns(UserWarning, match=r"predict_step gets all of its batches whole.*shapes \(6, 2\), \(6, 3\)"):
+        ours = trainer.predict(PadsWords(), loader)
+    for mine, theirs in zip(ours or [], one or [], strict=True):
+        assert np.array_equal(mine, theirs)  # type: ignore[arg-type]
 
 
 def test_where_the_step_has_counted_the_error_says_what_does_not_fit(execution: str) -> None:

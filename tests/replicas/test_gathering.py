@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,8 @@ def test_none_contributes_nothing() -> None:
         ([(torch.ones(1), 1, 1), (torch.ones(1), 1)], "different lengths"),
         (["x", "y"], "different values"),
         ([torch.ones(5), torch.ones(6)], "shapes"),
+        ([np.array([["a"], ["b"]]), np.array([["a", "b"], ["c", "d"]])], r"shapes \(2, 1\), \(2, 2\)"),
+        ([np.array("a"), np.array("b")], "different arrays"),
     ],
 )
 def test_results_that_cannot_be_merged(parts, message) -> None:

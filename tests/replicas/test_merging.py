@@ -124,6 +124,8 @@ def test_numbers_that_fit_by_chance_are_not_sure() -> None:
         (torch.tensor(1.0), [torch.tensor(2.0), torch.tensor(4.0)]),
         (None, [1, 2]),
         ({"a": 1}, [{"b": 1}, {"c": 1}]),
+        (np.array([["a", ""], ["b", ""], ["c", "d"]]), [np.array([["a"], ["b"]]), np.array([["c", "d"]])]),
+        (np.array(["a", "b"]), [np.array(["a"]), np.array([["b", "c"]])]),
     ],
 )
 def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
