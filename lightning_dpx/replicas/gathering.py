@@ -18,6 +18,7 @@ from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, without_graphs
 from lightning_dpx.replicas.draws import Source
 from lightning_dpx.replicas.merging import (
+    ADDED_IN,
     NUMBERS,
     Merger,
     Rule,
@@ -26,7 +27,6 @@ from lightning_dpx.replicas.merging import (
     is_numeric,
     join_arrays,
     reduce_numbers,
-    weighted_mean,
 )
 from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
@@ -429,13 +429,14 @@ def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.
             f"The replicas returned tensors of shapes {shapes} for {path}; either one row per sample along dim {dim} "
             "or the same shape everywhere is required."
         )
-    if parts[0].is_floating_point() or parts[0].is_complex():
-        return weighted_mean(parts, sizes, device)
-    # Integers that agree are a setting, such as a number of classes; those that differ are counts, and add up.
     moved = [part.to(device) for part in parts]
+    weights = Weights(rows=sizes, of_loss=sizes)
+    if parts[0].is_floating_point() or parts[0].is_complex():
+        return reduce_numbers(moved, "mean", weights)
+    # Integers that agree are a setting, such as a number of classes; those that differ are counts, and add up.
     if all(torch.equal(part, moved[0]) for part in moved[1:]):
         return moved[0]
-    return torch.stack(moved).sum(0)
+    return reduce_numbers(moved, "sum", weights) if parts[0].dtype in ADDED_IN else torch.stack(moved).sum(0)
 
 
 def _has_rows_along(dim: int, tensor: torch.Tensor, num_rows: float) -> bool:

@@ -32,6 +32,21 @@ _LARGEST_BLOCKS = 8  # "two views of every row, one after the other" are two blo
 _ADDED: tuple[Kind, ...] = ("mean", "loss mean", "sum")
 _BY_CHANCE = 3  # so few numbers may fit a rule by chance
 NUMBERS = (bool, int, float, np.generic)
+# Numbers of NumPy that torch has none for.
+_WIDEST = {
+    np.dtype(np.longdouble): np.dtype(np.float64),
+    np.dtype(np.clongdouble): np.dtype(np.complex128),
+}
+# What torch stores but does not add, and what it does so in; the bits of a sum of unsigned numbers are the same.
+ADDED_IN = {
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +208,21 @@ class Search:
             return False
         return any(error > self.tolerance.relative for _, error in compare_trees(whole, joined, self.tolerance))
 
+    def _large_integers(self, whole: Any, parts: list[Any], path: str) -> Finding:
+        """Integers of any size, some of which no tensor holds, by rules that are exact."""
+        if all(part == whole for part in parts):
+            return Finding(path=path, rules=(Rule(kind="equal"),))
+        rules = []
+        for kind in _OF_NUMBERS:
+            if _reduce_integers(parts, kind) == whole:
+                rules.append(Rule(kind=kind))
+        if not rules:
+            return self._unlike(path, whole, parts)
+        return Finding(path=path, rules=tuple(rules), is_sure=rules[0].kind == "sum")
+
     def _numbers(self, whole: Any, parts: list[Any], path: str) -> Finding:
+        if any(map(is_large_integer, (whole, *parts))) and all(isinstance(one, int) for one in (whole, *parts)):
+            return self._large_integers(whole, parts, path)
         target = as_tensor(whole)
         values = [as_tensor(part) for part in parts]
         joins = list(self._joins(target, values))
@@ -265,7 +294,8 @@ class Search:
 def _largest(values: Sequence[torch.Tensor]) -> float:
     """The largest magnitude in any of them; 0 where none is a finite floating-point number."""
     floats = [value for value in values if value.is_floating_point() and value.numel()]
-    magnitudes = [float(value.abs().max()) for value in floats]
+    # Some narrow floats can be stored, and no more.
+    magnitudes = [float(value.double().abs().max()) for value in floats]
     return max(filter(math.isfinite, magnitudes), default=0.0)
 
 
@@ -288,11 +318,22 @@ def as_tensor(value: Any) -> torch.Tensor:
         return value.detach().cpu()
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        # torch takes arrays of this machine's byte order alone.
-        return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=True))
+        # torch takes arrays of this machine's byte order alone, and no numbers of more than 64 bits.
+        known = _WIDEST.get(array.dtype, array.dtype.newbyteorder("="))
+        return torch.as_tensor(array.astype(known, copy=True))
+    if is_large_integer(value):
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.copysign(math.inf, value)
     # torch would make float32 of a Python float, and lose half of its digits.
     dtype = torch.float64 if isinstance(value, float) else None
     return torch.tensor(value, dtype=dtype)
+
+
+def is_large_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer of Python that no tensor can hold."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
@@ -335,6 +376,9 @@ def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
 
 def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> Iterator[tuple[str, float]]:
     """Paths and relative differences of all leaves; infinity where structures or shapes differ."""
+    if is_large_integer(one) or is_large_integer(two):
+        yield path, 0.0 if type(one) is type(two) and one == two else float("inf")
+        return
     if is_numeric(one) and is_numeric(two):
         yield path, difference(as_tensor(one), as_tensor(two), tolerance)
         return
@@ -358,6 +402,8 @@ def describe(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, torch.Tensor | np.ndarray) and np.prod(value.shape) != 1:
         return f"shape {tuple(value.shape)}"
+    if isinstance(value, int):
+        return str(value)
     if is_numeric(value):
         number = as_tensor(value).item()
         return f"{number:.6g}" if isinstance(number, float) else str(number)
@@ -411,9 +457,31 @@ def mean_of_slices(values: Sequence[torch.Tensor], counts: Sequence[float], weig
     return weighted_mean([values[i] for i in counted], [counts[i] for i in counted], device)
 
 
+def _reduce_integers(values: Sequence[int], kind: Kind) -> int | None:
+    """One integer from several of any size; ``None`` where the kind is not exact for them."""
+    if kind == "sum":
+        return sum(values)
+    if kind == "max":
+        return max(values)
+    if kind == "min":
+        return min(values)
+    if kind == "last":
+        return values[-1]
+    if kind == "first" or (kind == "equal" and len(set(values)) == 1):
+        return values[0]
+    return None
+
+
 def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights) -> torch.Tensor | None:
     """One tensor from several of equal shapes on one device; ``None`` where the kind makes no sense for them."""
     first = values[0]
+    if first.dtype in ADDED_IN:
+        wide = [value.to(ADDED_IN[first.dtype]) for value in values]
+        # Beyond 63 bits the signed number is negative, and smaller than all others.
+        if kind in ("max", "min") and first.dtype == torch.uint64 and any(bool((one < 0).any()) for one in wide):
+            return None
+        reduced = reduce_numbers(wide, kind, weights)
+        return None if reduced is None else reduced.to(first.dtype)
     if kind in ("first", "last", "equal"):
         return values[-1] if kind == "last" else first
     # torch adds flags up to a flag, which counts nothing.
@@ -504,6 +572,11 @@ class Merger:
 
     def _numbers(self, parts: list[Any], rule: Rule, path: str) -> Any:
         first = parts[0]
+        if any(map(is_large_integer, parts)):
+            exact = _reduce_integers(parts, rule.kind) if all(isinstance(part, int) for part in parts) else None
+            if exact is None and rule.kind == "equal":
+                self._no_longer_equal(path)
+            return self.fallback(parts, path) if exact is None else exact
         # Tensors are merged where they are, without waiting for a device to hand them to the host.
         values = self._moved(parts) if isinstance(first, torch.Tensor) else list(map(as_tensor, parts))
         merged = self._tensors(values, rule)

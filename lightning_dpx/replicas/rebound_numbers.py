@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.merging import NUMBERS, is_numeric
+from lightning_dpx.replicas.merging import ADDED_IN, NUMBERS, is_numeric
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
@@ -99,6 +99,9 @@ def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
     if not all(_can_be_added(part, before) for part in parts):
         return None
     if isinstance(before, torch.Tensor):
+        # torch cannot subtract them.
+        if before.dtype in ADDED_IN:
+            return None
         return [part.detach().to(before.device) - before for part in parts]
     return [part - before for part in parts]
 
@@ -178,4 +181,7 @@ def _is_equal(one: Any, two: Any) -> bool:
         # NaN is equal here: what was NaN and is so still has not changed.
         other = two.detach().to(one.device)
         return one.dtype == other.dtype and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    # NumPy would make an object of an integer of more than 64 bits, of which it cannot say whether it is NaN.
+    if isinstance(one, int):
+        return bool(one == two)
     return bool(np.array_equal(one, two, equal_nan=True))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dpx.replicas import MergeRules, Weights
-from lightning_dpx.replicas.merging import Finding, Rule, Search
+from lightning_dpx.replicas.gathering import gather, merge_by_reduction
+from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees
 from lightning_dpx.replicas.tolerance import Tolerance
 
 CPU = torch.device("cpu")
@@ -132,6 +133,69 @@ def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
     (found,) = Search(weights=by_rows((3, 2)), tolerance=EXACT).examine(whole, parts, "x")
     assert not found.rules
     assert "on one device" in found.text
+
+
+KINDS_OF_NUMPY = ("float16", "longdouble", "clongdouble", "uint8", "uint16", "uint32", "uint64", "int64", ">i4", "bool")
+KINDS_OF_TORCH = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16)
+
+
+@pytest.mark.parametrize("numbers", [(5, 7, 9, 1), (5, 5, 5, 5), (0, 0, 0, 0)])
+@pytest.mark.parametrize("dtype", [*KINDS_OF_NUMPY, *KINDS_OF_TORCH], ids=str)
+def test_all_kinds_of_numbers_are_merged(dtype: Any, numbers: tuple[int, ...]) -> None:
+    def made(values: Any) -> Any:
+        of_torch = isinstance(dtype, torch.dtype)
+        return torch.tensor(values).to(dtype) if of_torch else np.array(values).astype(dtype)
+
+    whole, ones = made(numbers), made([1, 1, 0, 0])
+    cases = [(whole, [whole[:3], whole[3:]]), (whole, [whole, whole])]
+    if not isinstance(dtype, torch.dtype):
+        cases.append((whole, [(whole - ones).astype(dtype), ones] if dtype != "bool" else [whole, ones]))
+        cases.append((whole[0], [whole[0], whole[0]]))
+    for expected, parts in cases:
+        findings = Search(weights=by_rows((3, 1)), tolerance=EXACT).examine(expected, parts, "result")
+        rules = MergeRules(outputs={found.path: found.rules[0] for found in findings if found.rules})
+        merged = rules.merge_outputs(parts, by_rows((3, 1)), CPU)
+        assert merged.dtype == expected.dtype
+        gather(parts, [3, 1], CPU)
+        if findings[0].rules and findings[0].rules[0].kind != "by type":
+            assert np.array_equal(_plain(merged), _plain(expected))
+
+
+def _plain(value: Any) -> Any:
+    return value.double().numpy() if isinstance(value, torch.Tensor) else value
+
+
+BIG = 2**70
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "kind"),
+    [
+        (BIG, [BIG, BIG], "equal"),
+        (2 * BIG + 1, [BIG, BIG + 1], "sum"),
+        (BIG + 1, [BIG + 1, BIG], "max"),
+        (BIG, [BIG + 1, BIG], "min"),
+        (2**64, [2**63, 2**63], "sum"),
+        pytest.param(10**400, [10**400, 10**400], "equal", id="no float either"),
+        (BIG + 5, [BIG, BIG + 1], None),
+        (2**64, [3, 2], None),
+    ],
+)
+def test_integers_of_more_than_64_bits_are_merged_exactly(whole: int, parts: list[int], kind: str | None) -> None:
+    (found,) = Search(weights=by_rows((3, 2)), tolerance=EXACT).examine(whole, parts, "result")
+    if kind is None:
+        assert not found.rules
+        assert f"{whole} on one device" in found.text
+        return
+    assert found.rules[0].kind == kind
+    assert MergeRules(outputs={"result": found.rules[0]}).merge_outputs(parts, by_rows((3, 2)), CPU) == whole
+    ((_, error),) = compare_trees(whole, whole + 1, EXACT)
+    assert error == math.inf
+
+
+def test_an_integer_of_more_than_64_bits_can_be_logged() -> None:
+    assert merge_by_reduction([BIG, BIG], by_rows((3, 2)), CPU, "mean", "x") == BIG
+    assert merge_by_reduction([BIG, 3 * BIG], by_rows((1, 1)), CPU, "mean", "x") == pytest.approx(2 * BIG)
 
 
 def test_a_mean_over_tokens_takes_the_weights_of_the_loss() -> None:

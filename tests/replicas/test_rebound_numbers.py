@@ -33,9 +33,10 @@ def test_numbers_are_copies_and_no_large_tensors_or_parts_of_graphs() -> None:
 
 def test_what_is_equal_has_not_changed_and_what_was_not_there_has() -> None:
     nan = float("nan")
-    before = {"a": 1, "b": torch.tensor([1.0, nan]), "c": 2.0, "d": 1, "nan": nan}
+    before = {"a": 1, "b": torch.tensor([1.0, nan]), "c": 2.0, "d": 1, "nan": nan, "big": 2**70, "bigger": 2**70}
     after = {"a": 1, "b": torch.tensor([1.0, nan]), "c": 3.0, "d": 1.0, "nan": nan, "e": 5}
-    assert changed_numbers(before, after) == {"c", "d", "e"}
+    after |= {"big": 2**70, "bigger": 2**70 + 1}
+    assert changed_numbers(before, after) == {"c", "d", "e", "bigger"}
 
 
 @pytest.mark.parametrize(

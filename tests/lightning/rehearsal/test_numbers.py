@@ -145,6 +145,35 @@ def test_after_every_batch_they_are_those_of_one_device(
     torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(kind).figures))
 
 
+class Large(Model):
+    """Numbers that no tensor holds."""
+
+    def begin(self) -> None:
+        self.tokens = 2**70
+        self.steps = 2**70
+        self.precise = np.longdouble(0)
+        self.short = np.uint16(0)
+
+    def keep(self, rows: torch.Tensor, *_: Any) -> None:
+        self.tokens += len(rows)
+        self.steps += 1
+        self.precise += len(rows)
+        self.short += np.uint16(len(rows))
+
+    def kept(self) -> list[Any]:
+        return [self.tokens - 2**70, self.steps - 2**70, self.precise, self.short]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_numbers_that_no_tensor_holds_are_those_of_one_device(
+    hardware: str, own: Any, num_devices: int, caplog: Any
+) -> None:
+    with caplog.at_level("INFO"):
+        ours = fitted(Large, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    assert "failed with" not in caplog.text
+    assert ours.figures == fitted(Large).figures
+
+
 class Positives(Sums):
     """There are none in the batches that are rehearsed first."""
 
