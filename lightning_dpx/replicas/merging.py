@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lightning_dpx.devices import device_beside
+from lightning_dpx.python_objects.object_state import slot_contents
 from lightning_dpx.replicas.slicing import children_of, rebuild
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
@@ -354,27 +355,41 @@ def has_no_equality(value: Any) -> bool:
     return not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
 
 
-def is_same_object(one: Any, two: Any, tolerance: Tolerance) -> bool:
-    """Whether two objects are equal, or of a class without equality and alike in all attributes."""
-    if is_equal_object(one, [two]):
+def is_same_object(one: Any, two: Any, tolerance: Tolerance, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Whether two objects are equal, or of a class without equality and alike in all attributes.
+
+    Args:
+        one: Any object.
+        two: Likewise.
+        tolerance: Of the numbers that they hold.
+        within: The ids of the pairs that are being compared, whose attributes have led here.
+    """
+    # Objects may refer to each other in a circle; whether these differ is found out where the circle began.
+    pair = id(one), id(two)
+    if pair in within or is_equal_object(one, [two]):
         return True
     if type(one) is not type(two) or not has_no_equality(one):
         return False
-    # Without attributes, as those with slots, two objects of a class are taken for the same.
-    mine = getattr(one, "__dict__", {})
-    theirs = getattr(two, "__dict__", {})
+    # Without any, as those of C, two objects of a class are taken for the same.
+    mine = _attributes_of(one)
+    theirs = _attributes_of(two)
     if mine.keys() != theirs.keys():
         return False
     for key, value in mine.items():
-        if value is one:  # an object may refer to itself
-            continue
-        for _, error in compare_trees(value, theirs[key], tolerance):
+        for _, error in compare_trees(value, theirs[key], tolerance, within=within | {pair}):
             if error > tolerance.relative:
                 return False
     return True
 
 
-def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> Iterator[tuple[str, float]]:
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in its ``__dict__`` and in slots, by name."""
+    return {**dict(slot_contents(value)), **getattr(value, "__dict__", {})}
+
+
+def compare_trees(
+    one: Any, two: Any, tolerance: Tolerance, path: str = "", *, within: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[str, float]]:
     """Paths and relative differences of all leaves; infinity where structures or shapes differ."""
     if is_large_integer(one) or is_large_integer(two):
         yield path, 0.0 if type(one) is type(two) and one == two else float("inf")
@@ -388,14 +403,14 @@ def compare_trees(one: Any, two: Any, tolerance: Tolerance, path: str = "") -> I
     mine = children_of(one)
     theirs = children_of(two)
     if mine is None or theirs is None:
-        yield path, 0.0 if is_same_object(one, two, tolerance) else float("inf")
+        yield path, 0.0 if is_same_object(one, two, tolerance, within) else float("inf")
         return
     if [name for name, _ in mine] != [name for name, _ in theirs]:
         yield path, float("inf")
         return
     for (name, value), (_, other) in zip(mine, theirs, strict=True):
         inner = f"{path}.{name}" if path else name
-        yield from compare_trees(value, other, tolerance, inner)
+        yield from compare_trees(value, other, tolerance, inner, within=within)
 
 
 def describe(value: Any) -> str:
