@@ -308,15 +308,12 @@ class PythonState:
         if not self._several_devices:
             return
         home = self._root.device
+        seen: set[int] = set()
         for entries in self._watched.values():
             for container, mark in entries:
                 # Where nothing was changed, nothing of another device can have come.
-                if isinstance(container, (list, dict)) and _mark(container) != mark:
-                    keys = range(len(container)) if isinstance(container, list) else list(container)
-                    for key in keys:
-                        value = container[key]
-                        if isinstance(value, torch.Tensor) and value.device != device_beside(value, home, home):
-                            container[key] = value.to(home)
+                if _mark(container) != mark:
+                    _on_device(container, home, seen)
 
     # ---- what is shared, and what is mirrored ----
 
@@ -495,6 +492,36 @@ class PythonState:
                         held[number] = self._translated(replica, hook, lazily=True)
             for key in _HOOK_FLAGS:
                 vars(counterpart)[key].update(vars(child)[key])
+
+
+def _on_device(value: Any, home: torch.device, seen: set[int]) -> Any:
+    """``value`` with all tensors on ``home``, or on the host where a step has put them; containers stay themselves.
+
+    Args:
+        value: A tensor, or anything that may hold some.
+        home: A device.
+        seen: The ids of the containers that have been gone through.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device_beside(value, home, home) else value.to(home)
+    if type(value) is tuple:
+        moved = [_on_device(item, home, seen) for item in value]
+        return value if all(map(operator.is_, moved, value)) else tuple(moved)
+    if not isinstance(value, MUTABLE) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    held: Any = value
+    if isinstance(held, set):
+        strange = [(item, moved) for item in held if (moved := _on_device(item, home, seen)) is not item]
+        held.difference_update(item for item, _ in strange)
+        held.update(moved for _, moved in strange)
+        return value
+    for key, item in pairs_of(held) if isinstance(held, dict) else enumerate(list(held)):
+        moved = _on_device(item, home, seen)
+        # Only then, as a class of its own may do something when an item is set.
+        if moved is not item:
+            held[key] = moved
+    return value
 
 
 class StateFingerprint:

@@ -204,3 +204,50 @@ def test_a_stage_that_counts_in_slots_takes_turns(devices: list[str]) -> None:
             group.forward(rows)
             seen: Any = group.outputs_merged()
             assert seen.view(-1).tolist() == [6 * step + 3.0] * 3 + [6 * step + 6.0] * 3
+
+
+class KeepsTensors(nn.Module):
+    """Rows (B, 1); from its second forward on it keeps them, in containers that had no tensor yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.calls: list[int] = []
+        self.recent: deque[Any] = deque(maxlen=4)
+        self.seen: set[Any] = set()
+        self.items: list[Any] = []
+        self.table: dict[str, Any] = {}
+        self.pairs: list[Any] = []
+        self.holder = Meter()
+        self.box = Counted()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.keeps:
+            kept = rows.detach().clone()
+            self.recent.append(kept)
+            self.seen.add(kept)
+            self.items.append(kept)
+            self.table[f"{int(rows[0])}"] = kept
+            self.pairs.append((int(rows[0]), {"rows": [kept]}))
+        return self.linear(rows)
+
+
+@NEEDS_SIMULATION
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_first_tensors_of_shared_containers_come_home(execution: Any) -> None:
+    module = KeepsTensors()
+    rows = torch.arange(6.0).view(6, 1)
+    with ReplicaGroup(module, ["sim:0", "sim:1"], execution=execution) as group:
+        module.keeps = False
+        for _ in range(2):
+            group.forward(rows)
+        module.keeps = True
+        group.forward(rows)
+        home = module.linear.weight.device
+        kept = [*module.recent, *module.seen, *module.items, *module.table.values()]
+        kept += [pair[1]["rows"][0] for pair in module.pairs]
+        assert len(kept) == 10
+        assert {tensor.device for tensor in kept} == {home}
+        assert module.recent.maxlen == 4
+        group.forward(rows)
+        assert {tensor.device for tensor in (*module.recent, *module.seen)} == {home}
