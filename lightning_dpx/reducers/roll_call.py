@@ -44,15 +44,18 @@ class RollCall:
         store: Of the process group.
         rank: Of this process.
         world_size: Processes.
+        run: Which run in this group it is for, counted by all processes alike: what was found out in one says nothing
+            of another.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, run: int = 1) -> None:
         self.store = store
         # Waiting on one connection blocks it, so each side has its own.
         self._answering = store.clone()
         self._asking = store.clone()
         self._rank = rank
         self._world_size = world_size
+        self._run = run
         self._verdict: dict[int, str] = {}
         self._ended = threading.Event()
         # Adding nothing reads the counter; rolls of an earlier run in this group need no answer.
@@ -61,9 +64,10 @@ class RollCall:
         self._thread.start()
         atexit.register(self.stop)  # a thread that is in C++ when the interpreter ends takes the process with it
 
-    def answers_for(self, store: Any) -> bool:
-        """Whether it is that of the group with this store, and at work."""
-        return self.store is store and not self._ended.is_set()
+    def for_next_run(self) -> "RollCall":
+        """The roll call of the next run in this group; this one ends."""
+        self.stop()
+        return RollCall(self.store, self._rank, self._world_size, self._run + 1)
 
     def stop(self) -> None:
         """No more answers from this process."""
@@ -74,7 +78,7 @@ class RollCall:
     def declare_failed(self, error: BaseException) -> None:
         """This process ends with an error of its own; it may be gone when the others ask."""
         with suppress(RuntimeError):  # the store is gone, too
-            self._asking.set(f"dpx/failed/{self._rank}", f"failed with {type(error).__name__}")
+            self._asking.set(self._key("failed", self._rank), f"failed with {type(error).__name__}")
 
     def lost(self) -> dict[int, str]:
         """The lost ranks, and what is known about each; the same on all processes.
@@ -90,6 +94,10 @@ class RollCall:
                 return self._verdict
             raise
 
+    def _key(self, *names: str | int) -> str:
+        """Under which a run's processes tell each other something."""
+        return "/".join(["dpx", f"run {self._run}", *map(str, names)])
+
     def _ask(self) -> dict[int, str]:
         number = self._asking.add("dpx/rolls", 1)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -98,7 +106,7 @@ class RollCall:
         while len(answers) < len(others) and time.monotonic() < end and not self._verdict:
             for other in others:
                 # A process that failed has said so before it ended; it will answer no roll.
-                for key in (f"dpx/failed/{other}", f"dpx/roll/{number}/{other}"):
+                for key in (self._key("failed", other), f"dpx/roll/{number}/{other}"):
                     if other not in answers and self._asking.check([key]):
                         answers[other] = self._asking.get(key).decode()
             time.sleep(_POLL_SECONDS / 4)
@@ -108,7 +116,7 @@ class RollCall:
         if found:
             # Two may find out at once; the first to write is heard by all, the other one takes its
             # words.
-            told = self._asking.compare_set("dpx/verdict", "", json.dumps(found))
+            told = self._asking.compare_set(self._key("verdict"), "", json.dumps(found))
             self._verdict = _read(told)
             # Where this process keeps the store, the others lose it together with this process.
             self._wait_until_heard([rank for rank in others if rank not in self._verdict])
@@ -116,7 +124,7 @@ class RollCall:
 
     def _wait_until_heard(self, ranks: list[int]) -> None:
         end = time.monotonic() + _HEARD_SECONDS
-        keys = [f"dpx/heard/{rank}" for rank in ranks]
+        keys = [self._key("heard", rank) for rank in ranks]
         while time.monotonic() < end and not all(self._asking.check([key]) for key in keys):
             time.sleep(_POLL_SECONDS / 4)
 
@@ -127,9 +135,10 @@ class RollCall:
                 for number in range(self._answered + 1, asked + 1):
                     self._answering.set(f"dpx/roll/{number}/{self._rank}", _whereabouts())
                 self._answered = asked
-                if asked and self._answering.check(["dpx/verdict"]):
-                    self._verdict = _read(self._answering.get("dpx/verdict"))
-                    self._answering.set(f"dpx/heard/{self._rank}", "yes")
+                verdict = self._key("verdict")
+                if asked and self._answering.check([verdict]):
+                    self._verdict = _read(self._answering.get(verdict))
+                    self._answering.set(self._key("heard", self._rank), "yes")
                     return
             except RuntimeError:  # the store went with the process that kept it
                 return
@@ -176,10 +185,11 @@ def start_roll_call() -> None:
     """From now on this process answers; called by all once they are connected."""
     global _current
     store = default_store()
-    # A second run in the same group goes on with the thread that is there.
-    if _current is not None and _current.answers_for(store):
-        return
-    _current = RollCall(store, distributed.get_rank(), distributed.get_world_size())
+    # The keys of a run stay in the store of its group, where the next one must not read them.
+    if _current is not None and _current.store is store:
+        _current = _current.for_next_run()
+    else:
+        _current = RollCall(store, distributed.get_rank(), distributed.get_world_size())
 
 
 def stop_roll_call() -> None:
