@@ -16,7 +16,8 @@ from lightning_dpx.units import MIB, format_mib
 
 def annotate(error: BaseException, module: nn.Module, device: torch.device, first_nan: "FirstNaN") -> None:
     """Adds what is known to the notes of ``error``, which stays the same object."""
-    if first_nan.path:
+    # It is that of the last forward that was watched, and later steps are watched only in anomaly mode.
+    if first_nan.path and torch.is_anomaly_enabled():
         error.add_note(f"The first module whose output held a NaN was {first_nan.path}.")
     if path := _module_path(error, module):
         error.add_note(f"In module {path}.")

@@ -1,9 +1,12 @@
 """An error stays the object that it was and says where in the module, and on what, it was raised."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_dpx import ReplicaGroup
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate, note_replica, trial_noted
 
 CPU = torch.device("cpu")
@@ -67,3 +70,32 @@ def test_replica_device_and_stage_are_noted_and_that_a_run_was_a_trial() -> None
         "In replica 2 on cpu, during forward.",
         "In replica 1 on cpu, during training step, in a trial run to find a plan.",
     ]
+
+
+class MakesNaN(nn.Module):
+    """A NaN, unless it is told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.fails = False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("odd")
+        return self.linear(rows * float("nan")).mean()
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_an_error_after_anomaly_mode_says_nothing_of_a_nan_that_was_seen_in_it(execution: Any) -> None:
+    module = nn.Sequential(MakesNaN())
+    with ReplicaGroup(module, ["cpu", "cpu"], execution=execution) as group:
+        with torch.autograd.set_detect_anomaly(True):
+            group.forward(torch.ones(4, 1), is_train=True)
+            with pytest.raises(RuntimeError, match="nan values") as caught:
+                group.backward()
+        assert "The first module whose output held a NaN was 0.linear." in caught.value.__notes__
+        module[0].fails = True
+        with pytest.raises(ValueError, match="odd") as later:
+            group.forward(torch.ones(4, 1), is_train=True)
+        assert not any("NaN" in note for note in later.value.__notes__)
