@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_dpx.errors import describe_error
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.preserve import GeneratorStates
+from lightning_dpx.replicas.early_backward import loss_of
 from lightning_dpx.replicas.tensor_checksums import checksums
 from lightning_dpx.torch_compat import TorchDispatchMode, version_counter
 
@@ -129,8 +130,8 @@ def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def first_loss(output: Any) -> Any:
-    """The loss of a step's output."""
-    return output.get("loss") if isinstance(output, dict) else output
+    """The loss of a step's output, as :func:`loss_of` finds that of a micro-batch's."""
+    return loss_of(output)
 
 
 __all__: Sequence[str] = ("OperatorCensus", "Trial", "Verdict", "first_loss")

@@ -1,12 +1,16 @@
 """What speaks for threads on one CPU, and what against."""
 
+from collections import UserDict
+from types import MappingProxyType
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_dpx.replicas import Trial
-from lightning_dpx.replicas.thread_probe import OperatorCensus
+from lightning_dpx.replicas.thread_probe import OperatorCensus, first_loss
 
 ROWS = torch.randn(16, 512, 64, generator=torch.Generator().manual_seed(0))
 
@@ -27,6 +31,15 @@ def test_the_census_counts_multiplications_and_additions() -> None:
         torch.randn(3, 4) @ torch.randn(4, 5)
     assert census.flops == 2 * 3 * 4 * 5
     assert census.num_operators == 3
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
+def test_the_loss_is_found_in_any_mapping(kind: Any) -> None:
+    loss = torch.ones(())
+    assert first_loss(kind({"loss": loss, "rows": 2})) is loss
+    assert first_loss(kind({"rows": 2})) is None
+    assert first_loss(loss) is loss
+    assert first_loss(None) is None
 
 
 def test_large_operators_run_in_threads() -> None:
