@@ -69,34 +69,47 @@ class UntrackedInputs(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         # Every function of torch in the step comes here: most leave after one look into a dict.
-        result = func(*args) if not kwargs else func(*args, **kwargs)
         places = _NOTED.get(func)
-        if places is not None:
-            first = result[0] if type(result) is tuple else result
-            if type(first) in _PLAIN and first.requires_grad:
-                node = _note(func, first, _outside(places, args, kwargs or {}), args, kwargs or {})
-                if node is not None and self._watch is not None:
+        if places is None:
+            return func(*args) if not kwargs else func(*args, **kwargs)
+        kwargs = kwargs or {}
+        # Asked before the call, as a function in place gives its operand another node.
+        given = [operand.grad_fn for operand in (*args, *kwargs.values()) if type(operand) in _PLAIN]
+        result = func(*args, **kwargs)
+        first = result[0] if type(result) is tuple else result
+        if type(first) in _PLAIN and first.requires_grad:
+            node = _made_by_call(first, given)
+            if node is not None:
+                _note(func, node, _outside(places, args, kwargs), args, kwargs)
+                if self._watch is not None:
                     self._watch(node)
         return result
 
 
-def _note(
-    func: Callable[..., Any], result: Tensor, outside: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """At the node that made ``result``: its first caller's notes, as others may hand out what they were given.
+def _made_by_call(result: Tensor, given: list[Any]) -> Any:
+    """The node of the operator behind ``result``, unless an earlier call made it.
 
-    Returns:
-        The node, if there was none yet.
+    A dropout in evaluation hands out its input. To a recipe, a note at the input's node would be an operand of the
+    operator that made the input, and gradients would be wrong without a word.
+
+    Args:
+        result: What the call gave.
+        given: The nodes of its operands, from before the call.
     """
-    node = result.grad_fn
-    if node is not None and node.name() in _VIEWS:  # several rows are one matrix for the operator itself
+    node: Any = result.grad_fn
+    if node is None or node in given:
+        return None
+    if node.name() in _VIEWS:  # several rows are one matrix for the operator itself
         node = node.next_functions[0][0]
-    if node is None:
+    # Where two of these modes are on, the inner one has noted it.
+    if node is None or node in given or _TAG in node.metadata:
         return None
-    notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
-    # A dropout in evaluation hands out its input, whose node may have notes of its own.
-    if _TAG in notes:
-        return None
+    return node
+
+
+def _note(func: Callable[..., Any], node: Any, outside: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Puts ``outside``, and copies of what may change, at ``node``."""
+    notes: dict[str, Any] = node.metadata
     if outside:
         notes[_TAG] = [_noted(operand) for operand in outside]
     # A call in training mode writes into the statistics without counting up their version, so later
@@ -106,7 +119,6 @@ def _note(
         variance = _given(args, kwargs, 2, "running_var")
         if isinstance(mean, Tensor) and isinstance(variance, Tensor):
             notes[_COPIES] = {"running_mean": mean.detach().clone(), "running_var": variance.detach().clone()}
-    return node
 
 
 def _given(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:

@@ -86,6 +86,82 @@ def test_what_is_not_noted_is_unknown(call: Callable[[Tensor], Tensor]) -> None:
         operand_of(result.grad_fn, 0)
 
 
+HANDED_OUT = {
+    "torch.ops": lambda x: torch.ops.aten.add.Tensor(x, 0.5),
+    "a view": lambda x: torch.ops.aten.add.Tensor(x, 0.5).view(64, 1),
+    "two with gradients": lambda x: x + x,
+    "a norm": lambda x: torch.native_layer_norm(x, [8], None, None, 0.1)[0],
+}
+HANDS_OUT = {
+    "F.dropout": lambda y: F.dropout(y, 0.1, training=False),
+    "F.dropout in place": lambda y: F.dropout(input=y, p=0.1, training=False, inplace=True),
+    "torch.dropout": lambda y: torch.dropout(y, 0.1, False),
+    "F.dropout of nothing": lambda y: F.dropout(y, 0.0, training=True),
+}
+
+
+@pytest.mark.parametrize("hands_out", HANDS_OUT)
+@pytest.mark.parametrize("handed_out", HANDED_OUT)
+def test_a_call_that_hands_out_its_input_notes_nothing_at_the_node_of_another_operator(
+    handed_out: str, hands_out: str
+) -> None:
+    watched = list[object]()
+    with UntrackedInputs(watched.append):
+        y = HANDED_OUT[handed_out](X)
+        num_watched = len(watched)
+        assert HANDS_OUT[hands_out](y) is y
+    assert len(watched) == num_watched
+    node = y.grad_fn.next_functions[0][0] if handed_out == "a view" else y.grad_fn
+    with pytest.raises(NotRecomputable, match="is not part of the graph"):
+        operand_of(node, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y: y.add_(1.5),
+        lambda y: y.masked_fill_(torch.zeros(8, dtype=torch.bool), 1.5),
+        lambda y: y.masked_fill(torch.zeros(8, dtype=torch.bool), 1.5),
+        lambda y: F.pad(y, (0, 0), value=1.5),
+        lambda y: torch.nan_to_num(y, 1.5),
+        lambda y: y.where(torch.ones(8, dtype=torch.bool), 1.5),
+        lambda y: y + 1.5,
+    ],
+)
+def test_a_call_that_changes_nothing_has_a_node_of_its_own(call: Callable[[Tensor], Tensor]) -> None:
+    y = torch.ops.aten.add.Tensor(X, 0.5)
+    before = y.grad_fn
+    with UntrackedInputs():
+        result = call(y)
+    assert result.grad_fn is not before
+    assert _constant(result) == 1.5
+    with pytest.raises(NotRecomputable, match="is not part of the graph"):
+        operand_of(before, 0)
+
+
+class AddsNumber(nn.Module):
+    """Adds by an operator that is not noted, and hands the sum through a dropout in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.number = nn.Linear(64, 64), nn.Linear(64, 64), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.ops.aten.add.Tensor(self.one(x), self.number)
+        x = F.dropout(x, 0.1, training=False)
+        return self.two(torch.sin(x)).cos()
+
+
+def test_what_a_dropout_hands_out_is_not_made_again_with_an_operand_of_the_dropout() -> None:
+    torch.manual_seed(0)
+    module, plain, x = AddsNumber(), AddsNumber(), torch.rand(64, 64)
+    plain.load_state_dict(module.state_dict())
+    dpx.apply_plan(module, dpx.search_plan(module, x, planner=DropsEverything()))
+    for number in (0.0, 5.0):  # False, which the dropout was called with, is 0
+        module.number = plain.number = number
+        assert all(map(torch.equal, train(module, x, steps=2), train(plain, x, steps=2)))
+
+
 class Changing(nn.Module):
     """Other numbers, masks and frozen biases in every step."""
 
