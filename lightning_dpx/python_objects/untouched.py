@@ -15,6 +15,8 @@ from lightning_dpx.torch_compat import (
     FakeTensor,
     TorchDispatchMode,
     buffers_of,
+    has_storage,
+    is_traceable_wrapper_subclass,
     key_of,
     on_distributed_tensors,
     parameters_of,
@@ -64,6 +66,48 @@ class CopyOnWrite:
             storage.copy_(before)
         self._kept.clear()
         self._watched.clear()
+
+
+class MemoryOfTensors:
+    """Which memory tensors look at, as it is now: ``tensor.data = other`` gives one another without a write.
+
+    Args:
+        tensors: Which.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # An alias is a tensor of its own over the same memory, which goes on to be there while it is held.
+        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: set[int] = set()
+        for tensor in tensors:
+            if id(tensor) not in seen and _has_own_memory(tensor):
+                seen.add(id(tensor))
+                self._aliases.append((tensor, tensor.data))
+
+    def put_back(self) -> None:
+        """All look again at the memory that they looked at."""
+        for tensor, alias in self._aliases:
+            if not _is_same_memory(tensor, alias):
+                tensor.data = alias
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor.data = other`` could give it another one: of a wrapper it changes none of what that holds."""
+    if is_lazy(tensor) or type(tensor) is FakeTensor or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided and has_storage(tensor)
+
+
+def _is_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Whether both show the same numbers, in whatever they are kept."""
+    return (
+        tensor.layout is torch.strided
+        and key_of(tensor.untyped_storage()) == key_of(alias.untyped_storage())
+        and tensor.dtype == alias.dtype
+        and tensor.shape == alias.shape
+        and tensor.stride() == alias.stride()
+        and tensor.storage_offset() == alias.storage_offset()
+    )
 
 
 class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -142,6 +186,7 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
         buffers += [tensor for tensor in buffers_of(part).values() if tensor is not None]
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in held if tensors]
+    memory = MemoryOfTensors((*held, *buffers, *state.tensors()) if tensors else ())
     writes = CopyOnWrite(tensor for tensor in (*held, *state.tensors()) if _is_there(tensor))
     generators = GeneratorStates(
         {tensor.device for tensor in (*held, *buffers) if tensors}, generators=reach.generators
@@ -153,6 +198,8 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
         generators.restore()
         state.put_back(marks)
         with torch.no_grad():
+            # First, as writes are put back into the memory from before, which may be a buffer's no longer.
+            memory.put_back()
             writes.put_back()
             for buffer, copy in copies:
                 if buffer.shape == copy.shape and (buffer.layout is not torch.strided or not torch.equal(buffer, copy)):

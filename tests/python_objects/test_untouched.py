@@ -99,6 +99,61 @@ def test_only_what_is_written_to_is_copied() -> None:
         assert writes.num_bytes == module[0].weight.nbytes
 
 
+class Swaps(nn.Module):
+    """Gives its tensors other memory, as code books that follow an average do."""
+
+    def __init__(self, smaller: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.frozen, self.tied = (nn.Linear(64, 64) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.tied.weight = self.one.weight
+        self.register_buffer("average", torch.rand(64))
+        self.held, self.size = torch.rand(64), 32 if smaller else 64
+        self.wide = nn.Parameter(torch.rand(64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(self.tied(torch.sigmoid(self.two(torch.tanh(self.one(x))))))
+        out = torch.tanh(self.frozen(y)) * self.wide.sum() * self.average.sum() * self.held.sum()
+        # Written to in place before it is swapped, and what it is swapped for after.
+        self.frozen.bias.data.mul_(2)
+        for tensor in (self.one.weight, self.two.bias, self.frozen.weight, self.frozen.bias):
+            tensor.data = tensor.detach() * 0.9
+            tensor.data.add_(0.01)
+        for tensor in (self.average, self.held, self.wide):
+            tensor.data = tensor[: self.size] * 0.9
+        return out
+
+
+def _tensors_of(module: Swaps) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers(), module.held]
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.filterwarnings("ignore:Fake tensors cannot run this step:UserWarning")
+def test_tensors_look_at_their_own_memory_again(name: str, smaller: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Swaps(smaller), torch.rand(64, 64)
+    before = [(tensor, tensor.data_ptr(), tensor.tolist()) for tensor in _tensors_of(module)]
+    RUNS[name](module, x)
+    now = _tensors_of(module)
+    for tensor, (same, address, numbers) in zip(now, before, strict=True):
+        assert tensor is same
+        assert tensor.data_ptr() == address
+        assert tensor.tolist() == numbers
+    assert module.tied.weight is module.one.weight
+    assert all(tensor.grad is None for tensor in now)
+
+
+def test_what_a_run_makes_of_the_types_of_its_tensors_is_put_back() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with untouched(module):
+        module.to(torch.float64)
+        assert module[0].weight.dtype == torch.float64
+    assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
+    assert module(torch.rand(2, 4)).dtype == torch.float32
+
+
 def test_iterators_stay_where_they_are() -> None:
     class Counts(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
