@@ -21,6 +21,7 @@ from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.memory.profile import timing_effort
+from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.planned_steps import Within
@@ -101,9 +102,11 @@ def fastest_plan(
         return plans[0]
     at("timing steps with plans")
     meter = CostModel(torch.device("cpu"))  # only steps on the host are timed
+    autocast = AmbientAutocast()
+    forward = FreshForward(module, run, autocast.entered_by(nullcontext))
     try:
-        with torch.enable_grad():
-            ratios = _ratios(tried, timer or meter.timer(module), module, FreshForward(module, run, nullcontext))
+        with torch.enable_grad(), autocast.suspended():
+            ratios = _ratios(tried, timer or meter.timer(module), module, forward)
     finally:
         meter.forget_reach()
     if not ratios:

@@ -30,6 +30,7 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
+from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile, SavedStorage
@@ -94,7 +95,10 @@ def profile_step(
             "another one.",
             stacklevel=2,
         )
-    with COLLECTOR.resting():  # it would search all that is watched, again and again, for a third of the time
+    autocast = AmbientAutocast()
+    context = autocast.entered_by(context)
+    # The garbage collector would search all that is watched, again and again, for a third of the time.
+    with COLLECTOR.resting(), autocast.suspended():
         meter = meter or CostModel(device)
         try:
             return _profiled(module, run, meter, backward, context, accumulates, bool(compiled))
