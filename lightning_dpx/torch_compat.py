@@ -490,6 +490,29 @@ def on_distributed_tensors(types: Any) -> bool:
     return any(kind.__module__.startswith("torch.distributed.tensor") for kind in types)
 
 
+def on_tensors_of_tensors(types: Any) -> bool:
+    """Whether an operator takes tensors that are made of others, such as jagged, distributed or quantized ones.
+
+    They have no memory of their own. A dispatch mode leaves the operator to them: what they then do with the tensors
+    that they hold comes to the mode again.
+    """
+    # Of an operator on plain tensors there are no types to look at.
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory of their own that ``tensor`` is made of; itself, as a rule."""
+    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    found: list[torch.Tensor] = []
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        held = getattr(tensor, name)
+        if isinstance(held, torch.Tensor):
+            found += with_memory_in(held)
+    return found
+
+
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "COLLECTIVES", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
     "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass",
@@ -503,11 +526,11 @@ __all__ = [
     "function_modes", "functorch_config", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
     "has_storage", "inductor_compiler", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
     "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of", "on_distributed_tensors",
-    "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter",
-    "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",
+    "on_tensors_of_tensors", "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass",
+    "mark_as_parameter", "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",
     "post_accumulate_hooks_of", "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks",
     "pynvml_handler", "pytree", "register_device_module", "run_backward", "saved_tensors_hooks_enabled",
     "schema_of", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "tree_flatten",
     "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "user_cache_dir",
-    "version_counter", "view_base", "weak_storage",
+    "version_counter", "view_base", "weak_storage", "with_memory_in",
 ]  # fmt: skip

@@ -18,10 +18,11 @@ from lightning_dpx.torch_compat import (
     has_storage,
     is_traceable_wrapper_subclass,
     key_of,
-    on_distributed_tensors,
+    on_tensors_of_tensors,
     parameters_of,
     schema_of,
     tree_leaves,
+    with_memory_in,
 )
 
 
@@ -33,11 +34,11 @@ class CopyOnWrite:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._watched = {
-            key_of(tensor.untyped_storage()): tensor.untyped_storage()
-            for tensor in tensors
-            if type(tensor) is not FakeTensor and tensor.layout is torch.strided and not tensor.is_meta
-        }
+        self._watched: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            for part in with_memory_in(tensor):
+                if type(part) is not FakeTensor and part.layout is torch.strided and not part.is_meta:
+                    self._watched[key_of(part.untyped_storage())] = part.untyped_storage()
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -122,7 +123,7 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writes = writes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if on_distributed_tensors(types):
+        if on_tensors_of_tensors(types):
             return NotImplemented
         self._writes.before(func, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_dpx as dpx
 from lightning_dpx.python_objects.object_state import ObjectState
@@ -143,6 +144,16 @@ def test_tensors_look_at_their_own_memory_again(name: str, smaller: bool) -> Non
         assert tensor.tolist() == numbers
     assert module.tied.weight is module.one.weight
     assert all(tensor.grad is None for tensor in now)
+
+
+def test_what_is_written_into_a_tensor_of_tensors_is_put_back() -> None:
+    module = nn.Linear(4, 4)
+    module.held = TwoTensor(torch.zeros(4), torch.zeros(4))
+    with untouched(module) as writes, BeforeWrites(writes):
+        module.held.add_(1)
+        assert module.held.a.all()
+    assert not module.held.a.any()
+    assert not module.held.b.any()
 
 
 def test_what_a_run_makes_of_the_types_of_its_tensors_is_put_back() -> None:

@@ -23,7 +23,7 @@ from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
-from lightning_dpx.torch_compat import disable_current_modes
+from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
@@ -247,12 +247,13 @@ class NotedCalls:
     def part(self, tensor: torch.Tensor, held: Unnamed) -> Unnamed | SmallPart:
         """What autograd is to hold for a tensor without a name: the next one that is packed."""
         innermost = self._open[-1] if self._open else -1
-        if innermost < 0 or tensor.layout is not torch.strided:
+        if innermost < 0:
             return held
         # What was there before the step gives no memory free, whatever is replayed.
-        if self._trace.allocation_of(tensor.untyped_storage()) is None:
+        made = [part for part in with_memory_in(tensor) if _allocation_of(part, self._trace) is not None]
+        if not made:
             return held
-        self._small_bytes[len(self._buckets)] = tensor.nbytes
+        self._small_bytes[len(self._buckets)] = sum(part.nbytes for part in made)
         self._small.append(_Span(innermost))
         return SmallPart(held, self, len(self._small) - 1)
 
@@ -371,11 +372,10 @@ class NotedCalls:
         trace = trial.trace
         noted.most = max(trace.curve, default=0)
         for at, tensor in enumerate(trial.found):
-            if tensor is None or tensor.layout is not torch.strided:
-                continue
-            allocation = trace.allocation_of(tensor.untyped_storage())
-            if allocation is not None:
-                noted.again.setdefault(id(allocation), (allocation.num_bytes, []))[1].append(at)
+            for part in () if tensor is None else with_memory_in(tensor):
+                allocation = _allocation_of(part, trace)
+                if allocation is not None:
+                    noted.again.setdefault(id(allocation), (allocation.num_bytes, []))[1].append(at)
 
     def holds(self, asked: Sequence[int], ends: Sequence[int]) -> tuple[Hold, ...]:
         """What autograd has held, in order; then the small tensors of calls, without a name.
@@ -455,6 +455,11 @@ class NotedCalls:
                 )
             )
         return tuple(calls)
+
+
+def _allocation_of(tensor: torch.Tensor, trace: MemoryTrace) -> Allocation | None:
+    """What ``trace`` knows of the memory of ``tensor``, if that has one block of memory."""
+    return trace.allocation_of(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _tensor_of(held: Any) -> torch.Tensor | None:

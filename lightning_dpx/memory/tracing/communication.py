@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, on_distributed_tensors
+from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, on_tensors_of_tensors
 
 
 def has_other_processes() -> bool:
@@ -29,7 +29,7 @@ class CommunicationWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # These do the operator on their parts; that comes here again, with its collectives.
-        if on_distributed_tensors(types):
+        if on_tensors_of_tensors(types):
             return NotImplemented
         self.has_seen_any |= func.namespace in COLLECTIVES
         return func(*args, **(kwargs or {}))

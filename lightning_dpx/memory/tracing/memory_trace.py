@@ -28,11 +28,11 @@ from lightning_dpx.torch_compat import (
     TorchDispatchMode,
     current_graph_task_id,
     engine_code,
-    is_traceable_wrapper_subclass,
     is_view,
     key_of,
-    on_distributed_tensors,
+    on_tensors_of_tensors,
     tree_leaves,
+    with_memory_in,
 )
 
 aten = torch.ops.aten
@@ -144,8 +144,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entry[1] if entry is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # These do the operator on their parts, which comes here again.
-        if on_distributed_tensors(types):
+        # These do the operator on the tensors that they hold, which comes here again.
+        if on_tensors_of_tensors(types):
             return NotImplemented
         if self._writes is not None:
             self._writes.before(func, args, kwargs)
@@ -188,8 +188,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in _tensors_in((out,)):
             if leaf.device != self._device or leaf.layout is not torch.strided:
                 continue
-            if type(leaf) is not torch.Tensor and is_traceable_wrapper_subclass(leaf):
-                continue  # it has no memory of its own
             storage = leaf.untyped_storage()
             if key_of(storage) in self._present:
                 continue
@@ -318,13 +316,15 @@ def _called_by_engine() -> bool:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Of what an operator takes or gives: tensors, and lists of them."""
+    """Of what an operator takes or gives: tensors with memory of their own, also in lists and in other tensors."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
+            tensors += with_memory_in(value)
         elif isinstance(value, list | tuple | dict):
-            tensors += (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    tensors += with_memory_in(leaf)
     return tensors
 
 
