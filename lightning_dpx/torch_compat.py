@@ -252,6 +252,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._C._functorch.is_functorch_wrapped_tensor": PrivateName(
         why="values of a transform cannot be kept", without="plans break steps that use torch.func"
     ),
+    "torch._C._functorch.peek_interpreter_stack": PrivateName(
+        why="whether a transform runs around a planned module",
+        without="forwards under torch.vmap and jvp teach a plan that nothing is dropped",
+    ),
     "torch._C._autograd._top_saved_tensors_default_hooks": PrivateName(
         why="the user's hooks of saved tensors, for other threads", without="they do not reach the replicas"
     ),
@@ -319,6 +323,7 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 has_storage = torch._C._has_storage
 privateuse1_backend_name = torch._C._get_privateuse1_backend_name
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
 top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
@@ -524,7 +529,7 @@ __all__ = [
     "foreach_div", "foreach_div_", "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of",
     "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage",
     "function_modes", "functorch_config", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
-    "has_storage", "inductor_compiler", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
+    "has_storage", "inductor_compiler", "innermost_transform", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
     "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of", "on_distributed_tensors",
     "on_tensors_of_tensors", "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass",
     "mark_as_parameter", "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",

@@ -42,7 +42,7 @@ from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded
 from lightning_dpx.progress import shown
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.torch_compat import innermost_transform, saved_tensors_hooks_enabled, tree_leaves
 
 _LOG = logging.getLogger("lightning_dpx")
 # Weak, so that a module with a plan is freed like any other.
@@ -366,10 +366,9 @@ class AppliedPlan:
     @contextmanager
     def active(self) -> Iterator[None]:
         """What runs in here follows the plan; within itself it does nothing more."""
-        # Without gradients autograd saves nothing; and a module that calls itself is in here
-        # already.
+        # A module that calls itself is in here already.
         nothing = self.values is None and self._replays is None
-        if nothing or getattr(self._local, "active", False) or not torch.is_grad_enabled():
+        if nothing or getattr(self._local, "active", False) or not _saves_for_hooks():
             yield
             return
         self._local.active = True
@@ -387,10 +386,11 @@ class AppliedPlan:
         # A hook has no block to put a context round: it is entered here, and closed by the other
         # hook. The root may be called within itself, so there is a list of them.
         stack = ExitStack()
-        stack.enter_context(self.active())
         if not hasattr(self._local, "entered"):  # of each thread its own
             self._local.entered = []
+        # First, as the other hook takes the last one off also where this one has failed.
         self._local.entered.append(stack)
+        stack.enter_context(self.active())
 
     def leave(self) -> None:
         """A forward of the root is over."""
@@ -425,6 +425,16 @@ class AppliedPlan:
             self._replays.remove()
         for handle in self._handles:
             handle.remove()
+
+
+def _saves_for_hooks() -> bool:
+    """Whether autograd saves what a plan could be about."""
+    # Without gradients it saves nothing, and others may have forbidden hooks.
+    if not (torch.is_grad_enabled() and saved_tensors_hooks_enabled()):  # type: ignore[attr-defined]
+        return False
+    # In a transform of torch.func that runs around the module all tensors are of the transform, which
+    # keeps them: such a forward would drop nothing, and teach the hooks that nothing is to be dropped.
+    return innermost_transform() is None
 
 
 class _RootHooks:
