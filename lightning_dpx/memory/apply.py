@@ -182,11 +182,16 @@ def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
     if budget is None:
         return None
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-    if not is_number or budget <= 0 or budget != budget:  # the last one is NaN
+    if not is_number or not 0 < budget < float("inf"):  # neither holds for NaN
         raise ConfigurationError(f"budget={budget!r} is not allowed; give positive bytes, or a fraction up to 1.0.")
     if isinstance(budget, int):  # 1 is a byte, and 1.0 is all of the peak
         return budget
-    return int(budget * peak) if budget <= 1 else int(budget)
+    if budget <= 1:
+        return int(budget * peak)
+    # There are no parts of a byte: 1.5 is meant for one and a half of the peak.
+    if not float(budget).is_integer():
+        raise ConfigurationError(f"budget={budget!r} is not allowed; a fraction goes up to 1.0, and bytes are whole.")
+    return int(budget)
 
 
 def profile_module(

@@ -31,14 +31,16 @@ def budget_error(
     least = smallest.peak
     # Where other planners reach the budget, it is this one that cannot.
     other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
-    moment = _costliest_moment(smallest)
-    return BudgetError(
+    sentences = [
         f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is "
         f"{format_bytes(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and "
-        f"computes again takes less than {format_bytes(surely)}. {moment} {_bottleneck(smallest.problem)} "
+        f"computes again takes less than {format_bytes(surely)}.",
+        _costliest_moment(smallest),
+        _bottleneck(smallest.problem),
         "Allow more, or use a smaller batch.",
-        least,
-    )
+    ]
+    # Of the costliest moment nothing is said where no value tells what is running then.
+    return BudgetError(" ".join(sentence for sentence in sentences if sentence), least)
 
 
 def surely_needed(problems: Sequence["Problem"]) -> int:
@@ -47,7 +49,7 @@ def surely_needed(problems: Sequence["Problem"]) -> int:
 
 
 def _costliest_moment(found: "Mixed") -> str:
-    """A sentence on where the step needs most: the operator, its module, and what passes there."""
+    """A sentence on where the step needs most: the operator, its module, and what passes there; empty if unknown."""
     profile = found.problem.profile
     curve = found.problem.timeline(found.choice)
     event = int(curve.argmax()) if len(curve) else 0

@@ -260,7 +260,7 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
         head[field] = content.get(field, _OF_BEFORE.get(field))
-        if not isinstance(head[field], kinds) or not _is_sound(head[field]):
+        if not isinstance(head[field], kinds) or not _is_sound_in_head(field, head[field]):
             raise PlanError(f"{path}: {field}={head[field]!r} is not allowed.")
     plan = MemoryPlan(**head, decisions=decisions)
     # Actions may be edited by hand; the figures in the file are about those before.
@@ -298,7 +298,7 @@ def _check_sound(plan: MemoryPlan, path: str) -> None:
         if decision.action not in get_args(Action):
             raise PlanError(f"{path}: action={decision.action!r} of {decision.name!r} is not allowed.")
     for field in _HEAD:
-        if not _is_sound(getattr(plan, field)):
+        if not _is_sound_in_head(field, getattr(plan, field)):
             raise PlanError(f"{path}: {field}={getattr(plan, field)!r} is not allowed.")
 
 
@@ -339,6 +339,11 @@ def _is_sound(value: Any) -> bool:
     if not isinstance(value, int | float):
         return True
     return 0 <= value < float("inf")  # neither holds for NaN
+
+
+def _is_sound_in_head(field: str, value: Any) -> bool:
+    """Whether it is what that field of a plan can be; a step runs in one piece at least."""
+    return _is_sound(value) and (field != "micro_batches" or value >= 1)
 
 
 def _checksum(plan: MemoryPlan) -> str:

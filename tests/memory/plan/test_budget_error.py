@@ -1,5 +1,7 @@
 """A budget that cannot be met: what could be, and what stands in the way."""
 
+from dataclasses import replace
+
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import budget_error, surely_needed
 from lightning_dpx.memory.plan.problem import Choice, Problem
@@ -30,3 +32,10 @@ def test_what_every_plan_needs_is_what_is_left_when_all_goes() -> None:
     problem = Problem(chain(6, refused="it draws"))
     surely = surely_needed([problem])
     assert SIZE <= surely <= problem.forecast(Choice(frozenset(problem.droppable))).peak
+
+
+def test_where_nothing_is_known_of_the_costliest_moment_no_gap_is_left() -> None:
+    profile = replace(chain(6), requests=())  # backward asks for nothing, so nothing tells where it is
+    error = error_for(Problem(replace(profile, forward_events=0)), SIZE // 2)
+    assert "What sets that" not in str(error)
+    assert "  " not in str(error)

@@ -35,6 +35,8 @@ def test_a_plan_becomes_plain_values_and_a_plan_again() -> None:
     twice = to_mapping(replace(PLAN, decisions=(DECISIONS[0], DECISIONS[0])))
     with pytest.raises(dpx.PlanError, match="here decides twice about 'a:0'"):
         from_mapping(json.loads(json.dumps(twice)), "here")
+    with pytest.raises(dpx.PlanError, match="micro_batches=0 is not allowed"):
+        from_mapping({**json.loads(json.dumps(to_mapping(PLAN))), "micro_batches": 0}, "here")
     with pytest.raises(dpx.PlanError, match="here is not a plan of version"):
         from_mapping({"version": 0}, "here")
 

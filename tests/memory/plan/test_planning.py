@@ -25,7 +25,7 @@ from lightning_dpx.memory import (
     profile_module,
     summary,
 )
-from lightning_dpx.memory.apply import applied_plan, forecast_plan, loss_of
+from lightning_dpx.memory.apply import applied_plan, bytes_of_budget, forecast_plan, loss_of
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.solvers.repair import fill
 from tests.conftest import SIMULATED
@@ -269,6 +269,7 @@ def _plan_of_gpt() -> dpx.MemoryPlan:
         ("'blocks.1.norm1:1'", "'blocks.77.norm1:1'", "no module 'blocks.77.norm1'"),
         ("'blocks.1.norm1:1'", "'blocks.0.norm1:1'", "decides twice about 'blocks.0.norm1:1'"),
         ("budget: ", "budget: much ", "budget='much"),
+        ("micro_batches: 1", "micro_batches: 0", "micro_batches=0 is not allowed"),
         ("decisions:", "- [", "cannot be read as a plan"),
     ],
 )
@@ -297,10 +298,33 @@ def test_a_plan_of_another_model_is_refused() -> None:
         dpx.remove_plan(module)
 
 
-@pytest.mark.parametrize("budget", [0, -1, float("nan"), True, "8GiB"])
+@pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), True, "8GiB"])
 def test_a_bad_budget_is_refused(budget: object) -> None:
     with pytest.raises(dpx.ConfigurationError, match="is not allowed; give positive bytes"):
         dpx.search_plan(nn.Linear(64, 64), torch.ones(64, 64), budget=budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [1.5, 1.0001, 2**20 + 0.5])
+def test_a_part_of_a_byte_is_no_budget(budget: float) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"is not allowed; a fraction goes up to 1\.0"):
+        dpx.search_plan(nn.Linear(64, 64), torch.ones(64, 64), budget=budget)
+
+
+def test_a_whole_float_is_bytes_and_one_is_all_of_the_peak() -> None:
+    assert bytes_of_budget(1.0, 4096) == 4096
+    assert bytes_of_budget(1, 4096) == 1
+    assert bytes_of_budget(2e9, 4096) == 2_000_000_000
+
+
+@pytest.mark.parametrize("num_trials", [0, -1, "many", 1.5, True])
+def test_a_bad_number_of_trials_is_refused(num_trials: object) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"num_trials=.* is not allowed; give a positive integer"):
+        dpx.search_plan(
+            nn.Linear(64, 64),
+            torch.ones(64, 64),
+            planner="search",
+            num_trials=num_trials,  # type: ignore[arg-type]
+        )
 
 
 def test_an_unreachable_budget_names_the_smallest_and_the_layer() -> None:
