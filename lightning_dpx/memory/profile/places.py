@@ -61,5 +61,11 @@ def seconds_of_places(profile: Profile, dropped: Collection[int]) -> float:
         return 0.0
     # What is offloaded comes back by a copy, and has no bookkeeping in its seconds either.
     here = [index for index in dropped if not profile.values[index].offloaded]
-    usual = profile.usual_places * len(made_again(profile, here))
+    # Nor has what is made again in no time, or by a call: without a share to take off for each of these
+    # the sum with the values' own seconds is never below zero.
+    usual = 0.0
+    for index in made_again(profile, here):
+        value = profile.values[index]
+        if value.seconds and not value.call:
+            usual += profile.usual_places
     return profile.place_seconds * (count_places(profile, here) - usual)

@@ -36,3 +36,14 @@ def test_a_place_counts_beyond_the_share_that_the_values_seconds_hold() -> None:
     assert seconds_of_places(profile, [4, 7, 10]) == 2.0 * (3 - 0.5 * 3)
     assert seconds_of_places(profile, [4, 5, 6]) == 2.0 * (1 - 0.5 * 3)
     assert seconds_of_places(chain(16), [4, 7, 10]) == 0.0
+
+
+def test_values_without_seconds_hold_no_share_that_could_be_taken_off() -> None:
+    profile = replace(chain(16), place_seconds=2.0, usual_places=0.5)
+    values = list(profile.values)
+    for index in (4, 5):
+        values[index] = replace(values[index], seconds=0.0)
+    values[6] = replace(values[6], call="6")
+    profile = replace(profile, values=tuple(values))
+    assert seconds_of_places(profile, [4, 5]) == 2.0
+    assert seconds_of_places(profile, [4, 5, 6, 7]) == 2.0 * (1 - 0.5)
