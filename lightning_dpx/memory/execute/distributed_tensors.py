@@ -22,7 +22,8 @@ from lightning_dpx.torch_compat import key_of, on_distributed_tensors, output_me
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
-_RESHAPES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0"})  # a dense tensor stays dense in order
+# A dense tensor stays dense in order. An alias is none of the views of recipes, which make a copy for it.
+_RESHAPES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0"})
 _MOST_VIEWS = 16  # in a row
 
 
@@ -120,7 +121,7 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
         if identity is not None and identity.storage == key_of(part.untyped_storage()):
             return Origin(part.as_strided(identity.size, identity.stride, identity.offset), node, output)
         name = node.name()
-        if name != _FROM_LOCAL and name not in VIEWS:
+        if name != _FROM_LOCAL and name not in VIEWS and name not in _RESHAPES:
             break
         # The part can be taken for the operator's whole result only if no view on the way has left
         # out or reordered elements.

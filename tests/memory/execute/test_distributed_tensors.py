@@ -151,3 +151,29 @@ def test_a_part_is_found_over_views_and_no_further(mesh: DeviceMesh) -> None:
     assert part is not None
     assert origin_of(added, part, lambda node, output: None) is None
     assert part_of(made) is None
+
+
+@pytest.mark.parametrize("side", ["plain", "distributed"])
+def test_a_part_is_found_over_aliases(mesh: DeviceMesh, side: str) -> None:
+    made = F.gelu(torch.randn(4, 8, 16, requires_grad=True))
+    given = torch.ops.aten.alias(made) if side == "plain" else made
+    rows: Any = DTensor.from_local(given, mesh, run_check=False)
+    if side == "distributed":
+        rows = torch.ops.aten.alias(rows)
+    part = part_of(rows)
+    assert part is not None
+    origin = origin_of(rows, part, lambda node, output: None)
+    assert origin is not None
+    assert origin.node is made.grad_fn, "and not the alias, for which a recipe would make a copy"
+    assert origin.base.data_ptr() == made.data_ptr()
+
+
+def test_what_is_saved_of_an_alias_is_made_again(mesh: DeviceMesh) -> None:
+    x = torch.randn(8, 16, WIDTH)
+    module, plain = (model(mesh, lambda x: torch.ops.aten.alias(F.gelu(x))) for _ in range(2))
+    profile = profile_module(module, x)
+    made = {value.name: value.operator for value in profile.values if value.name and not value.refused}
+    assert made["0.down:1"] == "GeluBackward0"
+    dpx.apply_plan(module, dpx.search_plan(module, x))
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(module, x), gradients(plain, x)))
