@@ -21,6 +21,31 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert not missing
 
 
+def test_every_file_that_a_docstring_or_comment_sends_to_is_there() -> None:
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for reference in re.findall(r"\bsee\s+([\w/]+\.py(?:\s+and\s+[\w/]+\.py)*)", path.read_text()):
+            for name in re.split(r"\s+and\s+", reference):
+                if not any(f"/{file}".endswith(f"/{name}") for file in files):
+                    missing.append(f"{path.name}: {name}")
+    assert not missing
+
+
+def test_every_entry_of_the_overview_of_memory_planning_is_there() -> None:
+    overview = (PACKAGE / "memory" / "__init__.py").read_text().partition('"""')[2].partition('"""')[0]
+    folder = PACKAGE / "memory"
+    entries = re.findall(r"^( *)([a-z_]+/?)  ", overview, re.MULTILINE)
+    assert len(entries) > 6
+    for indent, name in entries:
+        if len(indent) > 4:  # the second line of an entry
+            continue
+        if not indent:
+            folder = PACKAGE / "memory" / name if name.endswith("/") else PACKAGE / "memory"
+        found = folder if name.endswith("/") else folder / f"{name}.py"
+        assert found.exists(), name
+
+
 @pytest.fixture
 def _own_registries() -> Iterator[None]:
     """What a page registers is gone afterwards."""

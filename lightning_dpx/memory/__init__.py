@@ -1,16 +1,18 @@
 """Memory planning: which activations are kept, and which are computed again in backward.
 
-profile   a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor, and of its copy;
-          some values would come back from the host instead of being computed again (ways_to_offload)
-planner   profile x budget -> what to drop         threshold | search | optimal | milp | auto
-absent    the same for a device, or of a size, that is not there: on fake tensors, or else on few rows
-meter     how a profile watches and tries: by running; or on fakes (fake), with times from FLOPs and bytes (rates)
-forecast  profile x choice -> peak and extra time, exactly as the run will have them
-plan      the choice as a file
-places    one plan for a step that runs on several devices
-shapes    one plan for steps of several shapes
-apply     the plan on a module: saved-tensor hooks (rematerialisation) on what the graph knows (values), how operators
-          are repeated (recipes), and on what, where autograd does not know it (operands), and copies (offloading)
+profile/        a step, watched: bytes, lifetimes, and the time of every operator behind a saved tensor; costs.py runs
+                things to find out, and fake.py takes fake tensors and times from FLOPs and bytes (roofline.py)
+    abstract    the same for a device, or of a size, that is not there: on fake tensors, or else on few rows
+plan/           profile x budget -> what to drop, by one of planners/: threshold | search | optimal | milp, or the best
+    forecast    profile x choice -> peak and extra time, exactly as the run will have them
+    offload     which values would come back from the host instead of being computed again
+    plan        the choice as a file
+    joint       one plan for a step that runs on several devices
+shapes          one plan for steps of several shapes
+micro_batches   one plan for a step that is cut into parts of its rows
+execute/        the plan on a module: saved_tensor_hooks on what the graph knows (values), how operators are repeated
+                (recipes/), on what, where autograd does not know it (untracked_inputs), and copies (offload)
+apply           all of it in one call: search_plan, apply_plan
 """
 
 from lightning_dpx.memory.apply import (

@@ -74,7 +74,7 @@ class Saved(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """An operator whose operands were noted, see operands.py, and its number among these."""
+    """An operator whose operands were noted, see untracked_inputs.py, and its number among these."""
 
     number: int
 

@@ -5,11 +5,11 @@ Copies beside the computation cost next to nothing until they take longer than i
 instead, as many values as hide behind the computation are offered for that little, those first that take longest to
 compute for the time of their copy. The forecast then counts what the copies of a choice cost together.
 
-    offloaded                                   on their way at once    for
-    what hides, the costliest values first     PREFETCH_DEPTH                 the fastest plan
-    what cannot be computed again            0                       budgets without room for the look-ahead
-    the dearer half                          0                       smaller ones
-    everything                               0                       the smallest
+    offloaded                                 on their way at once    for
+    what hides, the costliest values first    PREFETCH_DEPTH          the fastest plan
+    what cannot be computed again             0                       budgets without room for the prefetch
+    the costlier half                         0                       smaller ones
+    everything                                0                       the smallest
 
 Related: vDNN (Rhu et al., 2016), which offloads the inputs of layers, one layer ahead; Capuchin (Peng et al., 2020) and
 POET (Patil et al., 2022), which choose between offloading and computing again.

@@ -33,7 +33,7 @@ def profile_absent(
     few: Callable[[], tuple[int, Cut]],
     accumulates: bool = False,
 ) -> Profile:
-    """A step of ``module`` on ``batch`` as it would be on ``target``; with times from rates, see rates.py.
+    """A step of ``module`` on ``batch`` as it would be on ``target``; with times from rates, see roofline.py.
 
     Nothing is allocated where fake tensors can run the step. Where they cannot, a warning says why, and two real steps
     on a quarter and an eighth of the rows are scaled.

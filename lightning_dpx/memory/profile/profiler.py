@@ -1,8 +1,9 @@
 """What a step saves, what it would cost to compute it again, and when it is needed: the input of every planner.
 
-One run in which autograd keeps copies that are not counted tells how long each tensor lives anyway. One in which
-everything is kept tells the rest, and repeats the operator behind every saved tensor once: that gives its time, and
-proves on the spot that the result is the same. A :class:`CostModel` watches and tries, on a device or without one.
+One forward in which autograd keeps nothing tells how long each tensor lives anyway; where that runs a backward of its
+own, autograd keeps copies that are not counted. A step in which everything is kept tells the rest, and repeats the
+operator behind every saved tensor once: that gives its time, and proves on the spot that the result is the same. A
+:class:`CostModel` watches and tries, on a device or without one.
 
 A step may run any number of backwards of its own: forces are gradients of an energy, a GAN optimizes twice. Whenever
 one begins, what was saved since the last one is tried, because it will soon be gone::

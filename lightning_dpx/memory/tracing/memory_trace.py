@@ -1,7 +1,8 @@
 """Which storages a stretch of code allocates, and when they go: the memory of a step as a curve over its events.
 
 Works on every device, also where the allocator counts nothing (the host), because it watches operators, not the
-allocator. What an operator allocates and frees inside is added from the allocator's reports; see account.py.
+allocator. What an operator allocates and frees inside is added from the allocator's reports; see
+allocator_account.py.
 
 [Note: sums of gradients] While any dispatch mode is on, autograd adds up the gradients of a value of several uses out
 of place, and otherwise in place: into the term that it has got first, the first operand of the sum, unless that is a

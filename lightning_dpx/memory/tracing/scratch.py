@@ -4,7 +4,7 @@ The rules are those of the libraries that torch calls for an operator. A convolu
 channels last copies them into the library's own layout, there and back; on the host oneDNN was seen to do so in
 channels of a whole block (torch 2.13, AVX-512), and on GPUs cuDNN does for kernels on tensor cores. With channels last
 only weights are copied. Operators without a rule take nothing inside. On a device that is there all this is measured
-instead; see account.py.
+instead; see allocator_account.py.
 """
 
 from collections.abc import Callable, Sequence

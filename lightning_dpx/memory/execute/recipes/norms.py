@@ -61,7 +61,7 @@ def _affine(node: Any) -> list[Any]:
 
 @recipe("NativeLayerNormBackward0")
 def _layer_norm(node: Any) -> Any:
-    """The node does not note eps; the call does, see operands.py."""
+    """The node does not note eps; the call does, see untracked_inputs.py."""
     if node.output:
         raise NotRecomputable("only the first output of layer norm is computed again")
     shape = list(node.normalized_shape)
