@@ -30,7 +30,7 @@ from lightning_dpx.memory.execute.distributed_tensors import DistributedValue, O
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
-from lightning_dpx.memory.execute.recipes import RECIPES, VIEWS, NotRecomputable, recipe_for
+from lightning_dpx.memory.execute.recipes import RECIPES, VIEWS, NotNoted, NotRecomputable, recipe_for
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import (
@@ -564,8 +564,15 @@ class Node:
         self.output = output
 
     def __getattr__(self, name: str) -> Any:
-        """An argument of the operator that is not a tensor."""
-        return getattr(self._node, f"_saved_{name}")
+        """An argument of the operator that is not a tensor.
+
+        Raises:
+            NotNoted: the node has none of this name.
+        """
+        try:
+            return getattr(self._node, f"_saved_{name}")
+        except AttributeError as error:
+            raise NotNoted(f"{self._node.name()} of torch {torch.__version__} notes no {name}") from error
 
     def saves(self, name: str) -> bool:
         """Whether the operator has saved a tensor under ``name``."""

@@ -43,7 +43,7 @@ _NOTED: dict[Callable[..., Any], Sequence[tuple[int, str]]] = {
     **dict.fromkeys((F.linear, torch.conv1d, torch.conv2d, torch.conv3d), _BIAS),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _BIAS),
     F.batch_norm: ((4, "bias"),),
-    F.group_norm: ((3, "bias"),),
+    **dict.fromkeys((F.group_norm, torch.group_norm), ((4, "eps"), (3, "bias"))),
     **dict.fromkeys((F.layer_norm, torch.layer_norm), _EPS),
     **dict.fromkeys((F.dropout, torch.dropout, torch.native_dropout), _TRAIN),
     **dict.fromkeys((torch.ops.aten.native_dropout, torch.ops.aten.native_dropout.default), _TRAIN),

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.execute.recipes import RECIPES
+from lightning_dpx.memory.execute.recipes import RECIPES, NotRecomputable
+from lightning_dpx.memory.execute.saved_tensor_hooks import Node
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
 from tests.memory.execute.recipes import (
     test_attention,
@@ -72,3 +73,12 @@ def test_what_has_no_recipe_is_kept_and_says_why(function: Function, why: str) -
     plain.load_state_dict(module.state_dict())
     dpx.apply_plan(module, plan)
     assert all(map(torch.equal, train(module, torch.ones(1)), train(plain, torch.ones(1))))
+
+
+def test_what_another_version_of_torch_does_not_note_is_a_reason_to_keep() -> None:
+    """A node's attributes are torch's own: group norm lost its eps in torch 2.14."""
+    made = torch.ones(2, requires_grad=True).exp()
+    node = Node(owner=None, node=made.grad_fn, output=0, depth=0)  # type: ignore[arg-type]
+    assert not hasattr(node, "eps")
+    with pytest.raises(NotRecomputable, match="ExpBackward0 of torch .* notes no eps"):
+        _ = node.eps

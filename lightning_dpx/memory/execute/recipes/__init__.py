@@ -26,9 +26,18 @@ from lightning_dpx.memory.execute.recipes import (
     second_order,
     shapes,
 )
-from lightning_dpx.memory.execute.recipes.registry import RECIPES, VIEWS, NotRecomputable, recipe, recipe_for, view
+from lightning_dpx.memory.execute.recipes.registry import (
+    RECIPES,
+    VIEWS,
+    NotNoted,
+    NotRecomputable,
+    recipe,
+    recipe_for,
+    view,
+)
 
 __all__ = [
+    "NotNoted",
     "NotRecomputable",
     "RECIPES",
     "VIEWS",

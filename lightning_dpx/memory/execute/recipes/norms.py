@@ -43,17 +43,25 @@ def _batch_norm(node: Any) -> Any:
 def _group_norm(node: Any) -> Any:
     if node.output:
         raise NotRecomputable("only the first output of group norm is computed again")
-    rest = node.N, node.C, node.HxW, node.group, node.eps
-    inputs = [node.saved("input", edge=0), *_affine(node)]
-    return (lambda x, weight=None, bias=None: torch.native_group_norm(x, weight, bias, *rest)[0]), inputs
+    rest = node.N, node.C, node.HxW, node.group
+    # The node notes eps up to torch 2.13; since then the call does, see untracked_inputs.py.
+    noted = node.eps if hasattr(node, "eps") else node.constant()
+    eps = _DEFAULT_EPS if noted is None else noted
+
+    def normalise(
+        x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.native_group_norm(x, weight, bias, *rest, eps)[0]
+
+    return normalise, [node.saved("input", edge=0), *_affine(node, place=1)]
 
 
-def _affine(node: Any) -> list[Any]:
-    """Weight and bias, if there are any; a frozen bias is not saved."""
+def _affine(node: Any, place: int = 0) -> list[Any]:
+    """Weight and bias, if there are any; a frozen bias is not saved, and has a ``place`` in what the call notes."""
     weight = node.optional("weight")
     if weight is None and not node.has_edge(1):
         return []
-    bias = node.operand(2)
+    bias = node.edge(2) if node.has_edge(2) else node.constant(place)
     if bias is None:
         raise NotRecomputable("a norm with a weight and no bias")
     return [node.edge(1) if weight is None else weight, bias]

@@ -15,6 +15,10 @@ class NotRecomputable(Exception):  # noqa: N818  it is an answer more than an er
     """The value must be kept; says why."""
 
 
+class NotNoted(NotRecomputable, AttributeError):  # noqa: N818
+    """The node has nothing of this name: other versions of torch note other things."""
+
+
 def recipe(*names: str) -> Callable[[Recipe], Recipe]:
     """Registers a recipe for the outputs of the autograd nodes called ``names``."""
 
