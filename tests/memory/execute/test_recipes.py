@@ -80,5 +80,5 @@ def test_what_another_version_of_torch_does_not_note_is_a_reason_to_keep() -> No
     made = torch.ones(2, requires_grad=True).exp()
     node = Node(owner=None, node=made.grad_fn, output=0, depth=0)  # type: ignore[arg-type]
     assert not hasattr(node, "eps")
-    with pytest.raises(NotRecomputable, match="ExpBackward0 of torch .* notes no eps"):
+    with pytest.raises(NotRecomputable, match=r"ExpBackward0 of torch .* notes no eps"):
         _ = node.eps
