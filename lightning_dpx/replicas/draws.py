@@ -51,12 +51,17 @@ class DrawWatch:
         """The generators that the module or a global holds; looked for once."""
         return held_generators([self._module])
 
-    def begin(self, kind: Hashable) -> _Seen:
-        """The states of the generators before a run of this kind."""
+    def begin(self, kind: Hashable, every: int = _EVERY) -> _Seen:
+        """The states of the generators before a run of this kind.
+
+        Args:
+            kind: Of the run.
+            every: After so many runs of the kind the generators beside PyTorch's are looked at once more.
+        """
         number = self._runs[kind]
         self._runs[kind] += 1
         # A stage may begin to draw later on, so it is looked at for good, but seldom.
-        is_due = number < _FIRST or number % _EVERY == 0
+        is_due = number < _FIRST or number % every == 0
         return _Seen(host_random_state(), GeneratorStates(generators=self.generators) if is_due else None)
 
     def has_drawn(self, seen: _Seen) -> bool:
