@@ -150,6 +150,8 @@ class CollectiveError(DPXError, RuntimeError):
         lightning_dpx.errors.CollectiveError: A collective inside a step cannot complete: replicas 0 (all_gather) ...
     """
 
+    is_disagreement = False  # the replicas of one step call different things, and nothing has been done yet
+
 
 def describe_error(error: BaseException) -> str:
     """The type and the message of a foreign ``error``, also where its own ``__str__`` fails."""

@@ -79,6 +79,16 @@ class TrainingFlow:
                     raise
                 session.whole_batches.give_whole(NAME, error.reason, error.advice)
                 return self.run(args, kwargs)
+            except CollectiveError as error:
+                self._discard(error)
+                if not error.is_disagreement or self.manual is None or not self.manual.begin_anew():
+                    raise
+                session.whole_batches.give_whole(
+                    NAME,
+                    "Its slices do not agree on what to do, as by a branch on a loss.",
+                    "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
+                )
+                return self.run(args, kwargs)
             except BaseException as error:
                 self._discard(error)
                 raise

@@ -171,11 +171,12 @@ class Rendezvous:
             self._appointed = {rank for rank in content if kinds[rank] == kinds[content[0]]}
         elif len(self._arrived) == self.world_size:
             calls = ", ".join(f"{rank} calls {kind}" for rank, kind in kinds.items())
-            self._break(f"the replicas do not agree: {calls}")
+            self._break(f"the replicas do not agree: {calls}", is_disagreement=True)
         else:
             waiting = ", ".join(f"{rank} ({kind})" for rank, kind in kinds.items())
             gone = ", ".join(map(str, sorted(self._ended)))
-            self._break(f"replicas {waiting} wait for replicas {gone}, which have ended their step")
+            reason = f"replicas {waiting} wait for replicas {gone}, which have ended their step"
+            self._break(reason, is_disagreement=True)
 
     def _act_for(self, ranks: set[int]) -> None:
         """Exchanges the values of ``ranks``, in the calling participant's thread and context."""
@@ -197,16 +198,15 @@ class Rendezvous:
         self._results.update(dict.fromkeys(ranks, (result, error)))
         self._appointed = set()
 
-    def _break(self, reason: str) -> None:
+    def _break(self, reason: str, *, is_disagreement: bool = False) -> None:
         for rank in self._arrived:
-            self._results[rank] = (
-                None,
-                CollectiveError(
-                    f"A collective inside a step cannot complete: {reason}. All replicas must make the same calls: "
-                    "decide by a value of the whole batch, as self.all_gather(...) gives, or give one device the whole "
-                    "batch (devices=1, micro_batches=1)."
-                ),
+            error = CollectiveError(
+                f"A collective inside a step cannot complete: {reason}. All replicas must make the same calls: "
+                "decide by a value of the whole batch, as self.all_gather(...) gives, or give one device the whole "
+                "batch (devices=1, micro_batches=1)."
             )
+            error.is_disagreement = is_disagreement
+            self._results[rank] = None, error
         self._arrived = {}
         self._appointed = set()
 

@@ -32,9 +32,17 @@ from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
 from lightning_dpx.lightning.manual.closures import ClosureRounds, Command, RunClosure, StepDone
 from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers_checked
 from lightning_dpx.lightning.manual.shared_gradients import SharedGradients
-from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
+from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot, StepStart
 from lightning_dpx.lightning.precision import DPXPrecision
-from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, current_rank, weighted_mean, weights_of
+from lightning_dpx.replicas import (
+    BatchSlice,
+    GeneratorStates,
+    Replica,
+    ReplicaSet,
+    current_rank,
+    weighted_mean,
+    weights_of,
+)
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.torch_compat import pytree
@@ -66,6 +74,8 @@ class ManualOptimization:
         self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
         self._names = [name for name, _ in replicas.root.module.named_parameters()]
         self._numbers: dict[int, int] = {}
+        self._start: StepStart | None = None
+        self._has_acted = False  # an optimizer, a scheduler or a hook, in the step that is under way
 
     @property
     def root(self) -> LightningModule:
@@ -106,6 +116,13 @@ class ManualOptimization:
             return
         if self._snapshot is None:
             self._snapshot = self._taken_snapshot()
+        owners = self.step.owner_parameters
+        states = GeneratorStates(self.replicas.devices, generators=self.replicas.habits.draws.generators)
+        self._start = StepStart(self.root, owners, states)
+        self._has_acted = False
+        # A budget counts no copies of gradients.
+        if not self.strategy.plans_memory:
+            self.gradients.before_adding = self._start.before_adding
         shared = self._shared_objects()
         self._numbers = _numbered(shared)
         self.exchanged.add(shared)
@@ -126,6 +143,7 @@ class ManualOptimization:
         finally:
             self._abandon_rounds()
             self.exchanged.restore()
+            self.gradients.before_adding = None
             self.views = []
             self._loss = None
 
@@ -144,6 +162,16 @@ class ManualOptimization:
         if not snapshot:
             return False
         snapshot.restore()
+        self.replicas.state.mark_changed()
+        self.gradients = SharedGradients(self.replicas, self.step)
+        return True
+
+    def begin_anew(self) -> bool:
+        """Puts back what slices have changed that do not agree on what to do, if nothing has been done yet."""
+        start = self._start
+        self._start = None
+        if start is None or self._has_acted or self.step.has_processes or not start.restore():
+            return False
         self.replicas.state.mark_changed()
         self.gradients = SharedGradients(self.replicas, self.step)
         return True
@@ -203,6 +231,7 @@ class ManualOptimization:
 
     def before_backward(self, losses: Sequence[Any]) -> Tensor | None:
         """Calls the hooks with the loss of the whole batch; the factor by which they scaled it, if they did."""
+        self._has_acted = True
         present = [index for index, loss in enumerate(losses) if loss is not None]
         merged = self._merged([losses[index] for index in present], [self.views[index].weight for index in present])
         leaf = merged.detach().clone().requires_grad_()
@@ -245,6 +274,7 @@ class ManualOptimization:
     # ---- run once, while all replicas wait ----
 
     def _act(self, act: Callable[[Any], Any], given: Sequence[Any]) -> Any:
+        self._has_acted = True
         merged = self._merged_arguments(given)
         self._prepare()
         with unshifted():
@@ -253,6 +283,7 @@ class ManualOptimization:
         return result
 
     def _begin(self, take_step: Callable[..., Any], has_closure: Sequence[bool]) -> Command:
+        self._has_acted = True
         self._prepare()
         marks = self.gradients.marks()
         if any(has_closure):

@@ -6,7 +6,7 @@ on all replicas. What happens once for all (an optimizer's step, a hook) happens
 gradients the replicas follow afterwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,9 @@ class SharedGradients:
     Args:
         replicas: K replicas of N parameters.
         step: Sums gradients, and knows which replica owns which parameter.
+
+    Attributes:
+        before_adding: Called with a parameter before a sum is added to its gradient in place.
     """
 
     def __init__(self, replicas: ReplicaSet, step: TrainingStep) -> None:
@@ -67,6 +70,7 @@ class SharedGradients:
         self._of_owners: list[Mark] = []
         self._of_speaker: list[Mark] = []
         self._checks = 0
+        self.before_adding: Callable[[torch.Tensor], None] | None = None
 
     def begin(self, active: Sequence[Replica]) -> None:
         """Before a step: replicas get what hooks wrote on the user's module, or on the owners, since the last one."""
@@ -116,6 +120,8 @@ class SharedGradients:
         spent: set[int] = set()  # totals that one replica took as they are; the others copy them
         for replica in active:
             for index, (parameter, total) in enumerate(zip(replica.parameters, totals, strict=True)):
+                if total is not None and self.before_adding is not None:
+                    self.before_adding(parameter)
                 if total is not None and _accumulate(parameter, total, may_take=index not in spent):
                     spent.add(index)
         if not edited:

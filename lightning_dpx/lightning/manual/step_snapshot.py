@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import RandomStates, is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
+from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.replicas import GeneratorStates
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
+from lightning_dpx.torch_compat import version_counter
 
 _OF_FRAMEWORK = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))
 _STOPS = (
@@ -116,6 +119,62 @@ class StepSnapshot:
         value = tensor.detach()
         copied = value.clone() if is_host(value.device) else value.to("cpu")
         self._tensors.append((tensor, copied))
+
+
+class StepStart:
+    """What can be noted of every step at next to no cost: enough to begin it anew before an optimizer has acted.
+
+    Gradients are noted as they lie: one that a step forgets (``zero_grad``) is still what it was. One that it adds to
+    is copied before, if :meth:`before_adding` is called; else the step cannot be begun anew.
+
+    Args:
+        module: The user's module.
+        parameters: Those whose gradients count.
+        generators: The states of random generators, as they are now.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor], generators: GeneratorStates) -> None:
+        self._generators = generators
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            version = 0 if gradient is None else version_counter(gradient)
+            self._gradients.append((parameter, gradient, version))
+        self._noted = {id(parameter): (gradient, version) for parameter, gradient, version in self._gradients}
+        self._copies: dict[int, torch.Tensor] = {}  # by parameter
+        # What libraries keep in their modules no step of the user's counts.
+        own = [child for child in module.modules() if not is_library(type(child))]
+        self._attributes = [(child, _attributes_of(child)) for child in own]
+
+    def before_adding(self, parameter: torch.Tensor) -> None:
+        """A backward is about to add to the gradient of ``parameter`` in place."""
+        gradient = parameter.grad
+        noted, version = self._noted.get(id(parameter), (None, 0))
+        if gradient is not None and gradient is noted and version_counter(gradient) == version:
+            self._copies[id(parameter)] = gradient.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Puts back what was noted; says whether that is all that the step can have changed."""
+        for parameter, gradient, version in self._gradients:
+            is_written = gradient is not None and version_counter(gradient) != version
+            if is_written and id(parameter) not in self._copies:
+                return False
+        for parameter, gradient, version in self._gradients:
+            if gradient is not None and version_counter(gradient) != version:
+                gradient.copy_(self._copies[id(parameter)])
+            parameter.grad = gradient
+        for child, before in self._attributes:
+            attributes = vars(child)
+            for key in _attributes_of(child).keys() - before.keys():
+                del attributes[key]
+            attributes.update(before)
+        self._generators.restore()
+        return True
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _OF_FRAMEWORK}
 
 
 def _refill(container: Any, content: Any) -> None:

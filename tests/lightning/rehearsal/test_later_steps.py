@@ -295,3 +295,38 @@ def fitted(kind: type[Model], devices: int = 0, **options: Any) -> tuple[Any, st
     }
     said = "\n".join(str(one.message) for one in caught if "dpx: " in str(one.message))
     return (weights, model.kept()), said
+
+
+class Branches(Model):
+    """An adversary that is trained only while its loss is above a bound, which slices see each for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.adversary = nn.Linear(8, 1)
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+        mine, other = self.optimizers()
+        score = F.softplus(self.adversary(batch[0])).mean()
+        if score > 0.55:
+            other.zero_grad()
+            self.manual_backward(score)
+            other.step()
+        mine.zero_grad()
+        self.manual_backward(self.loss(batch))
+        mine.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD(self.adversary.parameters(), lr=0.5)
+
+    def kept(self) -> Any:
+        return self.steps
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+def test_slices_that_do_not_agree_on_what_to_do_begin_their_step_anew_as_one_batch(options: Any, devices: int) -> None:
+    found, said = fitted(Branches, devices, **options)
+    assert WHOLE in said
+    assert found == fitted(Branches)[0]
