@@ -39,6 +39,7 @@ def _is_compiled_itself(module: nn.Module) -> bool:
 
 
 def _compiled_methods(module: nn.Module) -> list[str]:
+    # Its attributes are torch's: what it was made of is a submodule, and has its turn by itself.
     if isinstance(module, OptimizedModule):
         return []
     own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
@@ -58,10 +59,13 @@ def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[st
     own = module.state_dict().keys()
     if own == state.keys():
         return state
+    # Names that neither side knows stay as they are, and loading reports them.
     names = {_uncompiled_name(name): name for name in own}
     renamed = OrderedDict((names.get(_uncompiled_name(name), name), value) for name, value in state.items())
     if renamed.keys() == state.keys():
         return state
+    # Modules read here in which version of theirs the state was written. Without it a batch norm
+    # takes the state for one from before it counted its batches.
     versions = {_uncompiled_name(path): of_part for path, of_part in getattr(state, "_metadata", {}).items()}
     paths = [path for path, _ in module.named_modules()]
     known = {path: versions[_uncompiled_name(path)] for path in paths if _uncompiled_name(path) in versions}
@@ -100,6 +104,7 @@ class _EagerRuns:
                 self._eager.__exit__(None, None, None)
 
 
+# One for the process, as the setting of torch.compile is.
 _eager_runs = _EagerRuns()
 
 

@@ -41,6 +41,8 @@ class Digest:
         self._hash = hashlib.sha256()
         self._places: dict[int, int] = {}  # the order in which objects were met, by id
         self._met: list[Any] = []  # so that ids stay theirs
+        # Devices and storages count by the order in which they are met: which tensors share one
+        # matters to a step, its number or address does not.
         self._devices: dict[torch.device, int] = {}
         self._storages: dict[int, int] = {}
         self._waiting: list[Any] = []
@@ -75,12 +77,15 @@ class Digest:
             self._look_at(self._waiting.pop())
 
     def _push(self, values: Iterable[Any]) -> None:
+        # The stack is popped from its end, and parts shall be met in their own order.
         self._waiting += reversed(list(values))
 
     def _note(self, *tokens: object) -> None:
+        # Texts may hold lone surrogates, as file names do, which UTF-8 cannot write.
         self._hash.update(repr(tokens).encode("utf-8", "backslashreplace"))
 
     def _look_at(self, value: Any) -> None:
+        # A member of an IntEnum is a number, too, but counts by its name.
         if isinstance(value, _ATOMS) and not isinstance(value, enum.Enum):
             self._add_atom(value)
             return
@@ -96,6 +101,7 @@ class Digest:
         self._add_object(value)
 
     def _add_atom(self, value: Any) -> None:
+        # Flags, and parts of a batch that are missing, decide between branches of a step.
         if not self._reads_numbers and not isinstance(value, bool | None):
             self._note(type(value).__name__)
         elif isinstance(value, str | bytes) and len(value) > _MOST_BYTES:
@@ -117,6 +123,7 @@ class Digest:
             self._add_code(value)
         elif isinstance(value, types.MethodType):
             self._note("method")
+            # The object of a method of a trainer or a strategy leads to everything there is.
             self._push([value.__func__] if _is_of_the_run(value.__func__) else [value.__func__, value.__self__])
         elif isinstance(value, functools.partial):
             self._note("partial")
@@ -128,6 +135,7 @@ class Digest:
             self._note("property")
             self._push([value.fget, value.fset])
         elif isinstance(value, np.ndarray):
+            # Bytes of an array of objects are addresses, which are others in the next process.
             held = value.tobytes() if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else b""
             self._note("array", value.shape, value.dtype.str, held if self._reads_numbers else b"")
         elif isinstance(value, enum.Enum):
@@ -145,10 +153,13 @@ class Digest:
         storage = 0
         if strided:
             address = key_of(tensor.untyped_storage())
+            # Only strided tensors have one storage to ask for.
             storage = self._storages.setdefault(address, len(self._storages))
         self._note(
             type(tensor).__qualname__, tuple(tensor.shape), str(tensor.dtype), str(tensor.layout), storage,
             tensor.stride() if strided else (), tensor.requires_grad, tensor.is_leaf,
+            # A step that finds gradients adds to them, and takes other memory than one
+            # that makes them.
             tensor.is_leaf and tensor.grad is not None,
         )  # fmt: skip
         self._push([tensor.device])
@@ -156,12 +167,15 @@ class Digest:
     def _add_module(self, module: nn.Module) -> None:
         held = vars(module)
         self._note("module", module.training)
+        # Parts keep their order, as a step may iterate over them; that of other
+        # attributes tells nothing.
         parts = [part for name in _TENSORS for part in held.get(name, {}).items()]
         others = sorted((key, one) for key, one in held.items() if key not in _TENSORS and _counts(key, one))
         self._push([type(module), *(each for pair in parts for each in pair), *(x for pair in others for x in pair)])
 
     def _add_class(self, kind: type) -> None:
         self._note("class", *(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__))
+        # Of an installed class the version of its package is enough; it stands for all of its code.
         if not issubclass(kind, nn.Module) and (is_installed(kind.__module__) or _is_of_the_run(kind)):
             self._note(_version_of(kind.__module__))
             return
@@ -182,6 +196,7 @@ class Digest:
             return
         cells = [content_of(cell) for cell in function.__closure__ or ()]
         found = [function.__code__, function.__defaults__, function.__kwdefaults__, vars(function), cells]
+        # Globals of installed code would lead through its whole package.
         if not is_installed(function.__module__):
             found += self._globals_of(function)
         self._push(found)
@@ -199,11 +214,13 @@ class Digest:
                 found += [vars(value)[one] for one in names if one in vars(value)]
         return found
 
+    # A file name or line numbers do not count: code that was only moved is the same.
     def _add_code(self, code: types.CodeType) -> None:
         self._note(
             code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_kwonlyargcount,
             code.co_flags,
         )  # fmt: skip
+        # `x in {"a", "b"}` makes a frozenset, whose order depends on the hash seed of the process.
         self._push(sorted(one, key=repr) if isinstance(one, frozenset) else one for one in code.co_consts)
 
     def _add_content(self, value: Any) -> None:
@@ -215,6 +232,8 @@ class Digest:
         elif isinstance(value, list | tuple | deque):
             found += self._items(value, list(value))
         elif isinstance(value, set | frozenset):
+            # Sorted for the same reason; a set of other objects has no order to rely on, and counts
+            # by its size.
             found += self._items(value, sorted(value, key=repr) if all(isinstance(x, _ATOMS) for x in value) else [])
         if not is_installed(type(value).__module__):
             found.append(type(value))

@@ -36,10 +36,13 @@ _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 def children_of_object(value: Any) -> Iterable[Any]:
     """What ``value`` refers to, without classes, code and globals."""
     kind = type(value)
+    # Exact types alone are iterated: a subclass may answer by code of its own, past which the
+    # garbage collector sees.
     if kind in (list, tuple, set, frozenset, deque):
         items: Iterable[Any] = value
         return items
     if kind is dict:
+        # Texts lead nowhere, and most dicts have no other keys.
         values: Iterable[Any] = value.values() if all(map(_is_text, value)) else [*value, *value.values()]
         return values
     if isinstance(value, weakref.ref):
@@ -74,6 +77,7 @@ def _children_of_function(function: types.FunctionType) -> list[Any]:
     return found
 
 
+# A generator that has ended has no frame.
 def _locals_of_generator(generator: Any) -> list[Any]:
     frame = getattr(generator, "gi_frame", None)
     return [] if frame is None else list(frame.f_locals.values())
@@ -81,6 +85,7 @@ def _locals_of_generator(generator: Any) -> list[Any]:
 
 def pairs_of(held: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """What a dict holds now; not what its own ``items`` does, which in a library may import all of its models."""
+    # An OrderedDict keeps its order beside that of the dict.
     base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
     return list(base.items(held))
 
@@ -124,6 +129,7 @@ class ObjectGraph:
                 continue
             key = id(value)
             if parent is not None:
+                # Noted also for an object that was met before: every way to a target leads to it.
                 self._parents.setdefault(key, []).append(parent)
             if key in self.objects:
                 continue

@@ -41,10 +41,14 @@ from lightning_dpx.python_objects.reachable import globals_of, is_plain_function
 from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket, version_counter
 from lightning_dpx.units import MIB
 
+# Callers compare and put back parameters and buffers by themselves, and hooks are code: what is
+# left is what the author of a module keeps there.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # what compile() makes is code
+# A LightningModule keeps what runs it under these names, and behind a trainer lies the whole run.
 _TRAINERS = ("_trainer", "_fabric")
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # What holds nothing that a call could write, or nothing that anybody could tell: locks, logs, hooks, code.
+# No replica needs a bytearray of its own, but a step may write into one.
 _ATOMS = ATOMS - {bytearray}
 _CONSTANT = (
     type, enum.Enum, types.CodeType, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -56,6 +60,7 @@ _CONSTANT = (
     torch.utils.hooks.RemovableHandle,
     OpOverload, OpOverloadPacket, torch.finfo, torch.iinfo,
 )  # fmt: skip
+# The inside of these is C, too, but the walk reads their items by itself.
 _BUILTIN = (
     object, list, tuple, dict, OrderedDict, set, frozenset, deque, BaseException, types.SimpleNamespace, *_NUMBERS,
 )  # fmt: skip
@@ -71,6 +76,7 @@ _MOST_ITEMS = 100_000
 _MOST_BYTES = 16 * MIB
 _MOST_COPIED = 2**28
 _MOST_COPIED_OF_OWN = 2**26
+# Stands for a name or a slot that holds nothing, as None may well be a value.
 _MISSING = object()
 
 
@@ -140,6 +146,7 @@ class ObjectState:
             for kind in dict.fromkeys(chain(map(type, modules), classes)):
                 self._add_class(kind)
         self._walk()
+        # Entries hold the objects that count; what the walk only passed is not kept alive by it.
         self._seen.clear()
         self._attributes = _SameAttributes([e.value for e in self._entries if e.read is _attributes])
         self._last = [entry.read(entry.value) for entry in self._entries]
@@ -164,6 +171,7 @@ class ObjectState:
         for at, entry in self._others:
             now = entry.read(entry.value)
             if not _is_same(found[at], now):
+                # The list was handed out before, and must go on to say what was held then.
                 if found is self._last:
                     found = list(found)
                 found[at] = now
@@ -193,6 +201,8 @@ class ObjectState:
         for entry, old, new in zip(self._entries, marks, now, strict=True):
             if old is not new and not _is_same(old, new):
                 if entry.write is None:
+                    # The others are put back all the same: one object that cannot be
+                    # costs itself alone.
                     left = left or entry.path
                 else:
                     entry.write(entry.value, old)
@@ -238,6 +248,7 @@ class ObjectState:
             path, value = self._waiting.pop()
             if self._only_own and isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append(value)
+                # Its results are no state of the step; the caller empties those that were empty before.
                 value = value.__wrapped__
             if type(value) in _ATOMS or isinstance(value, _CONSTANT) or id(value) in self._seen:
                 continue
@@ -258,6 +269,8 @@ class ObjectState:
         elif isinstance(value, GENERATOR_TYPES):
             if is_generator(value):
                 self._entries.append(_Entry(path, value, state_of, put_back))
+            # Two kinds come here: SystemRandom, which has no state to put back, and the process's
+            # own generator, which is put back with those of devices.
             elif value is not torch.default_generator:
                 self._stop(f"{path} draws random numbers that cannot be drawn again")
         elif self._only_own and not _is_own(value):
@@ -269,10 +282,14 @@ class ObjectState:
         elif isinstance(value, types.FunctionType):
             self._add_function(path, value)
         elif isinstance(value, types.MethodType):
+            # A method that is kept as a callback leads to its object, which it may write to.
             self._waiting += [(path, value.__self__), (path, value.__func__)]
         elif isinstance(value, types.BuiltinFunctionType):
+            # A bound `list.append` leads to its list; of a plain function this is its
+            # file, a constant.
             self._waiting.append((path, value.__self__))
         elif isinstance(value, functools.partial | types.MappingProxyType):
+            # The garbage collector alone shows the dict behind a mapping proxy.
             self._waiting += [(path, one) for one in gc.get_referents(value) if not isinstance(one, type)]
         elif _is_hidden(value):
             self._stop(f"{path} is a {type(value).__name__}, whose state cannot be seen")
@@ -284,6 +301,8 @@ class ObjectState:
 
     def _add_array(self, path: str, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            # The bytes of such an array are addresses of objects, so a checksum of them
+            # would tell little.
             self._entries.append(_Entry(path, value, _objects_of_array, _write_array))
             self._waiting += [(path, one) for one in value.ravel().tolist()]
         elif self._copies and self._num_bytes + memoryview(value).nbytes <= self._most_copied:
@@ -296,6 +315,7 @@ class ObjectState:
 
     def _add_function(self, path: str, value: types.FunctionType) -> None:
         for cell in value.__closure__ or ():
+            # Functions that are defined together share their cells.
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 self._entries.append(_Entry(path, cell, _cell, _write_cell))
@@ -330,6 +350,7 @@ class ObjectState:
 
     def _wait_for(self, path: str, values: Collection[Any]) -> None:
         self._num_items += len(values)
+        # Decided in C: a long list of numbers is one look at its types, and no turns of its items.
         if not _ATOMS.issuperset(set(map(type, values))):
             self._waiting += [(path, one) for one in values]
 
@@ -343,6 +364,7 @@ class _SameAttributes:
 
     def note(self) -> None:
         """As they are now."""
+        # A lazy module becomes one of another class in its first call, and keeps its dict.
         self._kinds = list(map(type, self._modules))
         self._dicts = list(map(vars, self._modules))
         self._values = self._held()
@@ -385,6 +407,7 @@ def _is_same(old: Any, new: Any) -> bool:
     if type(old) is tuple and type(new) is tuple:
         if len(old) != len(new):
             return False
+        # By identity first, in C: as a rule nothing was set, and nothing needs to be compared.
         return all(map(operator.is_, old, new)) or all(map(_is_alike, old, new))
     return same_state(old, new)
 
@@ -392,6 +415,8 @@ def _is_same(old: Any, new: Any) -> bool:
 def _is_alike(old: Any, new: Any) -> bool:
     if isinstance(old, np.ndarray):
         return isinstance(new, np.ndarray) and np.array_equal(old, new)
+    # Only numbers and texts are asked whether they are equal: of other types that would be code of
+    # the user, and an equal object may still be another one that is written to later.
     return old is new or (type(old) is type(new) and isinstance(old, _NUMBERS) and old == new)
 
 
@@ -415,12 +440,14 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 def _write_attributes(module: nn.Module, held: tuple[Any, ...]) -> None:
     if type(module) is not held[0]:
         return  # a lazy module has become another one, for good
+    # Past setattr, with which a module would register tensors and modules anew.
     for key in [key for key in vars(module) if key not in OF_EVERY_MODULE]:
         del vars(module)[key]
     vars(module).update(_as_dict(held[1:]))
 
 
 def _class_values(kind: type) -> tuple[Any, ...]:
+    # Python's own entries have such names, and some of them cannot be set again.
     held = [(key, value) for key, value in list(vars(kind).items()) if not key.startswith("__")]
     return (*(key for key, _ in held), *(value for _, value in held))
 
@@ -429,6 +456,7 @@ def _write_class(kind: type, held: tuple[Any, ...]) -> None:
     then = _as_dict(held)
     for key in list(vars(kind)):
         if not key.startswith("__") and key not in then:
+            # Past the metaclass: that of an enum, for one, refuses both.
             type.__delattr__(kind, key)
     for key, value in then.items():
         if vars(kind).get(key, _MISSING) is not value:
@@ -464,12 +492,15 @@ _known_globals = weakref.WeakKeyDictionary()  # a function may be a closure over
 
 
 def _version(tensor: torch.Tensor) -> tuple[Any, ...]:
+    # Inference tensors count no writes, and raise when they are asked for their version.
     return (None if tensor.is_inference() else version_counter(tensor),)
 
 
 def _checksum(array: Any) -> tuple[Any, ...]:
+    # A view of an array may have gaps, which a checksum over its memory cannot skip.
     data: Any = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array
     shape = array.shape if isinstance(array, np.ndarray) else ()
+    # A memoryview without bytes refuses to be cast.
     return *shape, zlib.crc32(memoryview(data).cast("B") if memoryview(data).nbytes else b"")
 
 
@@ -479,9 +510,11 @@ def _bytes_of_array(array: Any) -> tuple[Any, ...]:
 
 def _write_bytes(array: Any, held: tuple[Any, ...]) -> None:
     if isinstance(array, np.ndarray):
+        # The run may have resized it, or made it read-only; then it stays as it is.
         if array.flags.writeable and array.shape == held[0].shape:
             np.copyto(array, held[0])
     elif isinstance(array, bytearray):
+        # Assigned as a slice, a bytearray gets its old length back as well.
         array[:] = held[0]
     elif not memoryview(array).readonly:
         memoryview(array).cast("B")[:] = held[0]
@@ -510,6 +543,8 @@ def _pairs(held: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def _write_pairs(into: dict[Any, Any], held: tuple[Any, ...]) -> None:
+    # Past the methods of a subclass, whose own may do more than store, as may those of
+    # lists and sets.
     base = OrderedDict if isinstance(into, OrderedDict) else dict
     base.clear(into)
     for key, value in _as_dict(held).items():
@@ -568,6 +603,7 @@ def _is_set(slot: Any, value: Any) -> bool:
 
 
 def _is_buffer(value: Any) -> bool:
+    # The kinds that are met most are spared the exception, and bytes cannot be written to.
     if isinstance(value, bytes | tuple | list | dict):
         return False
     try:
@@ -586,6 +622,9 @@ def _shows_all(kind: Any) -> bool:
     """Whether Python sees all that instances hold; see the note above."""
     while kind not in _BUILTIN:
         base = kind.__base__
+        # Each slot is a pointer of 8 bytes, and so are the references to a dict and to weak
+        # references. From Python 3.11 on the dict lies in front of the object, which a
+        # negative offset says.
         fields = sum(isinstance(entry, types.MemberDescriptorType) for entry in vars(kind).values())
         fields += kind.__dictoffset__ > 0 and not base.__dictoffset__
         fields += kind.__weakrefoffset__ > 0 and not base.__weakrefoffset__

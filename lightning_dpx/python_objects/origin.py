@@ -36,7 +36,10 @@ def runs_steps(kind: type) -> bool:
 @cache
 def is_installed(name: str | None) -> bool:
     """Whether the file called ``name`` belongs to Python or to an installed package, and not to the user's own code."""
+    # What is built into Python has no file, and a checkout of this package lies in none
+    # of the folders.
     if package_of(name) in _LIBRARIES:
         return True
     file = getattr(sys.modules.get(name or ""), "__file__", None)
+    # Without a file it is the `__main__` of a notebook or a prompt: the user's own code.
     return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)

@@ -13,6 +13,7 @@ class Overrides:
     """
 
     def __init__(self) -> None:
+        # The dict and not its owner, whose `__setattr__` is passed by in both directions.
         self._before: list[tuple[dict[str, Any], str, bool, Any]] = []
 
     def __bool__(self) -> bool:

@@ -51,6 +51,7 @@ class GeneratorStates:
 
     def again(self) -> "GeneratorStates":
         """Where the same generators are now."""
+        # A copy knows the held generators already, so the modules are not searched again.
         now = copy.copy(self)
         now._torch = self._torch.again()
         now._process = ProcessGenerators()
@@ -92,6 +93,7 @@ def advance(modules: Iterable[nn.Module], steps: int = 1) -> None:
     """Draws from every generator in reach, so that what comes next is another random number than before."""
     torch.manual_seed(torch.initial_seed() + steps)
     np.random.random(steps)
+    # The module `random` itself answers like a generator.
     held: list[Any] = [random, *held_generators(modules)]
     for generator in held:
         if isinstance(generator, torch.Generator):
@@ -121,6 +123,7 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
         for child in module.modules():
             for value in filter(may_hold, vars(child).values()):
                 found.update((id(generator), generator) for generator in _generators_in(value))
+        # Beside attributes, a helper object or the code of a method may lead to one.
         found.update((id(one), one) for _, one in reachable(module, GENERATOR_TYPES) if is_generator(one))
         for child in module.modules():
             files.update((kind.__module__, None) for kind in type(child).__mro__ if not is_library(kind))
@@ -144,12 +147,14 @@ def _generators_in(value: Any) -> Iterator[Any]:
 def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random generator of its own, whose state can be read."""
     kind: Any = type(value)
+    # The process's own is put back with those of devices.
     return _is_of_generators(kind) and value is not torch.default_generator
 
 
 @cache
 def _is_of_generators(kind: Any) -> bool:
     """By type and once for each: torch answers for an instance of its own in Python, and there are very many values."""
+    # SystemRandom reads from the operating system: it has no state, and raises when asked for one.
     return issubclass(kind, GENERATOR_TYPES) and not issubclass(kind, random.SystemRandom)
 
 

@@ -19,6 +19,7 @@ class ProcessGenerators:
 
     def __init__(self) -> None:
         self._python = random.getstate()
+        # Not imported for this: where NumPy is not loaded, nothing has drawn from it.
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
@@ -55,30 +56,38 @@ class GeneratorWatch:
         if seen is not None and self._last is not None and self._last[0] == seen:
             return self._last[1]
         state = ProcessGenerators()
+        # The next normal number would be the one in store, which leaves the watched memory
+        # as it is.
         self._last = None if seen is None or state.holds_a_number else (seen, state)
         return state
 
 
 def _memory() -> tuple[Any, ...] | None:
     """What tells of every draw; ``None`` where nothing does."""
+    # `random.random` and the other functions are methods of this one generator. Where another
+    # object has taken its place, nothing is known of its memory.
     python: Any = getattr(random, "_inst", None)
     if type(python) is not random.Random or not _shows_draws():
         return None
     numpy = sys.modules.get("numpy")
     if numpy is None:
+        # `random.gauss` makes two numbers at once, and keeps the second in a Python attribute.
         return _bytes_of(python), getattr(python, "gauss_next", None)
     generator = numpy.random.mtrand._rand._bit_generator
+    # `np.random.set_bit_generator` may have put one of another kind, and of another size, here.
     if type(generator).__name__ != "MT19937":
         return None
     return (
         _bytes_of(python),
         getattr(python, "gauss_next", None),
+        # Another generator of the same kind may stand where this one did.
         id(generator),
         ctypes.string_at(_address_of(generator), _MERSENNE_BYTES),
     )
 
 
 def _bytes_of(generator: random.Random) -> bytes:
+    # Behind what every object begins with lies the C struct of `_random.Random`.
     head = object.__basicsize__
     return ctypes.string_at(id(generator) + head, random.Random.__base__.__basicsize__ - head)  # type: ignore[union-attr]
 
@@ -92,6 +101,7 @@ def _address_of(generator: Any) -> int:
 @cache
 def _shows_draws() -> bool:
     """Tries it on generators of our own."""
+    # Elsewhere an id is no address.
     if sys.implementation.name != "cpython":
         return False
     python = random.Random(1)

@@ -46,6 +46,7 @@ class _Type:
     @classmethod
     def of(cls, kind: type, wanted: tuple[type, ...]) -> "_Type":
         """Looks at ``kind``; ``wanted`` are the types that are looked for."""
+        # The last class is `object`, which has both names.
         is_proxy = any(vars(base).keys() & {"__class__", "__getattribute__"} for base in kind.__mro__[:-1])
         is_match = None if is_proxy else issubclass(kind, wanted)
         return cls(issubclass(kind, _LEAVES), is_library(kind), is_match)
@@ -65,6 +66,8 @@ class _Search:
         self._types: dict[type, _Type] = {}
         self._classes: set[type] = set()
         self._seen: set[int] = set()
+        # First in, first out, so that what is near is found before what is far, with
+        # the shorter path.
         self._waiting: deque[tuple[_Step | None, Any, _Type]] = deque()
 
     def run(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -89,6 +92,8 @@ class _Search:
 
     def _add_children(self, step: "_Step | None", value: Any, kind: _Type) -> None:
         if isinstance(value, dict):
+            # Past what a subclass redefines: a lazy dict of a library may import all of its
+            # models to answer.
             if 0 < dict.__len__(value) <= _MAX_ITEMS:
                 for key, item in pairs_of(value):
                     self._add((step, "item", key), item)
@@ -111,6 +116,7 @@ class _Search:
             if key == "_modules":
                 for name, child in list(value.items()):
                     self._add((step, "attribute", name), child)
+            # A trainer leads to everything of the run, and tensors lead nowhere.
             elif key not in ("_trainer", "_fabric", "_parameters", "_buffers") and may_hold(value):
                 self._add((step, "attribute", key), value)
 
@@ -128,9 +134,12 @@ class _Search:
             return
         names = _names_in(function.__code__)
         namespace = function.__globals__
+        # Sorted, as the order of a set of texts differs from process to process.
         for name in sorted(names & namespace.keys()):
             value = namespace[name]
             if isinstance(value, types.ModuleType):
+                # Of an imported file only what the function names is looked at, not all that
+                # is in it.
                 if package_of(value.__name__) in self._packages:
                     self._add_helpers(value, names)
             elif isinstance(value, type):
@@ -143,6 +152,7 @@ class _Search:
             except ValueError:  # a cell that is still empty captures nothing
                 continue
         if isinstance(function, types.FunctionType):
+            # Behind a decorator made with functools.wraps stands the function that was written.
             self._add((None, "name", function.__qualname__), getattr(function, "__wrapped__", None))
 
     def _add_helpers(self, file: types.ModuleType, names: frozenset[str]) -> None:
@@ -237,6 +247,7 @@ def _of_base(base: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     if package_of(base.__module__) not in packages:
         return
     for name, value in list(vars(base).items()):
+        # The descriptor hides the function, and with it the names in its code.
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         yield name, function.fget if isinstance(function, property) else function
 
@@ -274,6 +285,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
                     waiting.append(value)
                 if not isinstance(value, type | types.ModuleType) and not is_plain_function(value):
                     held.add(name)
+        # Likewise the function behind a decorator.
         waiting.append(getattr(function, "__wrapped__", None))
     yield from ((namespace, tuple(sorted(held))) for namespace, held in found.values())
 
@@ -283,6 +295,7 @@ def is_plain_function(value: Any) -> bool:
     if not isinstance(value, types.FunctionType):
         return False
     given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    # A default value that can be written to is kept from call to call.
     return not value.__closure__ and not vars(value) and all(isinstance(one, _LEAVES) for one in given)
 
 

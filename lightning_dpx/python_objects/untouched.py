@@ -37,6 +37,8 @@ class CopyOnWrite:
         self._watched: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             for part in with_memory_in(tensor):
+                # Fake and meta tensors have no numbers to keep, and a sparse tensor has no storage
+                # of its own.
                 if type(part) is not FakeTensor and part.layout is torch.strided and not part.is_meta:
                     self._watched[key_of(part.untyped_storage())] = part.untyped_storage()
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -49,6 +51,8 @@ class CopyOnWrite:
             address = key_of(tensor.untyped_storage())
             storage = self._watched.get(address)
             if storage is not None and address not in self._kept:
+                # The whole storage, because views of it, and tensors that share it, are written to
+                # by other names.
                 self._kept[address] = storage, storage.clone()  # type: ignore[no-untyped-call]
 
     @property
@@ -124,6 +128,7 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if on_tensors_of_tensors(types):
+            # Such a tensor then calls operators on what it holds, and those come here.
             return NotImplemented
         self._writes.before(func, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -178,6 +183,7 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     parts = reach.parts
     state = reach.state
     marks = state.marks()
+    # A scripted part keeps its tensors in C++; what looks like its dicts refuses to be emptied.
     owners = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     own = [(part, dict(parameters_of(part)), dict(buffers_of(part))) for part in owners]
     held: list[torch.Tensor] = []
@@ -185,6 +191,8 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     for part in parts:
         held += [tensor for tensor in parameters_of(part).values() if tensor is not None]
         buffers += [tensor for tensor in buffers_of(part).values() if tensor is not None]
+    # Parameters are copied when something writes to them and not before: a large model has no room
+    # for a second one.
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in held if tensors]
     memory = MemoryOfTensors((*held, *buffers, *state.tensors()) if tensors else ())
@@ -192,6 +200,7 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     generators = GeneratorStates(
         {tensor.device for tensor in (*held, *buffers) if tensors}, generators=reach.generators
     )
+    # A lazy module is one of another class after its first call.
     types = [type(part) for part in parts]
     try:
         yield writes
@@ -203,6 +212,8 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
             memory.put_back()
             writes.put_back()
             for buffer, copy in copies:
+                # A write would raise the version of a buffer whose numbers are the same, and make
+                # it look changed.
                 if buffer.shape == copy.shape and (buffer.layout is not torch.strided or not torch.equal(buffer, copy)):
                     buffer.copy_(copy)
         for parameter, gradient in gradients:
@@ -234,5 +245,6 @@ def _is_there(tensor: torch.Tensor) -> bool:
 
 def _put_in(held: dict[str, Any], before: dict[str, Any]) -> None:
     if held.keys() != before.keys() or any(held[key] is not before[key] for key in held):
+        # Emptied first, so that the old entries come back in their old order.
         held.clear()
         held.update(before)
