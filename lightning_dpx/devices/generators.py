@@ -24,11 +24,12 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._host = torch.get_rng_state()
+        # A meta device computes nothing, and has no generator.
         others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
         self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]
 
     def again(self) -> "RandomStates":
-        """Where the same generators are now."""
+        """The states of the same generators, as they are now."""
         return RandomStates([torch.device("cpu"), *(device for device, _ in self._states)])
 
     def __eq__(self, other: object) -> bool:
@@ -43,16 +44,16 @@ class RandomStates:
 
     @property
     def nbytes(self) -> int:
-        """What the states take."""
+        """Bytes that the states take."""
         return sum(state.nbytes for state in self._all())
 
     def digest(self) -> int:
-        """Tells states apart, and takes no memory."""
+        """A number that tells states apart without keeping them."""
         with DisableFuncTorch():  # transforms that are under way would take them for theirs
             return hash(tuple(state.numpy().tobytes() for state in self._all()))
 
     def restore(self) -> None:
-        """They continue as if nothing had been drawn since."""
+        """The generators continue as if nothing had been drawn since."""
         torch.set_rng_state(self._host)
         for device, state in self._states:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -68,5 +69,6 @@ def seed_apart(devices: Sequence[torch.device]) -> None:
             continue
         with device_context(device):
             module = torch.get_device_module(device)
+            # Another seed was given to this device on purpose.
             if module.initial_seed() == torch.initial_seed():
                 module.manual_seed(torch.initial_seed() + offset)

@@ -24,6 +24,7 @@ def canonical_device(device: torch.device | str) -> torch.device:
     if device.index is None:
         try:
             return torch.device(device.type, torch.get_device_module(device).current_device())
+        # A torch that was built without CUDA raises an AssertionError for it.
         except (AttributeError, RuntimeError, AssertionError) as error:
             raise ConfigurationError(f"The device {str(device)!r} is not there: {error}") from error
     return device
@@ -45,6 +46,7 @@ def device_beside(tensor: torch.Tensor, home: torch.device, there: torch.device)
 
 def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     """The physical devices among ``devices``, each once, in order of first appearance."""
+    # A dict keeps the order, which a set would not.
     return list(dict.fromkeys(canonical_device(device) for device in devices))
 
 
@@ -63,6 +65,7 @@ def autocast_types() -> tuple[str, ...]:
 
 def accelerators() -> list[torch.device]:
     """All accelerators of this process, of the kind that torch was built or simulated for."""
+    # Without the check a torch that was built for CUDA names it on a machine that has no GPU.
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return []
@@ -71,6 +74,7 @@ def accelerators() -> list[torch.device]:
 
 def num_usable_cpus() -> int:
     """CPUs that this process may run on."""
+    # A container or taskset may leave this process fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

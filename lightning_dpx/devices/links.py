@@ -20,6 +20,7 @@ def wire_device(device: torch.device) -> torch.device:
 
 def default_backend(device: torch.device) -> str:
     """The backend of torch.distributed for processes whose first device this is."""
+    # NCCL sends no tensors of the host, and objects that processes exchange travel in those.
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -37,10 +38,12 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
     """Indices of devices that reach each other directly, in groups; two halves where nothing is known of the links."""
     if any(device.type != "cuda" for device in devices):
+        # Of fewer than four devices, one half would be a single device with nothing to sum.
         half = (len(devices) + 1) // 2
         return [list(range(half)), list(range(half, len(devices)))] if len(devices) > 3 else [[*range(len(devices))]]
     groups: list[list[int]] = []
     for index, device in enumerate(devices):
+        # A device joins only where it reaches every member directly.
         for group in groups:
             if all(torch.cuda.can_device_access_peer(device, devices[other]) for other in group):
                 group.append(index)

@@ -16,6 +16,7 @@ def free_bytes(device: torch.device) -> int:
         return _available_bytes()
     module = torch.get_device_module(device)
     free, _ = module.mem_get_info(device)
+    # The driver counts what PyTorch's allocator keeps for later as taken, and to us it is free.
     cached = module.memory_reserved(device) - module.memory_allocated(device)
     return int(free + max(0, cached))
 
@@ -45,6 +46,7 @@ def allocated_and_peak(device: torch.device) -> tuple[int, int]:
     """
     global _host_peak
     if is_host(device):
+        # The system's own peak is that of the whole process, from its start on.
         resident = _resident_bytes()
         _host_peak = max(_host_peak, resident)
         return resident, _host_peak
@@ -61,6 +63,7 @@ def capacity_of(device: torch.device) -> Capacity:
     module = torch.get_device_module(device)
     free, total = (int(size) for size in module.mem_get_info(device))
     reserved = int(module.memory_reserved(device))
+    # A simulated device without a capacity.
     if total > NO_LIMIT:
         return Capacity(reserved, 0, 0)
     listed = _listed_for_others(device) if device.type == "cuda" else None
@@ -80,6 +83,7 @@ def _listed_for_others(device: torch.device) -> int | None:
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml_handler(device))
     except (pynvml.NVMLError, RuntimeError):
         return None
+    # This process uses the device, so a list without it has the numbers of another name space.
     if all(process.pid != os.getpid() for process in processes):
         return None
     return sum(process.usedGpuMemory or 0 for process in processes if process.pid != os.getpid())
@@ -93,6 +97,7 @@ def _available_bytes() -> int:
     if not os.path.exists("/proc/meminfo"):
         return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
     with open("/proc/meminfo", encoding="ascii") as file:
+        # Not the pages that are free, of which a host that reads many files has hardly any.
         sizes = dict(line.split(":", 1) for line in file)
     return int(sizes["MemAvailable"].split()[0]) * 1024
 

@@ -47,9 +47,11 @@ class OffloadedTensor:
             return
         self._sender = torch.cuda.current_stream(tensor.device)
         side = _send_stream(tensor.device)
+        # The values may still be under way on the stream that computes them.
         side.wait_stream(self._sender)
         with torch.cuda.stream(side):
             if is_host(device):
+                # Only with pinned memory does CUDA copy to the host while it computes.
                 pinned = torch.empty_like(tensor, device=device, pin_memory=True)
                 self._values = pinned.copy_(tensor, non_blocking=True)
             else:
@@ -90,6 +92,8 @@ class OffloadedTensor:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(there)
         if stream != owner:
+            # Or the allocator may give the memory to its owner's stream again while this
+            # one still reads.
             tensor.record_stream(stream)
         return tensor
 
@@ -100,5 +104,6 @@ class OffloadedTensor:
         self._arriving = None
 
     def __del__(self) -> None:
+        # A graph may be dropped without a backward, which would have done both.
         self.free_original()
         self.release()

@@ -16,11 +16,12 @@ class Stopwatch:
         self._marks: list[Any] = []
 
     def start(self) -> None:
-        """From here on."""
+        """Sets a mark: the first one begins the work, and the second one, as ``stop``, ends it."""
         if is_host(self._device):
             self._marks.append(time.perf_counter())
         else:
             module = torch.get_device_module(self._device)
+            # An event is a mark in the queue of the device: setting it waits for nothing.
             event = module.Event(enable_timing=True)
             event.record(module.current_stream(self._device))
             self._marks.append(event)
@@ -33,7 +34,7 @@ class Stopwatch:
         return len(self._marks) < 2 or is_host(self._device) or bool(self._marks[1].query())
 
     def seconds(self) -> float:
-        """Zero if the work never ended."""
+        """Seconds of the device between both marks; 0 if the work never ended."""
         if len(self._marks) < 2:
             return 0.0
         if is_host(self._device):

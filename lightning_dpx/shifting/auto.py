@@ -38,6 +38,7 @@ def scaled(few: Sequence[Activation], more: Sequence[Activation], rows: tuple[in
     predicted = {}
     for name, larger in bytes_more.items():
         smaller = bytes_few.get(name, 0)
+        # A part of the bytes does not grow with the rows, so a ratio of the two would be wrong.
         slope = (larger - smaller) / (rows[1] - rows[0])
         predicted[name] = max(0, round(larger + slope * (target - rows[1])))
     return predicted
@@ -67,6 +68,7 @@ def parts_of(module: nn.Module, kept: dict[str, int]) -> list[Part]:
 def _taken_apart(name: str, child: nn.Module, kept: dict[str, int]) -> list[tuple[str, nn.Module]]:
     """``child``, or its own parts where it only holds them: a step may call those past its ``forward``."""
     children = list(child.named_children())
+    # A container that keeps something by itself runs code of its own between its parts.
     if not children or kept.get(name):
         return [(name, child)]
     units: list[tuple[str, nn.Module]] = []

@@ -73,15 +73,19 @@ class Copies:
         """What is written into a copy misses the original, and all that read the original, or a view, differ."""
         if not self._lent or not has_storage(tensor):
             return
+        # A storage may be lent to several devices, and through several views.
         for lent in self._lent.get(key_of(tensor.untyped_storage()), ()):
             if version_counter(lent.counter) != lent.version and lent.extent.overlaps(Extent(tensor)):
                 self._refuse(lent, tensor, self._running[-1])
 
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The one copy of ``tensor`` on ``device``; made anew where the tensor was written since."""
+        # Without a version counter it cannot be told whether the tensor was written since.
         if tensor.is_inference():
             return moved(tensor, device)
         self.check(tensor)
+        # Used again by all operators there, so autograd adds up their gradients before it
+        # sends them back.
         entry = self._copies.get(tensor, {}).get(device)
         if entry is not None and entry[0] == version_counter(tensor):
             held: torch.Tensor = entry[1]
@@ -93,6 +97,7 @@ class Copies:
             return original
         arrived = moved(tensor, device)
         self._copies.setdefault(tensor, {})[device] = version_counter(tensor), arrived
+        # Weakly, as a copy that is saved for backward would else keep its original's memory.
         self._originals[arrived] = version_counter(arrived), TensorWeakRef(tensor)
         if has_storage(tensor):
             self._lend(tensor, arrived)

@@ -1,4 +1,4 @@
-"""The second meaning of a shift: the computation stays, only what it keeps for backward rests on another device."""
+"""Offloading, the second kind of shift: only what is kept for backward goes to another device."""
 
 import threading
 import weakref
@@ -54,6 +54,7 @@ def offload_activations(
     offloading = _Offloading(module, canonical_device(device), prefetch_depth)
     for name in choose_modules(module, [activations] if isinstance(activations, str) else activations):
         child = module.get_submodule(name)
+        # First on the way in, so that what other hooks compute is offloaded as well.
         child.register_forward_pre_hook(offloading.enter, prepend=True)
         child.register_forward_hook(offloading.leave, always_call=True)
     _OFFLOADED[module] = offloading
@@ -102,6 +103,8 @@ class _Offloading:
     def enter(self, _module: nn.Module, _inputs: Any) -> None:
         """A chosen submodule begins."""
         root = self._module()
+        # Looked up in every call: what autograd saves may be a view of a parameter, which takes no
+        # memory of its own and may have moved since the last call.
         tensors = (*root.parameters(), *root.buffers()) if root is not None else ()
         stay = {key_of(tensor.untyped_storage()) for tensor in tensors if has_storage(tensor)}
 
@@ -111,6 +114,8 @@ class _Offloading:
             return tensor if key_of(tensor.untyped_storage()) in stay else self._pack(tensor)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        # Torch keeps these hooks for each thread, and two forward hooks stand for the two ends
+        # of a `with`.
         hooks.__enter__()  # type: ignore[no-untyped-call]
         self._entered.setdefault(threading.get_ident(), []).append(hooks)
 
@@ -143,10 +148,12 @@ class _Offloading:
         )
 
     def _pack(self, tensor: torch.Tensor) -> PrefetchSlot[_Offloaded]:
+        # A conjugate shares memory, version and shape with its original, and has other values.
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
         key = key_of(tensor.untyped_storage()), version_counter(tensor), tensor.dtype, geometry
         with self._lock:
             offloaded = self._offloaded.get(key)
+            # Where the storage is gone, its address may have been given to another one.
             if offloaded is None or offloaded.storage.expired():  # type: ignore[no-untyped-call]
                 offloaded = self._offloaded[key] = _Offloaded(tensor, self._target)
         return self._fetches.slot_for(offloaded)

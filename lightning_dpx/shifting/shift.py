@@ -36,6 +36,8 @@ from lightning_dpx.torch_compat import (
 
 _PAUSES = threading.local()
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
+# These ask about a tensor, or say themselves where it goes: bringing it elsewhere before would
+# give wrong answers.
 LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
                     "cpu", "cuda", "data_ptr", "requires_grad_", "register_hook", "backward", "detach", "__len__",
                     "untyped_storage", "storage_offset", "is_contiguous", "type", "item", "tolist"})  # fmt: skip
@@ -80,6 +82,7 @@ def shift_activations(
         try:
             with preserve_module_state(module), shift.active():
                 run()
+        # Ctrl-C in the middle of the run takes the shift off again, too.
         except BaseException as error:
             unshift_activations(module)
             error.add_note(f"It happened in the run that checks {shift.entry} before training; nothing is shifted.")
@@ -196,6 +199,7 @@ def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
 
 def _source_of(module: nn.Module, shifts: Mapping[torch.device, torch.device]) -> torch.device:
     """The one device of the module that ``shifts`` names."""
+    # One pair of devices is all that a shift knows; operands elsewhere are left alone.
     homes = {canonical_device(parameter.device) for parameter in module.parameters()}
     sources = [device for device in shifts if device in homes]
     if len(sources) != 1:
@@ -248,12 +252,14 @@ class Shift:
         self.chosen = chosen
         self.source = source
         self.target = target
+        # Function modes belong to a thread, and a part that backward recomputes runs in autograd's.
         self._local = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shift":
         """A copy of the module, or of a part of it, is shifted alike, by itself: this is called for its hooks."""
         name, copied = copied_part(self._module(), memo)
         if copied is None:
+            # Only the hooks themselves are being copied.
             return self  # it is copied without any module
         prefix = f"{name}." if name else ""
         inside = [path for path in self.chosen if path == name or path.startswith(prefix)]
@@ -277,6 +283,8 @@ class Shift:
         own = self._own_tensors(module)
         moving = [tensor for tensor in own if canonical_device(tensor.device) != self.target]
         needed = sum(tensor.nbytes for tensor in moving)
+        # Weighed before the first tensor moves, as a device that fills up half-way would leave the
+        # module on both sides.
         free = free_bytes(self.target)
         if needed > free:
             raise ConfigurationError(
@@ -291,6 +299,8 @@ class Shift:
             child = module.get_submodule(name)
             child.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             child.register_forward_hook(self._leave, always_call=True)
+        # Modules around the chosen ones, and beside them, are entered as well: any of them may be
+        # called first, where a step or a recomputation calls parts of the module by themselves.
         chosen = set(self.chosen)
         for name, child in module.named_modules():
             if name not in chosen and not _has_ancestor(name, chosen):
@@ -329,6 +339,7 @@ class Shift:
         if self._mode is not None:
             yield self._mode
             return
+        # A mode of its own for every step, so that no copy outlives the step that made it.
         self._local.mode = mode = _OnDevice(self)
         _PAUSES.steps = getattr(_PAUSES, "steps", 0) + 1
         try:
@@ -378,6 +389,7 @@ class Shift:
         outermost = mode is None
         if mode is None:
             entered = self.active()
+            # One hook enters the mode and another one leaves it, so no `with` can hold it.
             self._local.entered = entered
             self._local.depth = 0
             mode = entered.__enter__()
@@ -392,10 +404,13 @@ class Shift:
         entered = getattr(self._local, "entered", None)
         if mode is None or entered is None or not mode.is_left_behind():
             return
+        # Devices that were entered in that call are left, and with them their autocast.
         while len(mode.stack) > 1:
             mode.leave()
         self._local.entered = None
         self._local.mode = None
+        # Modes are left from the top of the stack only. Under others this one stays, and does
+        # nothing: it sees that its call is over.
         if current_function_mode() is mode:  # type: ignore[no-untyped-call]
             entered.__exit__(None, None, None)
 
@@ -410,6 +425,7 @@ class Shift:
         entered = getattr(self._local, "entered", None)
         mode = self._mode
         try:
+            # Only the outermost call hands its output to code that knows nothing of the shift.
             if entered is None or mode is None or self._local.depth:
                 return output
             return mode.brought(output, self.source)
@@ -437,6 +453,7 @@ class _OnDevice(TorchFunctionMode):
     def __init__(self, shift: Shift) -> None:
         super().__init__()
         self.shift = shift
+        # Operators outside of the chosen parts run where the module lives.
         self.stack = [shift.source]
         self._pair = (shift.source, shift.target)
         self._thread = threading.get_ident()
@@ -449,6 +466,7 @@ class _OnDevice(TorchFunctionMode):
     def is_left_behind(self) -> bool:
         """Whether the module call that this mode is for has ended without telling."""
         frame: FrameType | None = sys._getframe()
+        # The frame of a call that is still running is among those below this one.
         while frame is not None and frame is not self.caller:
             frame = frame.f_back
         return self.caller is not None and frame is None
@@ -457,6 +475,8 @@ class _OnDevice(TorchFunctionMode):
         """What follows runs on ``device``, under the autocast that was meant for the other one."""
         here = self.stack[-1].type
         cast: AbstractContextManager[object] = nullcontext()
+        # Autocast is switched on for a type of devices: what was said of CUDA says nothing
+        # of the host.
         if device.type != here and torch.is_autocast_enabled(here):
             dtype = torch.get_autocast_dtype(here)
             cached = torch.is_autocast_cache_enabled()
@@ -482,6 +502,7 @@ class _OnDevice(TorchFunctionMode):
                 self._copies.check(args[0])
             return func(*args, **kwargs)
         here = self.stack[-1]
+        # Every operator is asked, as only operators show on which side a region lies.
         self._refuse_split_recomputation(here)
         foreign: list[torch.Tensor] = []
 
@@ -495,6 +516,8 @@ class _OnDevice(TorchFunctionMode):
             return self._copies.copy(tensor, here)
 
         brought_args, brought_kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
+        # The operator would write into the copy, and the original would keep its old
+        # values in silence.
         if foreign and writes_in_place(name, kwargs) and args and args[0] is not brought_args[0]:
             raise UnsupportedError(
                 f"{self.shift.entry}: {resolve_name(func) or name} writes into a tensor on {foreign[0].device} from "
@@ -506,6 +529,8 @@ class _OnDevice(TorchFunctionMode):
     def _refuse_split_recomputation(self, here: torch.device) -> None:
         """PyTorch recomputes a checkpointed region from whichever device's backward thread comes first, unguarded."""
         hooks = top_saved_tensors_hooks(False)
+        # In a class of this name torch defines the saving hook of a region that it checkpoints
+        # without reentry.
         if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook"):
             return
         if self._regions.setdefault(hooks[0], here) != here:
@@ -545,6 +570,8 @@ def _relocate(tensor: torch.Tensor, device: torch.device) -> None:
     """The same object, with its values and gradient on ``device``."""
     gradient = tensor.grad
     tensor.grad = None
+    # Optimizers, tied modules and hooks hold this very tensor, so it gets new memory,
+    # not a successor.
     tensor.data = tensor.data.to(device)
     if gradient is not None:
         tensor.grad = gradient.to(device)

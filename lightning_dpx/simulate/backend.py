@@ -29,9 +29,11 @@ def load_backend() -> None:
     name = privateuse1_backend_name()
     if name not in ("privateuseone", "sim"):
         raise UnsupportedError(f"Simulated devices need PyTorch's one place for a foreign backend; {name!r} has it.")
+    # A call that came too late has registered the backend already, which cannot be done twice.
     if name != "sim":
         _register()
     _require_autograd_threads()
+    # Last, so that every later call finds out again that it is too late.
     _loaded = True
 
 
@@ -67,6 +69,7 @@ def _require_autograd_threads() -> None:
 
 def _finish_backward() -> None:
     """Lets autograd's threads of all devices finish, also of those that a later ``simulate()`` has taken away."""
+    # Threads exist for all devices that there were at the first backward.
     torch.ops.dpx_sim.set_devices(MAX_DEVICES)
     for index in range(MAX_DEVICES):
         torch.ops.dpx_sim.set_capacity(index, 0)  # a device that is full has room for it, too
@@ -141,13 +144,14 @@ class SimModule:
     # ---- devices ----
 
     def is_available(self) -> bool:
-        """Once loaded, always."""
+        """Whether there are simulated devices: always, once the backend is loaded."""
         return True
 
     def is_initialized(self) -> bool:
         """There is nothing to initialise lazily."""
         return True
 
+    # `torch.manual_seed` seeds a foreign backend only if it has this method, and `manual_seed_all`.
     def _is_in_bad_fork(self) -> bool:
         return False
 
@@ -159,7 +163,7 @@ class SimModule:
         return self._count
 
     def set_device_count(self, count: int) -> None:
-        """Changes how many there are."""
+        """Changes how many simulated devices there are."""
         torch.ops.dpx_sim.set_devices(count)
         self._count = count
 
@@ -204,14 +208,14 @@ class SimModule:
         """Nothing is pending."""
 
     def current_stream(self, device: Any = None) -> SimStream:
-        """The only one."""
+        """The one stream that the device has."""
         return SimStream(torch.device("sim", self._index(device)))
 
     default_stream = current_stream
 
     @contextmanager
     def stream(self, stream: object) -> Iterator[None]:
-        """Changes nothing."""
+        """Enters a stream, which changes nothing here."""
         yield
 
     # ---- memory, in bytes ----
@@ -224,6 +228,7 @@ class SimModule:
         """The largest :meth:`memory_allocated` since the last reset."""
         return int(torch.ops.dpx_sim.memory(self._index(device))[1])
 
+    # Nothing is cached, so nothing is reserved beyond what lives.
     memory_reserved = memory_allocated
     max_memory_reserved = max_memory_allocated
 
@@ -234,6 +239,7 @@ class SimModule:
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """Free and total bytes; a device without a capacity says ``2**63 - 1``."""
         live, _, capacity = torch.ops.dpx_sim.memory(self._index(device))
+        # Callers compute with this number, so no limit is a number, too.
         total = capacity or 2**63 - 1
         return total - live, total
 
@@ -253,11 +259,13 @@ class SimModule:
     # ---- random numbers: a generator per device ----
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the current device."""
+        """Seeds the generator of the current device."""
+        # Seeds may have 64 bits without a sign, and the operator takes a signed integer.
         torch.ops.dpx_sim.seed(self.current_device(), seed % 2**63)
 
     def manual_seed_all(self, seed: int) -> None:
         """Seeds every device; ``torch.manual_seed`` calls it."""
+        # Also those that a later `simulate()` adds.
         for device in range(MAX_DEVICES):
             torch.ops.dpx_sim.seed(device, seed % 2**63)
 

@@ -25,6 +25,7 @@ def load_library() -> None:
     Raises:
         UnsupportedError: there is no compiler or no ninja, or the compiled backend can be kept nowhere.
     """
+    # Loading what others have compiled needs neither a compiler nor ninja.
     library = cached_library()
     if library.exists():
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
@@ -34,6 +35,7 @@ def load_library() -> None:
 
     with _build_folder(library) as folder:
         load(library.stem, [str(SOURCE)], extra_cflags=["-O1"], build_directory=folder, is_python_module=False)
+        # The folder lies beside the target, as a rename is atomic within one file system only.
         os.replace(Path(folder, library.name), library)
 
 
@@ -52,6 +54,7 @@ def cached_library() -> Path:
     """Where the compiled backend is kept: under ``TORCH_EXTENSIONS_DIR``, else in the user's cache folder."""
     user_cache = user_cache_dir(appname="torch_extensions")  # type: ignore[no-untyped-call]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache
+    # A library that was built for another torch may not even load.
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     return Path(root, f"lightning_dpx_sim_{key}.so")
 

@@ -77,13 +77,16 @@ def simulate(
     if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
         raise ConfigurationError(f"latency={latency!r} is not allowed; give seconds, 0 or more.")
     capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
+    # Arguments are checked before: compiling takes about 20 s.
     load_backend()
     torch.get_device_module("sim").set_device_count(num_devices)
+    # Devices beyond the number are as they were at first, so that an earlier call leaves no limits.
     for index in range(MAX_DEVICES):
         torch.ops.dpx_sim.set_capacity(index, capacities[index] if index < num_devices else 0)
         torch.ops.dpx_sim.set_speed(index, BYTES_PER_SECOND * (speeds[index] if index < num_devices else 1.0))
         torch.ops.dpx_sim.reset_peak(index)
     torch.ops.dpx_sim.set_link(bandwidth, float(latency))
+    # C++ holds this address for good; a function at the top of a module lives as long.
     torch.ops.dpx_sim.set_observer(cast(_observe, c_void_p).value)
     clear_traffic()
 
@@ -127,6 +130,7 @@ def _maker() -> str:
     outside = "autograd"
     frame: FrameType | None = sys._getframe()
     while frame is not None:
+        # Code that was made by `exec` may have globals without a name.
         module = frame.f_globals.get("__name__", "")
         if _is_ours(module):
             return _named(module, frame.f_code)
@@ -138,5 +142,6 @@ def _maker() -> str:
 
 @CFUNCTYPE(None, c_void_p, c_int)  # type: ignore[untyped-decorator]
 def _observe(buffer: int, size: int) -> None:
+    # C++ reads up to the zero, in a buffer of this size.
     name = _maker().encode()[: size - 1] + b"\0"
     memmove(buffer, name, len(name))
