@@ -91,6 +91,8 @@ __all__ = [
     "unshift_activations",
 ]
 
+# Lightning has no entry point for strategies, so importing the package has to be
+# enough for `Trainer(strategy="dpx")`.
 DPXStrategy.register_strategies(StrategyRegistry)
 SimAccelerator.register_accelerators(AcceleratorRegistry)
 refuse_other_package()

@@ -88,6 +88,7 @@ def arguments_of_step(step: Callable[..., Any], batch: Any, index: int = 0) -> t
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # A step may leave the index out, and Lightning then calls it with the batch alone.
     return (batch, index) if takes_any or sum(kind in by_position for kind in kinds) > 1 else (batch,)
 
 
@@ -102,6 +103,8 @@ def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run
 
     def run() -> Any:
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+        # Each by itself: a part may have been frozen in evaluation mode, and `train()`
+        # sets all alike.
         training = {child: child.training for child in module.modules()}
         module.eval()  # batch normalisation refuses to train on an example of one row
         try:
@@ -119,6 +122,7 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
     """The activations of ``run``, which calls ``module`` or parts of it."""
     found: list[Activation] = []
     known = [*module.parameters(), *module.buffers(), *(leaf for leaf in inputs if isinstance(leaf, torch.Tensor))]
+    # They are there with or without a backward, and so are views of them.
     given = {key_of(tensor.untyped_storage()) for tensor in known}
     kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
     calls = CallStack(module)
@@ -139,6 +143,7 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
         found.append(Activation(name, calls.path, tuple(tensor.shape), tensor.dtype, size, tensor.device, operator))
         return saved[-1]
 
+    # Callers may be in `no_grad`, where nothing would be saved.
     with preserve_module_state(module), calls.tracked(), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]):
             run()
@@ -171,6 +176,8 @@ class CallStack:
         """Follows the calls for a while."""
         handles = []
         for path, child in self._module.named_modules():
+            # What the module itself keeps goes by the empty path, also where a step calls its parts
+            # past its forward.
             if child is self._module:
                 continue
 
@@ -182,6 +189,7 @@ class CallStack:
                 self._stack.pop()
 
             handles.append(child.register_forward_pre_hook(enter))
+            # Also after an error, or later calls would be taken for parts of the one that failed.
             handles.append(child.register_forward_hook(leave, always_call=True))
         try:
             yield
@@ -193,5 +201,6 @@ class CallStack:
 @contextmanager
 def preserve_module_state(module: nn.Module) -> Iterator[None]:
     """What runs in here leaves no trace; see :func:`lightning_dpx.python_objects.untouched.untouched`."""
+    # The mode ends first, so that what is put back does not count as a write of the run.
     with uncompiled(), untouched(module) as writes, BeforeWrites(writes):
         yield

@@ -50,6 +50,7 @@ def finish_backward(device: torch.device) -> None:
         probe = torch.ones((), device=device, requires_grad=True)
         result = probe * 1
         gradient = torch.ones((), device=device)
+        # Before the backward: from then on the thread of the device may be the last to hold them.
         _keep_forever([probe, result, gradient])
         # The engine itself: torch.autograd.backward gives every graph the caller's context variables (torch 2.11+).
         execution_engine.run_backward(

@@ -17,6 +17,7 @@ class _PrintCompletion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, _namespace: object, shell: Any, _option: object = None) -> None:
         try:
+            # Only where it is asked for: the extra for the command line brings it.
             import shtab
         except ImportError as error:
             raise UnsupportedError("Completion needs shtab; pip install 'lightning-dpx[cli]'.") from error
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        # `dpx fit` and the others that take more hand the rest to a LightningCLI.
         args, others = parser.parse_known_args(given)
         if others and not args.takes_more:
             parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         raise
     except DPXError as error:
+        # What was noted on the error, such as where it happened, would be lost with the traceback.
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"dpx: {error}{notes}", file=sys.stderr)
         return 1

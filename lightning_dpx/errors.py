@@ -6,6 +6,7 @@ DPXError
 │   └── WholeBatchError                  a step that its replicas cannot do on slices; on the whole batch it can be done
 ├── SliceError (ValueError)              a batch that cannot be cut into slices
 ├── ReplicationError (TypeError)         a module that cannot be copied faithfully
+│   └── SharedWriteError                 a step that writes a parameter which several replicas share
 ├── GatherError (ValueError)             replica results that cannot be merged into one
 ├── ParityError (RuntimeError)           slices that do not give the numbers of one device, where that was asked for
 ├── CollectiveError (RuntimeError)       replicas that cannot meet in a collective inside a step
@@ -32,6 +33,8 @@ class DPXError(Exception):
     """
 
 
+# Every error is one of Python's kinds as well, so that callers who know nothing of this package,
+# such as a parser of configs, can catch it.
 class ConfigurationError(DPXError, ValueError):
     """An argument has a value that is not allowed; the message lists what is.
 
@@ -65,6 +68,8 @@ class WholeBatchError(UnsupportedError):
     def __init__(self, reason: str, advice: str = "") -> None:
         text = f"training_step cannot be shared by several replicas: {reason} {advice}".rstrip()
         super().__init__(f"{text} One device can do it, with the whole batch (devices=1, micro_batches=1).")
+        # Kept by themselves: a batch that goes on whole is announced with them,
+        # in another sentence.
         self.reason = reason
         self.advice = advice
 
@@ -155,6 +160,7 @@ class CollectiveError(DPXError, RuntimeError):
 
 def describe_error(error: BaseException) -> str:
     """The type and the message of a foreign ``error``, also where its own ``__str__`` fails."""
+    # The error is the user's own, and so is the code of its message.
     try:
         message = str(error)
     except Exception as failure:  # noqa: BLE001  the user's own code
@@ -198,6 +204,7 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
         self.device_index = device_index
 
     def __str__(self) -> str:
+        # People read the message without those words.
         return self.message
 
 

@@ -87,6 +87,7 @@ class ReplicaGroup:
             raise ConfigurationError("devices is empty; give at least one device.")
         placed = [canonical_device(device) for device in devices]
         module.to(placed[0])
+        # Before anything is named: parameters of the other group stand in the module from here on.
         existing = [] if shared_group is None else _existing(shared_group, placed)
         if existing:
             _adopt(module, existing[0])
@@ -97,6 +98,8 @@ class ReplicaGroup:
                 raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
         self._inputs_need_grad = inputs_need_grad
         without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
+        # Autograd then computes none at all, so fixed parameters take no memory
+        # for gradients either.
         for name in without:
             names[name].requires_grad_(False)
         _check_batch_dim(module, batch_dim)
@@ -142,6 +145,8 @@ class ReplicaGroup:
         """
         if num_rows < 1:
             raise ConfigurationError(f"num_rows={num_rows} is not allowed; give at least one row.")
+        # A smaller batch would else be taken for the last one of an epoch, and given
+        # to fewer replicas.
         self._set.partition.forget_usual_rows()
         sizes = self._set.sizes(num_rows)
         self._outputs = []
@@ -153,12 +158,15 @@ class ReplicaGroup:
     def output_shapes(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The shapes of the merged outputs for these inputs, in the outputs' own structure, without computing them."""
         module = self._set.root.module
+        # Constants that a forward keeps outside of the state dict are real tensors.
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
             device = self._set.root.device
 
             def faked(value: Any) -> Any:
                 return fake.from_tensor(value).to(device) if isinstance(value, torch.Tensor) else value
 
+            # Fakes are given to the call instead of being put into the module, so nothing needs to
+            # be put back.
             state = {name: faked(value) for name, value in module.state_dict(keep_vars=True).items()}
             args, kwargs = tree_map(faked, (inputs, named_inputs))
             outputs = torch.func.functional_call(module, state, args, kwargs)
@@ -204,12 +212,15 @@ class ReplicaGroup:
         self._check_wants_gradients()
         self._begin(inputs, named_inputs, is_train)
         self._two_passes = None
+        # Wrong rows are refused before anything runs, and before the gradients of the last
+        # step are gone.
         grads = self._gradients_by_replica(out_grads)
         self._forget_gradients()
 
         def run_both(batch_slice: BatchSlice) -> Any:
             output = self._run_module(batch_slice)
             _walk(output, grads[batch_slice.replica.index])
+            # Its graph has had its backward, and would hold the next micro-batch's memory back.
             return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
         self._outputs = self._set.run("forward", self._slices, run_both)
@@ -220,9 +231,11 @@ class ReplicaGroup:
         """The inputs on their replicas, which have the parameters and buffers of the first."""
         if is_train is not None:
             self._set.root.module.train(is_train)
+        # Inputs by position and by name are cut by one rule, and batch_dim names both.
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
         self._num_positional = len(inputs)
         slices = self._set.slices(named)
+        # After the cut: a batch that is refused has changed nothing on the replicas.
         self._set.python_state.share()
         self._set.state.synchronize()
         self._slices = [BatchSlice(one.replica, one.num_rows, self._place(one)) for one in slices]
@@ -239,6 +252,7 @@ class ReplicaGroup:
         return batch_slice.replica.module(*positional, **batch)
 
     @property
+    # Micro-batches of one device run one after the other, and only one of them may hold its graph.
     def _takes_turns(self) -> bool:
         """Whether some device has several micro-batches of the batch."""
         return len({self._set.partition.device_of[one.replica.index] for one in self._slices}) < len(self._slices)
@@ -247,6 +261,8 @@ class ReplicaGroup:
         def move(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
+            # A leaf of its own for each replica, also where nothing has to move, so that gradients
+            # of the inputs are those of the slice.
             moved = value.detach().to(batch_slice.replica.device)
             if self._inputs_need_grad and moved.is_floating_point():
                 moved.requires_grad_()
@@ -274,6 +290,7 @@ class ReplicaGroup:
         if self._two_passes is not None:
             self._run_again(self._two_passes, grads)
         else:
+            # Replicas without rows have no outputs, so both go by the index of the replica.
             outputs = dict(zip(grads, self._outputs, strict=True))
             self._set.run(
                 "backward",
@@ -324,6 +341,7 @@ class ReplicaGroup:
             gradients.append([parameter.grad for parameter in column])
         summed = self._reducer.reduce(gradients, owners=owners)
         for replica in primaries[1:]:
+            # What they gave is in the sum; left there it would be added once more in the next step.
             replica.module.zero_grad(set_to_none=True)
         for parameter, grad in zip(columns[0], summed, strict=True):
             parameter.grad = grad
@@ -334,6 +352,7 @@ class ReplicaGroup:
 
     @property
     def _output_dim(self) -> int:
+        # -1 is for inputs that every replica gets whole; outputs are always those of slices.
         return max(self._dim("output"), 0)
 
     def outputs(self) -> list[Any]:
@@ -392,6 +411,7 @@ class ReplicaGroup:
         """
         if not self._outputs:
             raise ConfigurationError("update_metric() needs a forward() before it.")
+        # Metrics of torchmetrics have a device of their own.
         device = getattr(metric, "device", self._set.root.device)
         for output, rows in zip(self._outputs, self.slices, strict=True):
             metric.update(output.detach().to(device), labels[rows].to(device))
@@ -416,6 +436,7 @@ class ReplicaGroup:
         self, monitor: Callable[[int, str, torch.Tensor], None], index: int, name: str
     ) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            # The second forward of a micro-batch gives what the first one gave.
             for value in tree_leaves(output) if not self._is_again else ():
                 if isinstance(value, torch.Tensor):
                     monitor(index, name, value)
@@ -433,6 +454,7 @@ class ReplicaGroup:
         buffers = {}
         for (name, own), column in zip(module.named_buffers(), columns, strict=True):
             copies = [buffer.detach().cpu() for buffer in column]
+            # A mean of counts, such as the batches that a batch norm has seen, would be no count.
             buffers[name] = torch.stack(copies).mean(0) if own.is_floating_point() else copies[0].clone()
         return parameters, buffers
 
@@ -452,10 +474,12 @@ class ReplicaGroup:
                 own[name].copy_(value)
             elif not allow_extra:
                 raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
+        # Only the first replica was written to; the others get the values before
+        # their next forward.
         self._set.mark_changed()
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the threads that run the replicas."""
         self._set.close()
 
     def __enter__(self) -> Self:
@@ -489,7 +513,8 @@ def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict
 
 
 def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
-    """Parameters of these names become the existing ones."""
+    """Puts the existing parameters into ``module``, in the place of those of the same names."""
+    # A module that is used in two places has parameters under both names.
     for path, child in module.named_modules(remove_duplicate=False):
         for key, mine in list(parameters_of(child).items()):
             name = f"{path}.{key}" if path else key
@@ -504,9 +529,10 @@ def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
 
 
 def _walk(output: Any, gradient: Any) -> None:
-    """The backward of one replica."""
+    """Runs the backward of one replica, from its outputs and their gradients."""
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     gradients = tree_leaves(gradient)
+    # By elements and not by shape: a gradient of shape [3] serves an output of shape [3, 1].
     if [leaf.numel() for leaf in outputs] != [grad.numel() for grad in gradients]:
         given = ", ".join(str(list(grad.shape)) for grad in gradients)
         own = ", ".join(str(list(leaf.shape)) for leaf in outputs)
@@ -515,6 +541,7 @@ def _walk(output: Any, gradient: Any) -> None:
             "scalar loss; out_grads has the structure of outputs_merged()."
         )
     pairs = zip(outputs, gradients, strict=True)
+    # Outputs such as indices have no graph, and autograd refuses them.
     wanted = [(leaf, grad) for leaf, grad in pairs if leaf.requires_grad]
     torch.autograd.backward([leaf for leaf, _ in wanted], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in wanted])
 
@@ -533,6 +560,7 @@ def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> N
         return
     parameters = inspect.signature(module.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
+    # A forward with `*args` or `**kwargs` takes inputs of any name.
     if not kinds.isdisjoint({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}):
         return
     known = [*map(str, range(len(parameters))), *parameters, "output"]

@@ -67,5 +67,7 @@ class TensorMonitor:
         with self._lock:
             seen = self._seen
             self._seen = []
+        # A stable sort: what one replica has reported stays in order.
         seen.sort(key=lambda entry: entry[0])
+        # Only here does the host wait for the devices, not in the middle of a forward.
         return [Observation(replica, device, name, float(value)) for replica, device, name, value in seen]

@@ -13,7 +13,7 @@ R = TypeVar("R", bound=OffloadedTensor)
 
 
 class TensorPrefetcher(Prefetcher[R]):
-    """The same for tensors, from several threads; nothing that a backward did not unpack stays after it."""
+    """A prefetcher of tensors, for several threads; what a backward did not unpack goes when it ends."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -27,10 +27,13 @@ class TensorPrefetcher(Prefetcher[R]):
 
     def fetch(self, slot: PrefetchSlot[R]) -> torch.Tensor:
         """The tensor of ``slot`` where it was; those that will be unpacked next are on their way from then on."""
+        # Negative outside of a backward, as when a debugger looks at a saved tensor.
         backward = current_graph_task_id()
         with self._lock:
             arrived = slot.offloaded.fetch()
             self.on_unpack(slot, backward)
+            # Once for each backward: one of a part of the graph ends before it has unpacked all that
+            # is on its way.
             if backward >= 0 and self._ahead and self._backward != backward:
                 self._backward = backward
                 execution_engine.queue_callback(self.cancel)  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ class PrefetchSlot(Generic[F]):
     def __init__(self, number: int, offloaded: F) -> None:
         self.number = number
         self.offloaded = offloaded
+        # By backward, as a graph that is retained may be gone through again.
         self.used_by = -1
 
 
@@ -50,6 +51,7 @@ class Prefetcher(Generic[F]):
     def __init__(self, count: int) -> None:
         self._count = count
         self._numbers = itertools.count()
+        # The graph holds the slots: what it has let go of is not fetched any more.
         self._slots: weakref.WeakValueDictionary[int, PrefetchSlot[F]] = weakref.WeakValueDictionary()
         self._ahead: list[tuple[int, weakref.ref[F]]] = []  # on its way back, for which slot
 
@@ -70,6 +72,7 @@ class Prefetcher(Generic[F]):
         ahead = []
         for number, reference in self._ahead:
             offloaded = reference()
+            # The one was let go of on its way, and the other one has arrived.
             if offloaded is None or offloaded is slot.offloaded:
                 continue
             if number > slot.number + _REACH:  # backward went by

@@ -34,7 +34,7 @@ class ProgressBar:
         self._length = 0
 
     def at(self, stage: str, done: int, of: int) -> None:
-        """What is done now, and how much of it; of an unknown amount if ``of`` is 0."""
+        """Shows what is done now, and how much of it; of an unknown amount if ``of`` is 0."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _PAUSE
@@ -68,6 +68,7 @@ def shown(what: str, *, enabled: bool = True) -> Iterator[None]:
         what: What takes so long, in a few words.
         enabled: Whether anything is shown at all.
     """
+    # The outer bar knows since when people wait, so an inner stage is shown as a part of it.
     if getattr(_CURRENT, "bar", None) is not None or not enabled or not _is_terminal(sys.stderr):
         yield
         return
@@ -87,4 +88,5 @@ def at(stage: str, done: int = 0, of: int = 0) -> None:
 
 
 def _is_terminal(file: TextIO | None) -> bool:
+    # A program without a console has no standard error, and a test runner may have closed it.
     return file is not None and not file.closed and file.isatty()

@@ -37,6 +37,7 @@ class Registry(Generic[T]):
         """
 
         def add(entry: type[T]) -> type[T]:
+            # The same class may come again; another one would silently take its place.
             present = self._entries.setdefault(name, entry)
             if present is not entry:
                 raise ConfigurationError(
@@ -53,6 +54,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigurationError: it did not stand for anything.
         """
+        # Raises the error that names what there is.
         self[name]
         del self._entries[name]
 

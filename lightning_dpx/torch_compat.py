@@ -49,6 +49,7 @@ _MODES = "steps that we watch or repeat run under modes, and must neither see no
 _HOOKS_OF_MODULES = "modules keep their hooks in dicts without a public reader"
 _PARTS = "a module's own dicts: the public iterators compute names on the way, which costs a third of a walk"
 
+# Keys are expressions: one makes a module or a graph where only an instance has the attribute.
 PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch.utils._pytree": PrivateName(
         why="nested outputs and batches are mapped over, of any registered container",
@@ -298,6 +299,7 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
 
 # ---- classes and functions, under public names ----
 
+# Bound once, here: other files import what they use under names without an underscore.
 tree_flatten = pytree.tree_flatten
 tree_leaves = pytree.tree_leaves
 tree_map = pytree.tree_map
@@ -338,6 +340,7 @@ COMPILER_TYPES: tuple[type, ...] = (_TorchDynamoContext, CatchErrorsWrapper, Con
 ProfilerConfig = torch._C._profiler._ExperimentalConfig
 ProfilerEventType = torch._C._profiler._EventType
 execution_engine: Any = torch.autograd.Variable._execution_engine
+# Compared with the code of frames, which is the same object in every call.
 engine_code = _graph._engine_run_backward.__code__
 has_any_global_hook: Callable[[], bool] = _nn_module._has_any_global_hook
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
@@ -380,6 +383,8 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
         torch.autograd.backward(tensors, gradients)  # modes and subclasses have a say in it
         return
     options = {"allow_unreachable": True, "accumulate_grad": True}
+    # The two flags are those of torch.autograd.backward: keep no graph, and make none
+    # of the backward.
     _graph._engine_run_backward(tuple(tensors), tuple(gradients), False, False, (), **options)
 
 
@@ -415,6 +420,7 @@ def profiler_is_enabled() -> bool:
 
 def has_legacy_profiler() -> bool:
     """Whether this torch has the older profiler."""
+    # Asked before it is used, as it is the older one of two and may go.
     return hasattr(torch.autograd, "_enable_profiler_legacy")
 
 
@@ -430,6 +436,7 @@ def end_legacy_profiler() -> Any:
 
 def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
     """What ``fully_shard`` gathers the parameters of a unit in, where that is not what they are kept in."""
+    # Only units that `fully_shard` has made have the method.
     read_state = getattr(module, "_get_fsdp_state", None)
     policy = None if read_state is None else getattr(read_state(), "_mp_policy", None)
     return None if policy is None else policy.param_dtype
@@ -507,6 +514,7 @@ def on_tensors_of_tensors(types: Any) -> bool:
 
 def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with memory of their own that ``tensor`` is made of; itself, as a rule."""
+    # Nearly all tensors are plain, and their type tells without a call.
     if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     found: list[torch.Tensor] = []
@@ -514,6 +522,7 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     for name in names:
         held = getattr(tensor, name)
         if isinstance(held, torch.Tensor):
+            # One wrapper may hold another, such as a DTensor whose parts are quantized.
             found += with_memory_in(held)
     return found
 

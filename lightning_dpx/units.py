@@ -24,9 +24,12 @@ def parse_bytes(name: str, size: int | str) -> int:
     match = re.fullmatch(r"\s*([\d.]+)\s*((?:[KMGT]i?)?B?)\s*", size) if isinstance(size, str) else None
     unit = _UNITS.get(match[2]) if match else None
     try:
+        # The pattern lets "1.2.3" through; float refuses it, and the message below tells
+        # what is allowed.
         value = int(float(match[1]) * unit) if match and unit else size
     except ValueError:
         value = size
+    # To Python True is an integer.
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigurationError(f"{name}={size!r} is not allowed; give positive bytes or a text such as '8GiB'.")
     return value
@@ -56,7 +59,7 @@ def format_mib(size: float, digits: int = 1) -> str:
 
 
 def format_part(part: float, whole: float) -> str:
-    """Bytes beside those that they are a part of, in one unit: ``"1.48 of 1.50 GiB"``, ``"6.3 of 8.0 MiB"``."""
+    """A part of some bytes beside the whole, in one unit: ``"1.48 of 1.50 GiB"``, ``"6.3 of 8.0 MiB"``."""
     if whole >= GIB:
         return f"{part / GIB:.2f} of {whole / GIB:.2f} GiB"
     return f"{part / MIB:.1f} of {whole / MIB:.1f} MiB"

@@ -30,7 +30,7 @@ def compiled_names(module: nn.Module) -> list[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` or a method of its own is, leaving out what is inside it."""
+    """Whether ``module`` or a method of its own is compiled; its submodules do not count."""
     return _is_compiled_itself(module) or bool(_compiled_methods(module))
 
 
@@ -90,14 +90,14 @@ class _EagerRuns:
         self._eager: Any = None
 
     def enter(self) -> None:
-        """One more wants code to run as it was written."""
+        """Notes that one more run wants code to run as it was written."""
         with self._lock:
             if self._users == 0:
                 self._eager = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
             self._users += 1
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """Notes that one of these runs has ended."""
         with self._lock:
             self._users -= 1
             if self._users == 0:

@@ -50,11 +50,11 @@ class Digest:
         self.is_whole = True
 
     def add(self, *values: Any) -> None:
-        """Objects of any kind, with all that they lead to."""
+        """Adds objects of any kind, with all that they lead to."""
         self._follow(values)
 
     def add_batch(self, batch: Any) -> None:
-        """Likewise, of data: numbers and texts count by their types, because every batch has others."""
+        """Adds data: numbers and texts count by their types, because every batch has others."""
         self._reads_numbers = False
         try:
             self._follow([batch])

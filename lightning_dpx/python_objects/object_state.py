@@ -363,7 +363,7 @@ class _SameAttributes:
         self.note()
 
     def note(self) -> None:
-        """As they are now."""
+        """Notes the attributes as they are now."""
         # A lazy module becomes one of another class in its first call, and keeps its dict.
         self._kinds = list(map(type, self._modules))
         self._dicts = list(map(vars, self._modules))
@@ -373,7 +373,7 @@ class _SameAttributes:
         return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def are_same(self) -> bool:
-        """Since they were noted."""
+        """Whether no attribute was set since they were noted."""
         values = self._held()
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
             return False

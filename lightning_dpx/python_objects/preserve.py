@@ -50,7 +50,7 @@ class GeneratorStates:
         self._held = [(generator, state_of(generator)) for generator in (*held_generators(modules), *generators)]
 
     def again(self) -> "GeneratorStates":
-        """Where the same generators are now."""
+        """The states of the same generators, as they are now."""
         # A copy knows the held generators already, so the modules are not searched again.
         now = copy.copy(self)
         now._torch = self._torch.again()
@@ -64,7 +64,7 @@ class GeneratorStates:
         self.restore_outside_torch()
 
     def restore_outside_torch(self) -> None:
-        """Those of ``random`` and NumPy, and those that modules hold, continue so."""
+        """The generators of ``random`` and NumPy, and those that modules hold, continue so."""
         self._process.restore()
         for generator, state in self._held:
             put_back(generator, state)
@@ -159,7 +159,7 @@ def _is_of_generators(kind: Any) -> bool:
 
 
 def state_of(generator: Any) -> Any:
-    """Where ``generator`` stands; of its own type."""
+    """The state of ``generator``, in the form that its own type has for it."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):

@@ -29,14 +29,14 @@ class ProcessGenerators:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """They continue as if nothing had been drawn since."""
+        """Both generators continue as if nothing had been drawn since."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     @property
     def holds_a_number(self) -> bool:
-        """Whether NumPy has drawn a normal number that it has yet to give out: its end leaves no trace."""
+        """Whether NumPy keeps a normal number for the next call, which changes no watched memory."""
         return self._numpy is not None and bool(self._numpy[3])
 
     def _all(self) -> list[Any]:
@@ -51,7 +51,7 @@ class GeneratorWatch:
         self._last: tuple[tuple[Any, ...], ProcessGenerators] | None = None
 
     def now(self) -> ProcessGenerators:
-        """Both generators."""
+        """The states of both generators; the same object as before if nothing was drawn."""
         seen = _memory()
         if seen is not None and self._last is not None and self._last[0] == seen:
             return self._last[1]
@@ -63,7 +63,7 @@ class GeneratorWatch:
 
 
 def _memory() -> tuple[Any, ...] | None:
-    """What tells of every draw; ``None`` where nothing does."""
+    """The memory of both generators, which every draw changes; ``None`` where that is not known."""
     # `random.random` and the other functions are methods of this one generator. Where another
     # object has taken its place, nothing is known of its memory.
     python: Any = getattr(random, "_inst", None)
@@ -100,7 +100,7 @@ def _address_of(generator: Any) -> int:
 
 @cache
 def _shows_draws() -> bool:
-    """Tries it on generators of our own."""
+    """Whether a draw shows in the memory of a generator, tried on generators of our own."""
     # Elsewhere an id is no address.
     if sys.implementation.name != "cpython":
         return False

@@ -62,11 +62,11 @@ class CopyOnWrite:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept takes so many bytes."""
+        """Bytes that the kept copies take."""
         return sum(before.nbytes() for _, before in self._kept.values())
 
     def put_back(self) -> None:
-        """All hold again what they held; from now on nothing is watched, and nothing held."""
+        """Tensors hold again what they held; from now on nothing is watched, and nothing kept."""
         for storage, before in self._kept.values():
             storage.copy_(before)
         self._kept.clear()
@@ -90,7 +90,7 @@ class MemoryOfTensors:
                 self._aliases.append((tensor, tensor.data))
 
     def put_back(self) -> None:
-        """All look again at the memory that they looked at."""
+        """Tensors look again at the memory that they looked at."""
         for tensor, alias in self._aliases:
             if not _is_same_memory(tensor, alias):
                 tensor.data = alias
