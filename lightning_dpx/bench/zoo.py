@@ -200,7 +200,7 @@ def vit() -> Animal:
 
 
 def swin() -> Animal:
-    """Attention in shifted windows; stochastic depth."""
+    """Attention in shifted windows, over two resolutions."""
     config = transformers.SwinConfig(
         image_size=64, patch_size=4, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=4, drop_path_rate=0.0
     )

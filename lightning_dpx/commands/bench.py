@@ -99,6 +99,7 @@ def add_to(commands: Any) -> None:
     plan.set_defaults(run=_bench_plan, takes_more=False)
 
 
+# argparse turns an ArgumentTypeError into its usual message with the name of the option.
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -123,6 +124,7 @@ def _bench_step(args: argparse.Namespace, _others: Sequence[str]) -> int:
 
 def _bench_scale(args: argparse.Namespace) -> int:
     where: list[Where] = ["inline"]
+    # Compiling the backend takes a while, and a bench should not begin with it unasked.
     if is_built():
         where.append("simulated")
     sizes = args.scale or SCALE_PARAMETERS
@@ -132,6 +134,7 @@ def _bench_scale(args: argparse.Namespace) -> int:
 
 
 def _bench_reduce(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    # Simulated devices must be there before the first backward of the process.
     if any(device.startswith("sim") for device in args.devices):
         simulate(16)
     results = compare_reductions(args.sizes, args.devices, args.rounds, progress)
@@ -152,6 +155,7 @@ def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
         args.budgets or list(BUDGETS),
         args.rounds,
         progress,
+        # The option without numbers stands for the usual ones, and no option for no compiler.
         compile_budgets=COMPILE_BUDGETS if args.compile == [] else args.compile,
         compile_backend=args.compile_backend,
         missing=_missing,
@@ -187,6 +191,7 @@ def _bench_zoo(args: argparse.Namespace) -> int:
         ConfigurationError: an option is given that has no meaning for them.
     """
     for option in ("models", "budgets", "compile", "plot", "micro_batches"):
+        # Refused instead of ignored: a table that leaves out what was asked for would mislead.
         if getattr(args, option) not in (None, False):
             raise ConfigurationError(
                 f"--{option.replace('_', '-')} is for the bench's own models; with --zoo name models behind it "
@@ -200,6 +205,7 @@ def _bench_zoo(args: argparse.Namespace) -> int:
 
 
 def _missing(text: str) -> None:
+    # On a terminal the line of progress is still there, and would stand in front of the text.
     done()
     print(f"dpx: {text}", file=sys.stderr)
 

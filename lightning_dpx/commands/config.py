@@ -58,6 +58,7 @@ class ConfigCLI(LightningCLI):
         """Makes the simulated devices, before anything runs a backward."""
         chosen = look_up(self, self.config, "simulate")
         if chosen is not None:
+            # jsonargparse gives an instance where it has made one, and a namespace elsewhere.
             simulate(**(asdict(chosen) if isinstance(chosen, SimulatedDevices) else vars(chosen)))
 
     def instantiate_classes(self) -> None:
@@ -69,6 +70,8 @@ class ConfigCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (TypeError, ValueError) as error:
+            # jsonargparse goes on with the value as Python shows it, which is no help on
+            # a command line.
             said, *_ = str(error).partition("\nGiven value type")
             raise ConfigurationError(said) from error
 

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, _others: Sequence[str]) -> int:
 
 
 def versions() -> list[Finding]:
-    """Of Python and the packages that matter."""
+    """The versions of Python and of the packages that matter."""
     found = [Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     for package in PACKAGES:
         found.append(Finding(package, importlib.metadata.version(package)))
@@ -70,7 +70,7 @@ def versions() -> list[Finding]:
 
 
 def devices() -> list[Finding]:
-    """What there is, how large, and what it is linked to."""
+    """The devices of this machine, how large they are, and what they are linked to."""
     cpu = capacity_of(torch.device("cpu"))
     found = [
         Finding("cpu", f"{num_usable_cpus()} usable cores, {torch.get_num_threads()} torch threads, "
@@ -95,6 +95,7 @@ def devices() -> list[Finding]:
 
 def choices() -> list[Finding]:
     """What the strategy's ``"auto"`` values stand for here."""
+    # The CPU is what accelerator="auto" falls back on.
     there = accelerators() or [torch.device("cpu")]
     if len(there) > 1:
         why = "NCCL is there" if has_nccl(there) else "no NCCL; every device sums its share"
@@ -116,6 +117,8 @@ def missing() -> list[Finding]:
     for module, (extra, purpose) in EXTRAS.items():
         try:
             found.append(Finding(module, f"{importlib.metadata.version(_distribution(module))}, for {purpose}"))
+        # Asked for by its metadata: importing everything would take seconds, and may fail
+        # for other reasons.
         except importlib.metadata.PackageNotFoundError:
             found.append(Finding(module, f"missing: {purpose}", f"pip install 'lightning-dpx[{extra}]'"))
     try:
@@ -127,4 +130,5 @@ def missing() -> list[Finding]:
 
 
 def _distribution(module: str) -> str:
+    # This one is imported by another name than it is installed by.
     return {"pynvml": "nvidia-ml-py"}.get(module, module)

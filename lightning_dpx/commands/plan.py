@@ -39,6 +39,7 @@ HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
     "peak", "budget", "extra time", "fits",
 )  # fmt: skip
+# They write files or watch devices, and here no step is trained.
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
 
 
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         ConfigurationError: an argument, or the config, has a value that is not allowed.
         PlanError: there is nothing to save.
     """
+    # Before a model is made, which may take minutes.
     check_files(args)
     check_settings(args)
     configs: list[str] = []
@@ -93,12 +95,15 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
+        # The Trainer is one of this machine's CPU; the strategy of the config is only read, as it
+        # would ask for its devices.
         cli = make_cli(["fit", *configs, *others], execute=False, **on_one_cpu())
         settings = _settings(args, cli)
         kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
         cli.trainer.callbacks[:] = kept
         with shown("planning memory"):
             found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
+    # The line of progress goes before anything else is printed.
     done()
     if args.json:
         devices = [_as_dict(forecast) for forecast in found.forecasts]
@@ -108,6 +113,8 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     if args.save is not None:
         tightest = found.tightest
         if not found.fits:
+            # The table tells what is missing, so this is no error, and the status is that of a run
+            # that does not fit.
             print(f"dpx: Not all devices can meet their budget: nothing is saved in {args.save}.", file=sys.stderr)
         elif tightest is None or tightest.plan is None:
             raise PlanError(f"No device has activations to plan, so there is no plan to save in {args.save}.")
@@ -121,6 +128,8 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _settings(args: argparse.Namespace, cli: Any) -> Settings:
     """Of the config, with what the command line says of the run."""
+    # The initialized config holds the strategy as an object, and the other one the number of
+    # devices as it was written.
     chosen = look_up(cli, cli.config_init, "trainer.strategy")
     devices = args.devices or look_up(cli, cli.config, "trainer.devices")
     settings = settings_of(chosen, args.budget, devices, args.planner)
@@ -187,6 +196,7 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         ConfigurationError: no devices, or a budget that needs the devices to be there.
         UnsupportedError: the config shifts parts of the model.
     """
+    # A config of another strategy is planned for as ours would run it.
     own = strategy if isinstance(strategy, DPXStrategy) else DPXStrategy()
     if own.options.shifts_activations:
         raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
@@ -216,6 +226,7 @@ def _bytes(budget: int | float | str) -> int | float:
     """A budget in bytes, or as a share of what a device would take without a plan."""
     if isinstance(budget, str) and "%" in budget:
         return parse_share("--budget", budget)
+    # Both are shares of a device's own memory, which is not here to be asked.
     if isinstance(budget, float) or budget == "auto":
         raise ConfigurationError(
             f"memory_budget={budget!r} needs the devices to be there; give --budget in bytes, such as 8GiB, or as a "
@@ -236,8 +247,10 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
         elif isinstance(devices, str) and not devices.isdigit():
             parts = [part.strip() for part in devices.split(",")]
         else:
+            # As a Trainer takes it: a number is how many, a list names which.
             parts = list(range(int(devices)))
         found = tuple(torch.device(f"cuda:{part}" if str(part).isdigit() else part) for part in parts)
+    # torch.device raises a RuntimeError for a type that it does not know.
     except (TypeError, ValueError, RuntimeError):
         found = ()
     if not found:
@@ -316,6 +329,7 @@ def format_dry_run(found: DryRun) -> str:
 
 
 def _as_dict(forecast: DeviceForecast) -> dict[str, Any]:
+    # A plan has an entry for each value of a step; JSON gets its few numbers alone.
     values = asdict(replace(forecast, plan=None))
     del values["plan"]
     plan = forecast.plan
@@ -342,6 +356,7 @@ def write_report(found: DryRun, path: Path) -> None:
         peaks = {"everything kept": one.static + one.unplanned, "planned": one.peak}
         steps.append(DeviceStep(one.device, lasting, peaks, budget=one.budget))
     devices = draw_devices(steps, "Memory of a training step, predicted")
+    # A picture file has room for one figure, and the devices come first.
     if path.suffix != ".html":
         save_figure(devices, path)
         return
@@ -374,9 +389,12 @@ def write_report(found: DryRun, path: Path) -> None:
 def prices_of(found: DryRun, forecast: DeviceForecast, points: int = 8) -> list[tuple[int, float]]:
     """Peaks and extra times of a device's plans between the smallest and the unplanned peak."""
     prices = []
+    # Without a budget the planner goes as low as it can. The profile is all that it reads, so an
+    # empty module stands for the model.
     smallest = plan_profile(torch.nn.Module(), found.profile_of(forecast), None)
     low = smallest.peak or 0
     for step in range(points + 1):
+        # The unplanned peak itself is drawn anyway, at no extra time.
         budget = low + (forecast.unplanned - low) * step // (points + 1)
         try:
             plan = found.plan_at(forecast, budget)

@@ -8,6 +8,7 @@ _WIDTH = 100
 def progress(text: str) -> None:
     """Tells it on standard error, over what was told before; nothing without a terminal."""
     if sys.stderr.isatty():
+        # Padded, so that a longer text that was there before does not show behind this one.
         sys.stderr.write(f"\r{'dpx: ' + text[:_WIDTH]:{_WIDTH}}")
         sys.stderr.flush()
 

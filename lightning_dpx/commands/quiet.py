@@ -13,6 +13,7 @@ def quiet_lightning() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _TALKERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
+        # Loggers below these take over the level, as they have none of their own.
         logger.setLevel(logging.WARNING)
     try:
         yield

@@ -15,6 +15,7 @@ SUBCOMMANDS = ("fit", "validate", "test", "predict")
 def add_to(commands: Any) -> None:
     """Adds the commands to ``dpx``."""
     for name in SUBCOMMANDS:
+        # Without a --help of argparse's, so that it reaches the LightningCLI, which knows all options.
         command = commands.add_parser(
             name, help=f"{name} with a config: dpx {name} --config run.yaml (--help: every option)", add_help=False
         )
@@ -43,6 +44,7 @@ def make_cli(arguments: list[str], *, execute: bool, **trainer: Any) -> Any:
         UnsupportedError: jsonargparse is missing.
     """
     try:
+        # Asked for before config.py's CLI is used, whose own error names no extra to install.
         import jsonargparse  # noqa: F401
     except ImportError as error:
         raise UnsupportedError("Configs need jsonargparse; pip install 'lightning-dpx[cli]'.") from error

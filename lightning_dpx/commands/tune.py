@@ -44,6 +44,8 @@ HEADS = (
     "batch size", "precision", "rows", "micro-batches", "recomputed", "extra time", "peak", "budget", "samples/s",
     "measured", "",
 )  # fmt: skip
+# Where configs of a LightningCLI usually have it: in a data module or in the model, with or without
+# a class path.
 KEYS = ("data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", "model.batch_size")
 _MEASURED = 3  # of the fastest
 _STEPS = 16  # of a measured run
@@ -126,6 +128,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     """
     check_files(args)
     check_settings(args)
+    # Before a model is made, as all that can be refused by its text.
     if args.budget is not None and "%" in args.budget:
         raise ConfigurationError(
             f"--budget={args.budget!r} is not allowed: a share would be another budget for every batch size; give "
@@ -135,6 +138,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
+        # An empty precision stands for that of the config.
         found = [_predicted(args, others, precision, sizes) for precision in (args.precisions or "").split(",")]
         candidates = [candidate for one in found for candidate in one.candidates]
         best = _best(found)
@@ -174,6 +178,7 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     for config in args.config:
         configs += ["--config", config]
     chosen = ["--trainer.precision", precision] if precision else []
+    # A precision changes how a Trainer is made, so each has one of its own.
     cli = make_cli(["fit", *configs, *others, *chosen], execute=False, **on_one_cpu())
     whole_config = _config_of(cli)
     key = _key_of(args, whole_config) if args.save is not None or args.measure else ""
@@ -194,12 +199,14 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
 
 def _best(found: Sequence[_Predicted]) -> _Candidate | None:
     """Of the fastest precision, the smallest batch size that is about as fast as its fastest."""
+    # Within a precision the search has chosen already, the smallest of those that are about as fast.
     bests = [candidate for one in found for candidate in one.candidates if candidate.forecast is one.tuning.best]
     return max(bests, key=lambda one: one.forecast.samples_per_second, default=None)
 
 
 def _measured_best(args: argparse.Namespace, candidates: Sequence[_Candidate], best: _Candidate) -> _Candidate:
     """The fastest of those that are predicted to be, in short runs."""
+    # The predicted best takes part in any case, so that it is not lost to three that come close.
     others = [one for one in candidates if one is not best and one.forecast.fits]
     others.sort(key=lambda one: one.forecast.samples_per_second, reverse=True)
     tried = [best, *others][:_MEASURED]
@@ -211,6 +218,7 @@ def _measured_best(args: argparse.Namespace, candidates: Sequence[_Candidate], b
 
 def _config_of(cli: Any) -> dict[str, Any]:
     """The whole config of a fit, as it would be written to a file."""
+    # By way of text, so that it is what a file would hold, and classes are named by their paths.
     config: dict[str, Any] = yaml.safe_load(cli.parser.dump(cli.config))["fit"]
     return config
 
@@ -256,8 +264,10 @@ def _tuned_config(args: argparse.Namespace, whole: dict[str, Any], key: str, bat
     if args.devices is not None and args.devices.isdigit():
         trainer["devices"] = int(args.devices)
     changed = {"memory_budget": args.budget, "planner": args.planner}
+    # "auto" is what the strategy does by itself where nothing else is said.
     if args.budget is not None or args.micro_batches != "auto":
         changed["micro_batches"] = parse_number(args.micro_batches)
+    # What the command line does not say stays as the config has it.
     changed = {option: value for option, value in changed.items() if value is not None}
     if changed:
         strategy = trainer.get("strategy")
@@ -285,9 +295,11 @@ class _StepClock(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """One step ends where the next begins."""
         now = self._now(trainer)
+        # Before the first batch of an epoch other things happen than a step.
         if batch_idx > 0:
             self._note(now)
         rows = rows_of_data(trainer)
+        # A last batch of fewer rows is faster, and would flatter the speed.
         self._is_whole = rows is None or (batch_idx + 1) * self._batch_size <= rows
         self._began = now
 
@@ -306,14 +318,16 @@ class _StepClock(Callback):
             self.seconds.append(now - self._began)
 
     def _now(self, trainer: Trainer) -> float:
+        # Only then is what was queued on the devices done, and a step over.
         for device in getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]:
             synchronize(device)
         return time.perf_counter()
 
 
 def _samples_per_second(config: dict[str, Any], batch_size: int) -> float:
-    """Of a short run."""
+    """Samples per second of a short run."""
     clock = _StepClock(batch_size)
+    # From a file, as a later `dpx fit --config` reads it.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -321,11 +335,15 @@ def _samples_per_second(config: dict[str, Any], batch_size: int) -> float:
             ["fit", "--config", str(path)],
             execute=False,
             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            # However many epochs the steps take, the clock ends them; a minimum of the config would
+            # let the fit go on in spite of `should_stop`.
             num_sanity_val_steps=0, limit_val_batches=0, max_epochs=-1, min_epochs=None, min_steps=None, profiler=None,
         )  # fmt: skip
+        # Of other callbacks none takes part, so that the time is that of steps alone.
         kept = [callback for callback in cli.trainer.callbacks if type(callback).__module__.startswith("lightning_dpx")]
         cli.trainer.callbacks[:] = [one for one in kept if not isinstance(one, NOT_NEEDED)] + [clock]
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    # A median, as a step that happens to wait for the loader or for the machine is no rule.
     return batch_size / statistics.median(clock.seconds)
 
 

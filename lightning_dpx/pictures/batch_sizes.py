@@ -52,6 +52,7 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
         below.legend(frameon=False, fontsize=9)
     below.set_xscale("log", base=2)
     sizes = sorted({point.batch_size for point in points})
+    # A logarithmic axis would name powers of 2 as powers.
     below.set_xticks(sizes, [str(size) for size in sizes])
     below.set(xlabel="batch size", ylabel="peak, MiB", ylim=(0, None))
     above.set(ylabel="samples per second", ylim=(0, None))
@@ -80,8 +81,10 @@ def _mark_best(axes: Any, points: Sequence[BatchSizePoint]) -> None:
 
 def _shade_what_does_not_fit(both: Sequence[Any], points: Sequence[BatchSizePoint]) -> None:
     fitting = [point.batch_size for point in points if point.samples_per_second]
+    # With several precisions a size is shaded only where it fits in none of them.
     others = [point.batch_size for point in points if point.batch_size > max(fitting, default=0)]
     if not others:
         return
     for axes in both:
+        # Sizes double from one to the next, so on this axis a root of 2 is midway between them.
         axes.axvspan(min(others) / 2**0.5, max(others) * 2**0.5, color=LIMIT, alpha=0.08, label="does not fit")

@@ -41,6 +41,7 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     rows = -(-len(devices) // columns)
     figure = new_figure(1.2 + 2.6 * columns, 0.9 + 3.2 * rows)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    # The last row of panels may have room left.
     for axes in panels[len(devices) :]:
         axes.set_visible(False)
     for axes, device in zip(panels, devices, strict=False):
@@ -51,6 +52,7 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     handles: dict[str, Any] = {}
     for axes in panels[: len(devices)]:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            # Devices share one legend, in which every label stands once.
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
@@ -75,6 +77,7 @@ def _draw_device(axes: Any, device: DeviceStep) -> None:
         (device.budget, LIMIT, "-", "budget"),
         (device.capacity, "black", ":", "capacity"),
     ):
+        # A line far above the bars would press them flat.
         if value and value < 3 * top:
             axes.axhline(value / MIB, color=colour, linestyle=style, linewidth=1.4, label=name)
     for position, peak in zip(positions, device.peaks.values(), strict=True):

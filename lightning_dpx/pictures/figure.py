@@ -30,6 +30,7 @@ def new_figure(width: float, height: float) -> Any:
         UnsupportedError: matplotlib is missing.
     """
     try:
+        # Not pyplot, which chooses a window system and keeps every figure until it is closed.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError("A picture needs matplotlib; pip install 'lightning-dpx[plots]'.") from error
@@ -69,8 +70,10 @@ def svg_of(figure: Any) -> str:
 
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none"}):
+        # Without a date the same figure gives the same file.
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
+    # Within HTML an XML declaration and a document type have no place.
     text = text[text.index("<svg") :]
     hover = _HOVERS.get(figure)
     return text if hover is None else text.replace("<svg", f"<svg data-hover='{_as_attribute(hover)}'", 1)
@@ -81,6 +84,7 @@ def _as_attribute(hover: Hover) -> str:
     box = hover.axes.get_position()
     first, last = hover.axes.get_xlim()
     content = {"left": box.x0, "right": box.x1, "first": first, "last": last, "texts": list(hover.texts)}
+    # It stands in an attribute, between quotes.
     return html.escape(json.dumps(content, separators=(",", ":")), quote=True)
 
 

@@ -64,6 +64,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
     """
     about = f"lightning_dpx on torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     body = "\n".join(_section(section) for section in sections)
+    # A report comes at the end of a long run, which a folder that is not there should not spoil.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

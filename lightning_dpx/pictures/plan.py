@@ -87,6 +87,7 @@ def _largest(profile: Profile, plan: MemoryPlan) -> list[tuple[str, str, int, in
     seen: dict[int, tuple[str, str, int, int]] = {}
     for index, value in enumerate(profile.values):
         if value.name in actions and value.storage >= 0:
+            # A storage is drawn once, by the first value that keeps it.
             seen.setdefault(value.storage, (value.name, actions[value.name], value.storage, index))
     by_size = sorted(seen.values(), key=lambda row: profile.storages[row[2]].num_bytes, reverse=True)
     return sorted(by_size[:_MOST_ROWS], key=lambda row: row[3])
@@ -100,6 +101,7 @@ def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int
     for position, (_, action, number, index) in enumerate(rows):
         storage = profile.storages[number]
         colour = _ACTIONS[action]
+        # A legend has one entry for each action, not for each bar.
         label = None if action in shown else action
         shown.add(action)
         span = storage.freed - storage.unused
@@ -109,9 +111,11 @@ def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int
         axes.barh(position, span, left=storage.unused, height=0.7, color=colour, alpha=0.22, label=label)
         for request in profile.requests:
             if request.value == index:
+                # A value that is let go of at once would have a bar without a width.
                 used = max(1, request.released - request.event)
                 axes.barh(position, used, left=request.event, height=0.7, color=colour)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=6)
+    # From top to bottom in the order of forward.
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("events of the step: every allocation and release, in order")
     axes.spines[["top", "right"]].set_visible(False)
@@ -131,6 +135,7 @@ def draw_prices(prices: Sequence[tuple[int, float]], unplanned: int, chosen: tup
     """
     figure = new_figure(6.5, 3.8)
     axes = plain_axes(figure.add_subplot())
+    # Keeping everything is a plan, too, and costs nothing.
     points = sorted([*prices, (unplanned, 0.0)])
     axes.plot([size / MIB for size, _ in points], [100 * share for _, share in points], "o-", color=PLANNED, ms=4)
     if chosen is not None:
