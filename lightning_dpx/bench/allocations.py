@@ -32,6 +32,7 @@ def peak_of_passing(step: Callable[[], object]) -> int:
     for event, (_, address, num_bytes) in enumerate(blocks):
         if num_bytes > 0:
             present[address] = event
+        # A block that was there before has no birth here, and does not count.
         elif (born := present.pop(address, None)) is not None:
             changes[born] = -num_bytes
             changes[event] = num_bytes

@@ -34,6 +34,7 @@ class Child:
         """Gives it a line."""
         stdin = cast("IO[str]", self.process.stdin)  # a pipe, as asked for
         stdin.write(f"{line}\n")
+        # The child waits for the line, which would else stay in the buffer of this process.
         stdin.flush()
 
     def read(self, key: str) -> Any:
@@ -44,6 +45,7 @@ class Child:
         """
         stdout = cast("IO[str]", self.process.stdout)
         for line in stdout:
+            # Libraries print, too.
             if line.startswith("{") and key in (values := json.loads(line)):
                 return values[key]
         raise BenchError(f"A process ended before it reported {key}.")

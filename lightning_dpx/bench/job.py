@@ -55,10 +55,13 @@ class ObeyLines(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         """Notes the time since the end of the batch before; at the end of a chunk reports and waits."""
+        # DDP's other processes are held by the next all-reduce.
         if not trainer.is_global_zero:
             return
         now = time.perf_counter()
         if trainer.global_step == 1:
+            # By the clock on the wall, the one that this process shares with the one that
+            # has started it.
             report(first_step=time.time())
         else:
             self._times.append(now - self._last)
@@ -68,14 +71,17 @@ class ObeyLines(Callback):
                 report(step_seconds=self._times)
             self._times = []
             self._left = self._steps
+            # After the last chunk nothing more is asked, and the fit ends.
             if self._chunks > 0:
                 sys.stdin.readline()
             self._chunks -= 1
+        # After the wait for a line, which is no part of the next step.
         self._last = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Sums the peak memory of all processes."""
         peak, shared = peak_memory()
+        # Code and libraries are mapped into all processes and lie in memory once.
         own = torch.tensor(float(peak if trainer.is_global_zero else peak - shared))
         total = trainer.strategy.reduce(own, reduce_op="sum")
         if trainer.is_global_zero:
@@ -88,6 +94,7 @@ def peak_memory() -> tuple[int, int]:
     if not status.exists():
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 0
+    # VmHWM is the largest that was ever resident, which no look at one moment tells.
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     peak, shared = (int(lines[name].split()[0]) * 1024 for name in ("VmHWM", "RssFile"))
     return peak, shared
@@ -123,6 +130,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--chunks", type=int, required=True)
     args = parser.parse_args()
+    # Of the job only its reports should be seen, and its error if it fails.
     warnings.filterwarnings("ignore")
     seed_everything(0, verbose=False)
     model = MODELS[args.model]
@@ -133,6 +141,7 @@ def main() -> None:
         max_steps=1 + args.chunks * model.steps,
         callbacks=[ObeyLines(model.steps, args.chunks), *monitors],
     )
+    # Each process of DDP has a loader of its own; dpx cuts what one loader gives.
     rows = model.batch_size // (args.devices if args.mode == "ddp" else 1)
     trainer.fit(BenchModule(model), ready_loader(model, rows))
 

@@ -27,6 +27,7 @@ from lightning_dpx.units import MIB
 SHARES = (0.5, 0.34, 0.16)
 WAYS = ("plan alone", "micro-batches", "both")
 _ROWS = {"gpt": 12, "unet": 16}  # enough of them to be cut
+# Its input is a sequence of rows, with time first.
 _BATCH_DIMS = {"lstm": 1}
 _CPU = torch.device("cpu")
 
@@ -90,8 +91,10 @@ class _Step:
     def run(self) -> None:
         """Forward and backward of one micro-batch after the other."""
         for part in self.parts:
+            # Each loss is a mean, so they are weighted by their rows: the last part may have fewer.
             loss = loss_of_output(self._model, part) * (part.shape[self._dim] / self._rows)
             torch.autograd.backward(loss)
+            # The graph hangs on it, and would still be there in the next forward.
             del loss
 
     def time(self) -> None:
@@ -107,7 +110,7 @@ class _Step:
         return peak_of_passing(self.run)
 
     def gradients(self) -> list[Tensor]:
-        """Of a step."""
+        """The gradients of a step."""
         self._model.zero_grad(set_to_none=True)
         self.run()
         return [parameter.grad.clone() for parameter in self._model.parameters() if parameter.grad is not None]
@@ -140,11 +143,14 @@ class _Model:
         self.module = staged.build()
         for part in self.module.modules():
             if isinstance(part, nn.Dropout):
+                # A cut step draws other masks than a whole one, and its gradients could
+                # not be compared.
                 part.p = 0.0
         self.dim = _BATCH_DIMS.get(name, 0)
         self.rows = _ROWS.get(name, staged.rows)
         self.batch = staged.make_input(self.rows)
         self._profiles: dict[tuple[int, bool], Profile] = {}
+        # Both are asked for again with every budget, and measured once.
         self._peaks: dict[int, int] = {}
         plain = self._step(self.module, 1)
         plain.run()  # warms up
@@ -169,6 +175,7 @@ class _Model:
                 self._missing(f"{self.name}: {way} at {share:.2f}: {error}")
                 continue
             found.append(self._planned(way, share, plan))
+        # The table has all budgets in the same order, whichever way was found first.
         return sorted(found, key=lambda entry: WAYS.index(entry.way))
 
     def _step(self, module: nn.Module, number: int) -> _Step:
@@ -185,6 +192,8 @@ class _Model:
         return None
 
     def _profile(self, rows: int, accumulates: bool) -> Profile:
+        # From the second micro-batch on gradients are added to those that are there, which takes
+        # memory of its own: hence two profiles for a number of rows.
         if (rows, accumulates) not in self._profiles:
             self.module.zero_grad(set_to_none=True)
             part = self.batch.narrow(self.dim, 0, rows)
@@ -199,9 +208,11 @@ class _Model:
     def _planned(self, way: str, share: float, plan: MemoryPlan) -> _Entry:
         """On a copy that follows the plan for good: in its first steps it learns where hooks are needed."""
         own = copy.deepcopy(self.module)
+        # The copy has copies of the gradients, too.
         own.zero_grad(set_to_none=True)
         apply_plan(own, plan)
         step = self._step(own, plan.micro_batches)
+        # Peak and time are those of a plan that has learned.
         for _ in range(2):
             step.run()
         return _Entry(way, share, step, step.peak(), plan)
@@ -223,8 +234,10 @@ def compare_micro_batches(
         progress: Told what happens next.
         missing: Told which contestant is left out, and why.
     """
+    # Before the first model is made, as blocks keep the rule under which they were given out.
     keep_freed_memory()
     threads = torch.get_num_threads()
+    # With several threads processor time would count those that only wait for work.
     torch.set_num_threads(1)
     results = list[MicroBatchContest]()
     try:
@@ -236,6 +249,7 @@ def compare_micro_batches(
                 entries += model.entries(share)
             for turn in range(rounds):
                 progress(f"{name}: round {turn + 1} of {rounds}")
+                # Every round begins with another entry, so that none always follows the same one.
                 start = turn % len(entries)
                 for entry in entries[start:] + entries[:start]:
                     entry.step.time()

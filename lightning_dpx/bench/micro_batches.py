@@ -39,6 +39,7 @@ class ByHand(BenchModule):
         rows = len(batch[0])
         for part in zip(*(tensor.tensor_split(self._number) for tensor in batch), strict=True):
             loss = super().training_step(part, batch_idx)
+            # Each loss is a mean over its own rows, and the last part may have fewer.
             torch.autograd.backward(loss * (len(part[0]) / rows))
         optimizer.step()
 
@@ -65,6 +66,7 @@ def step_milliseconds(name: str, number: int, way: str, num_steps: int) -> float
         way: ``"whole"`` (M is 1), ``"by hand"`` or ``"dpx"``.
         num_steps: Steps that are counted.
     """
+    # All three ways begin with the same weights.
     seed_everything(0, verbose=False)
     model = MODELS[name]
     times = _StepTimes()
@@ -100,6 +102,7 @@ def main() -> None:
     for name in args.models:
         for number in args.numbers:
             rounds = [[step_milliseconds(name, number, way, args.steps) for way in ways] for _ in range(args.rounds)]
+            # The least of the rounds: whatever else runs on the machine only adds to a time.
             whole, by_hand, ours = (min(column) for column in zip(*rounds, strict=True))
             sys.stdout.write(f"{name:6} {number:3} {whole:9.3f} {by_hand:9.3f} {ours:9.3f} {ours / by_hand:14.2f}\n")
 

@@ -80,6 +80,7 @@ def _rows(*shape: int) -> Callable[[int], Batch]:
 
 
 def _text(size: int) -> Batch:
+    # One more than the context: targets are the inputs moved by one.
     ids = torch.randint(256, (size, 129))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -89,6 +90,7 @@ def _cross_entropy(net: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _only_weight(net: nn.Module, batch: Batch) -> torch.Tensor:
+    # No forward: what is left of a step is what the loop around it costs.
     return net.get_parameter("weight").sum()
 
 
@@ -140,6 +142,7 @@ class _ReadyBatches(Dataset[Batch]):
         self._batches = [model.make_batch(size) for _ in range(8)]
 
     def __len__(self) -> int:
+        # No epoch ends while steps are measured.
         return 1_000_000
 
     def __getitem__(self, index: int) -> Batch:

@@ -69,6 +69,7 @@ class _Contestant:
     def __init__(self, mode: str, model: nn.Module, around: Callable[[], Any], predicted: int | None = None) -> None:
         self.mode = mode
         self._model = model
+        # Peers share one model, and each is put around it for its own steps.
         self._around = around
         self.predicted = predicted
         self.seconds: list[float] = []
@@ -77,6 +78,7 @@ class _Contestant:
         """Forward and backward, in seconds."""
         with self._around():
             self._model.zero_grad(set_to_none=True)
+            # Dropout draws the same masks for all, or gradients could not be compared.
             torch.manual_seed(0)
             start = time.perf_counter()
             self._run(x)
@@ -86,13 +88,15 @@ class _Contestant:
         """Bytes of activations at the most."""
         with self._around():
             self._model.zero_grad(set_to_none=True)
+            # Begun without gradients, so that those of parameters last beyond the step and
+            # do not count.
             return peak_of_passing(lambda: self._run(x))
 
     def _run(self, x: Tensor) -> None:
         loss_of_output(self._model, x).backward()  # type: ignore[no-untyped-call]
 
     def gradients(self, x: Tensor) -> list[Tensor]:
-        """Of a step from the same random numbers."""
+        """The gradients of a step from the same random numbers."""
         self.step(x)
         return [parameter.grad.clone() for parameter in self._model.parameters() if parameter.grad is not None]
 
@@ -109,11 +113,13 @@ def _running(model: Staged, runner: Runner) -> Iterator[None]:
     try:
         yield
     finally:
+        # The one of the class shows again.
         del model.runner
 
 
 def _planned(mode: str, model: Staged, plan: MemoryPlan, x: Tensor) -> _Contestant:
     """A copy of the model that follows ``plan`` for good: in its first step it learns where hooks are needed."""
+    # The model itself stays without a plan, for the others.
     own = copy.deepcopy(model)
     apply_plan(own, plan)
     contestant = _Contestant(mode, own, nullcontext, plan.peak)
@@ -149,6 +155,7 @@ def compare_plans(
         UnsupportedError: ``torch.compile`` finds no C++ compiler.
     """
     if compile_budgets is not None:
+        # Before minutes of measuring that would end in this error.
         require_compiler(compile_backend)
     keep_freed_memory()
     results: list[Contest] = []
@@ -171,6 +178,7 @@ def keep_freed_memory() -> None:
     Whether a step pays for that is chance, so for the time of the bench no step does.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # Both are names of glibc's malloc.h, M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
         trim_threshold = -1
         mmap_threshold = -3
         libc.mallopt(mmap_threshold, 32 * MIB)
@@ -194,6 +202,7 @@ def _compare(
         started = time.perf_counter()
         try:
             peer.step(x)
+        # A peer that cannot run a model, as torch.compile may not, costs its own row and no more.
         except RuntimeError as error:
             missing(f"{name}: {peer.mode} cannot run this model: {error}")
             continue
@@ -204,6 +213,7 @@ def _compare(
     profile = _profile(model, x)
     progress(f"{name}: profiled in {time.perf_counter() - started:.2f} s")
     targets = {f"dpx {budget:.2f}": budget * peaks["none"] for budget in budgets}
+    # For each peer a plan at its peak, so that only times are left to compare.
     targets |= {f"dpx at {peer.mode}": float(peaks[peer.mode]) for peer in contestants[1:]}
     for mode, target in targets.items():
         started = time.perf_counter()
@@ -214,6 +224,7 @@ def _compare(
             continue
         progress(f"{name}: {mode} planned in {time.perf_counter() - started:.2f} s")
         contestants.append(_planned(mode, model, plan, x))
+        # Measured and not taken from the plan, whose own figure stands beside it.
         peaks[mode] = contestants[-1].peak(x)
     expected = unplanned.gradients(x)
     agreements = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
@@ -254,6 +265,7 @@ def agreement(given: list[Tensor], expected: list[Tensor]) -> tuple[bool, bool]:
     def close(a: Tensor, b: Tensor) -> bool:  # eager gradients of 200 batch norms are 1.4% away from those in float64
         return float((a - b).abs().max()) <= 0.05 * float(b.abs().max())
 
+    # Against the largest element, as rounding of small ones may be many times their own size.
     return all(map(torch.equal, given, expected)), all(map(close, given, expected))
 
 

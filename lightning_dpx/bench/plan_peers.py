@@ -22,13 +22,16 @@ def _each(stages: Sequence[Stage], state: State, **options: Any) -> State:
 
 
 def _segments(stages: Sequence[Stage], state: State) -> State:
+    # So many segments of so many stages keep the fewest values at a time.
     size = max(1, round(math.sqrt(len(stages))))
     for start in range(0, len(stages), size):
         part = stages[start : start + size]
+        # The default binds this segment: backward calls the lambda when the loop is long over.
         state = checkpoint(lambda *s, part=part: run_plainly(part, s), *state, use_reentrant=False)
     return state
 
 
+# Costly operators of each kind of model; attention has another name for each kernel.
 _SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -43,6 +46,7 @@ def _selective(stages: Sequence[Stage], state: State) -> State:
     """As torchtitan does: attention and every second matrix product of a block are kept."""
 
     def contexts() -> Any:
+        # A recomputation counts anew, or it would keep the other half of the products.
         seen = {False: 0, True: 0}
 
         def policy(ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -79,6 +83,7 @@ def compiled(model: nn.Module, budget: float, backend: str) -> nn.Module:
         with functorch_config().patch(activation_memory_budget=budget):
             return compile_graph(graph, inputs)
 
+    # In one graph or not at all: a break would leave parts to run eagerly without a word.
     return torch.compile(model, backend=within_budget, fullgraph=True)  # type: ignore[return-value]
 
 

@@ -110,6 +110,7 @@ class _Peers:
 
     def __init__(self, world: int, backend: str) -> None:
         with socket.socket() as probe:
+            # The system names a port that is free; it is given back before the peers take it.
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         # As a file, which needs torch alone: importing the package for it takes three times as long.
@@ -118,6 +119,7 @@ class _Peers:
         for rank in range(world):
             arguments = [*command, str(rank), str(world), str(port), backend]
             self._children.append(Child(arguments, subprocess.DEVNULL, tells=rank == 0))  # only one tells its times
+        # Joining the process group takes as long as the slowest needs to start.
         self._children[0].read("ready")
 
     def run(self, elements: int) -> float:
@@ -127,6 +129,7 @@ class _Peers:
 
     def close(self) -> None:
         for child in self._children:
+            # Killed, as one that waits for a lost peer does not read that its input has ended.
             child.process.kill()
             child.process.communicate()
 
@@ -172,6 +175,7 @@ def _compare(
     elements = sum(math.prod(shape) for shape in shapes)
     contestants: dict[str, Callable[[], float]] = {}
     for reducer_name, reducer in _possible(devices).items():
+        # The default binds this reducer: the lambda is called when the loop is over.
         contestants[f"{reducer_name}, to owners"] = _timed(lambda r=reducer: r.reduce(grads), devices)  # type: ignore[misc]
         contestants[f"{reducer_name}, to all"] = _timed(lambda r=reducer: r.all_reduce(grads), devices)  # type: ignore[misc]
     source = [torch.zeros(shape, device=devices[0]) for shape in shapes]
@@ -185,6 +189,7 @@ def _compare(
             time.sleep(SETTLE_SECONDS)
             seconds[name].append(contestants[name]())
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up
+    # The copy is the yardstick, not one of the rows.
     copy = medians.pop("copy")
     peer = medians[PEER]
     # A copy reads one list and writes one.
@@ -219,6 +224,7 @@ def _possible(devices: Sequence[torch.device]) -> dict[str, GradientReducer]:
 def _timed(call: Callable[[], object], devices: Sequence[torch.device]) -> Callable[[], float]:
     def run() -> float:
         for device in devices:
+            # Work that was queued before is no part of the call, and what it queues itself is.
             synchronize(device)
         started = time.perf_counter()
         call()
@@ -250,6 +256,7 @@ def plot_reductions(results: Sequence[Reduction], path: Path) -> None:
     for mode in dict.fromkeys(row.mode for row in results):
         rows = sorted((row for row in results if row.mode == mode), key=lambda row: row.elements)
         numbers = [row for row in rows if row.size not in MODELS_BY_SHAPE]
+        # Limits are computed, not measured, and get no marks.
         style = "--" if mode.startswith(LIMIT) else "o-"
         (line,) = axes.plot([row.elements * 4 for row in numbers], [row.gb_per_s for row in numbers], style, label=mode)
         for row in rows:

@@ -105,6 +105,7 @@ class _ProcessorTime(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         now = time.process_time()
         self.steps.append(now - self._last)
+        # Read again, so that this callback's own work does not count.
         self._last = time.process_time()
 
 
@@ -141,6 +142,7 @@ def _compare(parameters: int, replicas: int, where: Where, rounds: int) -> Scale
     steps: list[float] = []
     plain: list[float] = []
     for _ in range(rounds):
+        # Both sides in every round, so that a machine that changes its speed does so for both.
         plain += _plain_steps(parameters, num_steps)
         steps += _our_steps(parameters, replicas, where, num_steps)
     return ScaleResult(
@@ -173,6 +175,7 @@ def _our_steps(parameters: int, replicas: int, where: Where, num_steps: int) -> 
     trainer = Trainer(
         accelerator="cpu" if where == "inline" else "sim",
         devices=replicas,
+        # On the host "auto" may merge the slices of all replicas into one step.
         strategy=DPXStrategy(execution="inline" if where == "inline" else "auto"),
         max_steps=total,
         logger=False,

@@ -30,6 +30,7 @@ class Staged(nn.Module):
         runner: How the stages are run.
     """
 
+    # Static, or the class would bind the function to the model as a method.
     runner: Runner = staticmethod(run_plainly)
 
     def stages(self, x: Tensor) -> list[Stage]:
@@ -93,6 +94,7 @@ class Chain(Staged):
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
+        # Stages are modules, so that their parameters are found.
         self.chain = nn.ModuleList(_Wrap(module) for module in modules)
 
     def stages(self, x: Tensor) -> list[Stage]:
@@ -132,7 +134,10 @@ class UNet(Staged):
         self.out = nn.Conv2d(width, 2, 1)
 
     def stages(self, x: Tensor) -> list[Stage]:
+        # A function makes each lambda, so that it keeps its own module and not the last
+        # of the loop.
         def shrink(module: nn.Module) -> Stage:
+            # Skips travel in the state, so that they are inputs of a stage that is checkpointed.
             return lambda x, *skips: (module(F.max_pool2d(x, 2)), x, *skips)
 
         def grow(module: nn.Module) -> Stage:

@@ -56,6 +56,7 @@ class _Job:
         command = [sys.executable, "-m", "lightning_dpx.bench.job", model, mode, *options]
         self.step_seconds: list[float] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
+        # The child tells the end of its first step by the same clock.
         self._started = time.time()
         self._child = Child(command, self._errors, own_session=True)  # DDP's other processes are ended with it
         self._startup = 0.0
@@ -70,6 +71,7 @@ class _Job:
         except BenchError:
             self._end()
             self._errors.seek(0)
+            # What went wrong stands at the end of a traceback.
             text = self._errors.read()[-2000:]
             what = f"The job {self.mode!r} on {self.model!r}"
             raise BenchError(f"{what} ended before it reported {key}:\n{text}") from None
@@ -88,7 +90,9 @@ class _Job:
     def _end(self) -> None:
         process = self._child.process
         if process.poll() is None:
+            # Not asked but killed: a job that hangs would not hear of it.
             os.killpg(process.pid, signal.SIGKILL)
+        # Closes its pipes, and leaves no zombie.
         process.communicate()
 
     def close(self) -> None:
@@ -126,6 +130,7 @@ def compare_steps(
                 jobs[-1].wait_for_first_step()
             for turn in range(rounds):
                 progress(f"{model}: round {turn + 1} of {rounds}")
+                # Every round begins with another job, so that none always follows the same one.
                 for job in jobs[turn % len(jobs) :] + jobs[: turn % len(jobs)]:
                     job.run_chunk()
             results += [job.result() for job in jobs]

@@ -56,6 +56,7 @@ class _Loss(nn.Module):
         self._named = named or {}
 
     def forward(self, *inputs: Tensor) -> Tensor:
+        # Libraries name their inputs, and a plan's step gives them by position.
         names = self._name.split()
         outputs = self.inner(**dict(zip(names, inputs, strict=True)), **self._named)
         first = outputs[0]
@@ -75,10 +76,13 @@ def _images(config: Any, model: Any, rows: int = 4, size: int = 64, **named: Any
 
 
 def _own_checkpointing(inner: Any) -> Callable[[], None] | None:
+    # transformers says so by this attribute of the class; modules of others have none.
     if not getattr(inner, "supports_gradient_checkpointing", False):
         return None
 
     def switch_on() -> None:
+        # The variant without reentry, as PyTorch recommends it, and as the peers of other
+        # benches have it.
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     return switch_on
@@ -144,6 +148,7 @@ def bart() -> Animal:
         encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=_IDS, max_position_embeddings=64,
     )  # fmt: skip
     module = _Loss(transformers.BartModel(config), "input_ids decoder_input_ids", {"use_cache": False})
+    # The first three ids are BART's own: begin, padding and end of a text.
     ids = (torch.randint(3, _IDS, (4, _LENGTH)), torch.randint(3, _IDS, (4, _LENGTH // 2)))
     return Animal(module, ids, _own_checkpointing(module.inner))
 
@@ -342,6 +347,7 @@ class _VQVAE(nn.Module):
         flat = z.permute(0, 2, 3, 1).reshape(-1, 32)
         codes = self.codes(torch.cdist(flat, self.codes.weight).argmin(1))
         codes = codes.view(len(z), *z.shape[2:], 32).permute(0, 3, 1, 2)
+        # The values of the codes with the gradient of z: an argmin has none.
         passed = z + (codes - z).detach()
         loss: Tensor = (self.decode(passed) - images).square().mean() + (codes - z.detach()).square().mean()
         return loss
@@ -384,11 +390,14 @@ class _Potential(nn.Module):
         self.register_buffer("centers", torch.linspace(0.5, 4.0, 8))
 
     def forward(self, positions: Tensor) -> Tensor:
+        # A leaf, as forces are the gradient for it.
         positions = positions.detach().requires_grad_()
         apart = positions[:, :, None] - positions[:, None]
+        # An atom is at distance 0 from itself, where the slope of a norm is not defined.
         far = torch.eye(positions.shape[1])[None, :, :, None]
         distances = (apart + far).norm(dim=-1, keepdim=True)
         energy = self.net((-(distances - self.centers).square()).exp()).sum((1, 2, 3))
+        # With a graph, because the loss depends on the forces, and so on this backward.
         (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
         loss: Tensor = energy.square().mean() + forces.square().mean()
         return loss
@@ -411,6 +420,7 @@ class _Critic(nn.Module):
 
     def forward(self, real: Tensor, fake: Tensor) -> Tensor:
         between = (0.3 * real + 0.7 * fake).requires_grad_()
+        # Likewise the penalty on the slope.
         (slope,) = torch.autograd.grad(self.net(between).sum(), between, create_graph=True)
         penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
         loss: Tensor = self.net(fake).mean() - self.net(real).mean() + 10 * penalty

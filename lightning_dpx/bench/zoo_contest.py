@@ -84,6 +84,7 @@ class _Runner:
         """A forward and its backward, from the same random numbers; notes its processor time."""
         self._animal.module.zero_grad(set_to_none=True)
         torch.manual_seed(1)
+        # Processor time: other programs of the machine would show in any other.
         start = time.process_time()
         self._run()
         self.seconds.append(time.process_time() - start)
@@ -101,7 +102,7 @@ class _Runner:
         return peak_of_passing(self._run)
 
     def gradients(self) -> list[Tensor]:
-        """Of a step."""
+        """The gradients of a step, which is no turn."""
         self.step()
         self.seconds.pop()
         return [one.grad.clone() for one in self._animal.module.parameters() if one.grad is not None]
@@ -136,21 +137,25 @@ def compare_zoo(
         except ModuleNotFoundError as error:
             package = (error.name or str(error)).partition(".")[0]
             missing(f"{name} {_MISSING.format(package, package)}")
+        # A model may be held in circles only, and the next one should not find its memory.
         gc.collect()
     return found
 
 
 def _made(name: str) -> Animal:
+    # All copies of a model begin with the same weights.
     torch.manual_seed(0)
     return ZOO[name]()
 
 
 def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooContest:
     plain = _Runner(_made(name))
+    # A model of its own, on which the library's checkpointing stays on.
     own = _own_runner(name)
     plain.warm_up()
     unplanned = plain.peak()
     own_peak = 0 if own is None else own.peak()
+    # At the same peak only the time is left to compare.
     budget = own_peak if own is not None else int(SHARE * unplanned)
     progress(f"{name}: planning for {budget / unplanned:.2f} of its peak")
     subject = _made(name)
@@ -162,6 +167,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     try:
         plan = search_plan(subject.module, *subject.inputs, budget=budget, progress=False)
     except PlanError as error:
+        # A refusal is a result, too: the table shows how far down a plan could have gone.
         smallest = getattr(error, "smallest", None)
     planning = time.process_time() - start
     ours: _Runner | None = None
@@ -172,6 +178,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     progress(f"{name}: {rounds} turns")
     runners = [runner for runner in (plain, own, ours) if runner is not None]
     for turn in range(rounds):
+        # Every turn begins with another one, so that none always comes after the same neighbor.
         for runner in (*runners[turn % len(runners) :], *runners[: turn % len(runners)]):
             runner.step()
     step_seconds = statistics.median(plain.seconds)
@@ -215,6 +222,8 @@ def _same_bits(name: str, plan: MemoryPlan) -> bool:
 
 
 def _ratio(runner: _Runner, plain: _Runner) -> float:
+    # Within a turn the machine is about the same for both, so their ratio says more
+    # than two medians.
     return statistics.median(a / b for a, b in zip(runner.seconds, plain.seconds, strict=True))
 
 
