@@ -73,6 +73,7 @@ def step_on(module: nn.Module, batch: Sequence[Any]) -> Run:
     """A training step of ``module``: its own, as Lightning calls it, or its ``forward``."""
     step = getattr(module, "training_step", None)
     if step is not None:
+        # Lightning gives a step one batch, however many tensors are in it.
         return lambda: step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
     return lambda: module(*batch)
 
@@ -85,6 +86,7 @@ def arguments_of_step(step: Callable[..., Any], batch: Any, index: int = 0) -> t
         batch: The first one.
         index: The second one.
     """
+    # By the number of arguments, as they may have any names.
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -129,9 +131,12 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
     counts = Counter[str]()
     saved: list[list[torch.Tensor]] = []
 
+    # Autograd gets a box that can be emptied, in the place of the tensor.
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         saved.append([tensor])
         storage = tensor.untyped_storage()
+        # Boxed all the same, and only not listed: emptying the box lets go of its part
+        # of the graph.
         if key_of(storage) in given:
             return saved[-1]
         number = counts[calls.name]

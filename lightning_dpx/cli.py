@@ -22,6 +22,7 @@ class _PrintCompletion(argparse.Action):
         except ImportError as error:
             raise UnsupportedError("Completion needs shtab; pip install 'lightning-dpx[cli]'.") from error
         print(shtab.complete(parser, shell))
+        # Before the parser finds that no command was named.
         parser.exit()
 
 

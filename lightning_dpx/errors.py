@@ -67,6 +67,8 @@ class WholeBatchError(UnsupportedError):
 
     def __init__(self, reason: str, advice: str = "") -> None:
         text = f"training_step cannot be shared by several replicas: {reason} {advice}".rstrip()
+        # A step that fails on slices runs there as it was written, so the message ends with
+        # that way out.
         super().__init__(f"{text} One device can do it, with the whole batch (devices=1, micro_batches=1).")
         # Kept by themselves: a batch that goes on whole is announced with them,
         # in another sentence.

@@ -153,6 +153,7 @@ class ReplicaGroup:
         self._slices = []
         for replica, size in zip(self.replicas, sizes, strict=True):
             if size:
+                # There are no rows yet, only numbers of them.
                 self._slices.append(BatchSlice(replica, size, None))
 
     def output_shapes(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -329,10 +330,12 @@ class ReplicaGroup:
 
     def _forget_gradients(self) -> None:
         for name, parameter in self._set.root.module.named_parameters():
+            # Of the module alone: the other replicas gave theirs away in the last sum.
             if self._grad_req[name] == "write":
                 parameter.grad = None
 
     def _reduce(self) -> None:
+        # Replicas of further micro-batches share the parameters of the first on their device.
         primaries = self._set.primaries
         columns = [replica.parameters for replica in primaries]
         owners = [0] * len(columns[0])  # the user's optimizer steps on the module itself
@@ -423,6 +426,7 @@ class ReplicaGroup:
             monitor: Gets the replica's index, the submodule's name and each tensor that it returned, where it lives;
                 replicas in threads call it at the same time. ``None`` removes the monitors.
         """
+        # One monitor at a time: another one takes the place of the first.
         for handle in self._monitors:
             handle.remove()
         self._monitors = []
@@ -543,6 +547,7 @@ def _walk(output: Any, gradient: Any) -> None:
     pairs = zip(outputs, gradients, strict=True)
     # Outputs such as indices have no graph, and autograd refuses them.
     wanted = [(leaf, grad) for leaf, grad in pairs if leaf.requires_grad]
+    # The gradients were cut where they came from, and may be of another type.
     torch.autograd.backward([leaf for leaf, _ in wanted], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in wanted])
 
 
@@ -565,6 +570,7 @@ def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> N
         return
     known = [*map(str, range(len(parameters))), *parameters, "output"]
     for path in batch_dim:
+        # What lies within an input is known only when it comes.
         if path.partition(".")[0] not in known:
             raise ConfigurationError(
                 f"batch_dim names {path!r}; {type(module).__name__}.forward takes {', '.join(parameters)}, by position "

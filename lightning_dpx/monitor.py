@@ -21,6 +21,7 @@ class Observation(NamedTuple):
 
 def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
     """The root of the mean square of all elements; NaN and infinities show."""
+    # Integers have no mean, and squares in half precision overflow beyond 255.
     return tensor.float().square().mean().sqrt()
 
 
@@ -57,6 +58,7 @@ class TensorMonitor:
         """Notes the statistic of ``tensor``, without waiting for its device."""
         if not fnmatchcase(name, self._pattern):
             return
+        # The statistic is no part of the step, and its graph would hold the tensor.
         with torch.no_grad():
             value = self._statistic(tensor.detach())
         with self._lock:

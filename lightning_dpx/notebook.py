@@ -22,6 +22,7 @@ def html_table(
     """
     lines = [f'<table><caption style="{_LEFT}">{html.escape(caption)}</caption>', "<thead><tr>"]
     for column, head in enumerate(heads):
+        # What a model or a device is called may hold anything, so all texts are escaped.
         lines.append(f'<th style="{_RIGHT if column else _LEFT}">{html.escape(head)}</th>')
     lines.append("</tr></thead><tbody>")
     for number, row in enumerate(rows[:most_rows]):

@@ -83,9 +83,11 @@ class Prefetcher(Generic[F]):
             for other in self._next(slot.number, backward):
                 if len(ahead) >= self._count:
                     break
+                # Several slots may stand for one tensor, which is fetched once.
                 if all(other.offloaded is not offloaded for _, offloaded in ahead):
                     other.offloaded.start_fetch()
                     ahead.append((other.number, other.offloaded))
+        # Another slot that stands for it will be unpacked soon.
         if all(slot.offloaded is not offloaded for _, offloaded in ahead):
             slot.offloaded.release()
         self._ahead = [(number, weakref.ref(offloaded)) for number, offloaded in ahead]

@@ -42,11 +42,13 @@ class ProgressBar:
 
     def close(self) -> None:
         """Wipes the line away."""
+        # A bar that was never shown has nothing to wipe away.
         if self._length:
             self._file.write(f"\r{'':{self._length}}\r")
             self._file.flush()
 
     def _write(self, line: str) -> None:
+        # Padded, so that nothing of a longer line before stays behind it.
         self._file.write(f"\r{line:{self._length}}")
         self._file.flush()
         self._length = len(line)
@@ -54,6 +56,7 @@ class ProgressBar:
 
 def _line(text: str, done: int, of: int) -> str:
     if not of:
+        # A longer line would wrap, and the next one would begin in the last row of it.
         return f"dpx: {text}"[:_WIDTH]
     share = min(1.0, done / of)
     bar = f"[{'#' * round(share * _BAR):{_BAR}}] {share:4.0%}"

@@ -62,6 +62,7 @@ class Registry(Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
+            # A config may hold something that is no text.
             close = difflib.get_close_matches(str(name), self._entries, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(

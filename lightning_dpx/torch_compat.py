@@ -114,6 +114,7 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._utils._unflatten_dense_tensors": PrivateName(
         why="takes a pack apart in one call", without="reductions take about twice their host time"
     ),
+    # torch's own optimizers work on lists with these, and they have no public names.
     "torch._foreach_add_": PrivateName(
         why="adds lists of gradients in one call", without="gradients would be added one by one"
     ),
@@ -409,6 +410,7 @@ def check_input_dim(norm: AnyBatchNorm, values: torch.Tensor) -> None:
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Makes ``tensor`` one that ``isinstance`` takes for a parameter, as ``nn.Parameter`` does with subclasses."""
+    # `nn.Parameter` asks for this attribute when it is asked whether a tensor is one.
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
@@ -499,6 +501,7 @@ def on_distributed_tensors(types: Any) -> bool:
 
     A dispatch mode leaves it to them: what they then do with the parts, and between processes, comes to the mode again.
     """
+    # By the name of the module, which need not be imported for it.
     return any(kind.__module__.startswith("torch.distributed.tensor") for kind in types)
 
 
@@ -518,6 +521,7 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     found: list[torch.Tensor] = []
+    # Not the shapes: of the outer tensor they tell nothing about the memory of the inner ones.
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         held = getattr(tensor, name)

@@ -212,6 +212,7 @@ def _missing(text: str) -> None:
 
 def _report(as_json: bool, results: list[dict[str, Any]], table: str) -> None:
     done()
+    # Times say little without the machine that they were taken on.
     machine = {"cpus": num_usable_cpus(), "processor": platform.machine(), "torch": torch.__version__}
     if as_json:
         print(json.dumps({"machine": machine, "results": results}, indent=2))

@@ -27,6 +27,7 @@ class SimulatedDevices:
         latency: Seconds that every such copy takes beside.
     """
 
+    # jsonargparse makes an option of each field, with its help from the docstring.
     num_devices: int = 8
     memory: int | str | list[int | str] | None = None
     speed: float | list[float] = 1.0
@@ -90,7 +91,9 @@ class InstantiateOnlyCLI(ConfigCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """With the given arguments."""
+        # Lightning lets arguments that are given here win over those of the config.
         return super().instantiate_trainer(**kwargs, **self._for_trainer)
 
+    # Without subcommands, as with `run=False`, a LightningCLI would not read the config of a `fit`.
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing runs."""

@@ -80,6 +80,7 @@ def devices() -> list[Finding]:
     for device in there:
         size = capacity_of(device)
         name = torch.get_device_module(device).get_device_name(device)
+        # What other processes hold is shown only where it is known, and there is some.
         held = f", {size.others / GIB:.1f} GiB held by others" if size.others else ""
         found.append(Finding(str(device), f"{name}, {size.total / GIB:.1f} GiB{held}"))
     if len(there) > 1:

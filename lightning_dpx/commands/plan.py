@@ -55,6 +55,7 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
     plan.add_argument(
         "--budget",
+        # argparse formats help texts, so a percent sign is written twice.
         help='for everything on a device: "8GiB", bytes, or "60%%" of what it would take without a plan; the config\'s '
         "unless given",
     )
@@ -122,6 +123,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
             tightest.plan.save(args.save)
     if args.report is not None:
         write_report(found, args.report)
+        # Standard output holds the result alone, so that it can be read by other programs.
         done()
     return 0 if found.fits else 2
 
@@ -156,6 +158,7 @@ def check_files(args: argparse.Namespace) -> None:
         raise ConfigurationError(f"--report {args.report} is not allowed; name an .html, .png, .svg or .pdf file.")
     for option in ("save", "report"):
         path = getattr(args, option)
+        # Refused, not made: a folder with a typing error would take the result.
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"--{option} {path} is not allowed: there is no folder {path.parent}.")
         if path is not None and path.is_dir():
@@ -203,6 +206,7 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
     parsed = parse_devices(devices)
     given = budget if budget is not None else own.memory_budget
     if isinstance(given, dict):
+        # A device without an entry might be the one that does not fit.
         missing = [str(device) for device in parsed if str(device) not in given]
         if missing:
             raise ConfigurationError(f"memory_budget={given!r} says nothing of {', '.join(missing)}; give it a budget.")
@@ -232,6 +236,7 @@ def _bytes(budget: int | float | str) -> int | float:
             f"memory_budget={budget!r} needs the devices to be there; give --budget in bytes, such as 8GiB, or as a "
             "share of what a device would take without a plan, such as 60%."
         )
+    # A bare number is a text, too, on a command line.
     return parse_bytes("--budget", int(budget) if isinstance(budget, str) and budget.isdigit() else budget)
 
 
@@ -272,6 +277,7 @@ def parse_number(text: str) -> int | Literal["auto"]:
 
 
 def _heads(found: DryRun) -> tuple[str, ...]:
+    # Most runs have none, and the table is wide already.
     return (*HEADS, "micro-batches") if _is_cut(found) else HEADS
 
 

@@ -19,6 +19,7 @@ def add_to(commands: Any) -> None:
         command = commands.add_parser(
             name, help=f"{name} with a config: dpx {name} --config run.yaml (--help: every option)", add_help=False
         )
+        # The default binds this name: the lambda runs when the loop is over.
         command.set_defaults(run=lambda _, others, name=name: run(name, others), takes_more=True)
 
 

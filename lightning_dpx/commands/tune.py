@@ -148,6 +148,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     if best is not None:
         best.is_best = True
     basis = next((one.tuning.basis for one in found if one.tuning.basis), "")
+    # Messages go to standard error, so that this can be read by other programs.
     print(_as_json(candidates, basis) if args.json else _as_table(candidates, basis))
     if best is None:
         print("dpx: No batch size meets the budget of every device.", file=sys.stderr)
@@ -254,8 +255,10 @@ def _value_at(config: dict[str, Any], key: str) -> Any:
 
 def _tuned_config(args: argparse.Namespace, whole: dict[str, Any], key: str, batch_size: int) -> dict[str, Any]:
     """The config with the batch size, and with what else it was predicted with."""
+    # Every candidate has a config of its own.
     config = copy.deepcopy(whole)
     *folders, name = key.split(".")
+    # A key may lead through several levels, as those of class paths do.
     place = config
     for folder in folders:
         place = place[folder]
@@ -273,6 +276,7 @@ def _tuned_config(args: argparse.Namespace, whole: dict[str, Any], key: str, bat
         strategy = trainer.get("strategy")
         is_ours = isinstance(strategy, dict) and strategy["class_path"].endswith(DPXStrategy.__name__)
         kept = strategy.get("init_args", {}) if is_ours else {}
+        # Other strategies know neither budgets nor planners.
         class_path = f"lightning_dpx.{DPXStrategy.__name__}"
         trainer["strategy"] = {"class_path": class_path, "init_args": {**kept, **changed}}
     return config

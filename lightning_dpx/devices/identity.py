@@ -54,6 +54,7 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Makes ``device`` current for the calling thread; nothing to do on the host."""
     if is_host(device):
         return nullcontext()
+    # The current device is one of the thread, so a worker has to be told.
     context: AbstractContextManager[object] = torch.get_device_module(device).device(device)
     return context
 
@@ -83,5 +84,6 @@ def spare_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     kind = devices[0].type
     if is_host(devices[0]):
         return []
+    # Of this type alone: what is shifted goes on to the same kind of device.
     everyone = [torch.device(kind, index) for index in range(torch.get_device_module(kind).device_count())]
     return [device for device in everyone if device not in devices]

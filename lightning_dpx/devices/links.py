@@ -15,6 +15,7 @@ def has_nccl(devices: Sequence[torch.device]) -> bool:
 
 def wire_device(device: torch.device) -> torch.device:
     """Where torch.distributed can send a tensor of ``device`` from: the device itself, or the host."""
+    # gloo, the backend of all others, sends from the host.
     return device if device.type == "cuda" else torch.device("cpu")
 
 

@@ -45,6 +45,7 @@ class OffloadedTensor:
         if tensor.device.type != "cuda":
             self._values = moved(tensor, device)
             return
+        # Kept for later, when another stream may be current.
         self._sender = torch.cuda.current_stream(tensor.device)
         side = _send_stream(tensor.device)
         # The values may still be under way on the stream that computes them.
@@ -76,6 +77,8 @@ class OffloadedTensor:
             return moved(self._values, self._device)
         owner = torch.cuda.current_stream(self._device)
         side = _fetch_stream(self._device)
+        # Allocated before the side stream is entered: the memory belongs to the
+        # stream that computes.
         tensor = torch.empty_like(self._values, device=self._device)
         side.wait_stream(owner)  # kernels that are queued there may still read what this memory held before
         side.wait_event(self._copied)

@@ -62,6 +62,7 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
 
 
 def _draw_series(above: Any, below: Any, series: Sequence[BatchSizePoint], colour: str, name: str) -> None:
+    # What does not fit has a peak, and no speed.
     fitting = [point for point in series if point.samples_per_second]
     label = f"predicted, {name}" if name else "predicted"
     sizes = [point.batch_size for point in fitting]

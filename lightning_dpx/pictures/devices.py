@@ -40,6 +40,7 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     columns = min(4, len(devices))
     rows = -(-len(devices) // columns)
     figure = new_figure(1.2 + 2.6 * columns, 0.9 + 3.2 * rows)
+    # On one scale, so that devices compare at a glance.
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     # The last row of panels may have room left.
     for axes in panels[len(devices) :]:
@@ -64,6 +65,7 @@ def _draw_device(axes: Any, device: DeviceStep) -> None:
     for kind in ("parameters", "buffers", "optimizer", "gradients"):
         sizes = []
         for phase in device.peaks:
+            # The first backward makes them.
             is_there = kind != "gradients" or phase != _BEFORE_BACKWARD
             sizes.append(device.static.get(kind, 0) / MIB if is_there else 0.0)
         axes.bar(positions, sizes, bottom=bottoms, width=0.7, color=KIND_COLOURS[kind], label=kind)

@@ -34,6 +34,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError("A picture needs matplotlib; pip install 'lightning-dpx[plots]'.") from error
+    # Legends outside of the axes get their room only in this layout.
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -56,6 +57,7 @@ class Hover:
     texts: Sequence[tuple[float, str]]
 
 
+# A figure has no place for notes, and should not be kept for them.
 _HOVERS: "weakref.WeakKeyDictionary[Any, Hover]" = weakref.WeakKeyDictionary()  # by figure
 
 
@@ -81,6 +83,7 @@ def svg_of(figure: Any) -> str:
 
 def _as_attribute(hover: Hover) -> str:
     """As JSON, with where the axes lie in the picture, as shares of its width."""
+    # Asked after the figure was drawn, which is when the layout is known.
     box = hover.axes.get_position()
     first, last = hover.axes.get_xlim()
     content = {"left": box.x0, "right": box.x1, "first": first, "last": last, "texts": list(hover.texts)}

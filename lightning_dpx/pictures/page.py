@@ -71,6 +71,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>"
         f'<p class="about">{html.escape(about)}</p>\n{body}\n'
+        # At the end, when everything is there that it looks for.
         f"<script>{SCRIPT}</script></body></html>\n",
         encoding="utf-8",
     )
@@ -86,6 +87,7 @@ def _section(section: Section) -> str:
         for row in section.rows:
             cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
             rows += f"<tr>{cells}</tr>"
+        # A wide table scrolls by itself, and the page does not.
         parts.append(f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>')
     parts += [f'<div class="figure">{svg_of(figure)}</div>' for figure in section.figures]
     if section.printed:

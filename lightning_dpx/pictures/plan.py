@@ -45,12 +45,14 @@ def _draw_bytes(axes: Any, profile: Profile, plan: MemoryPlan) -> None:
     with_plan = timeline_of(profile, plan)
     events = range(len(unplanned))
     axes.fill_between(events, [size / MIB for size in unplanned], step="post", color=UNPLANNED, alpha=0.25)
+    # Bytes change at an event and stay until the next one.
     axes.step(events, [size / MIB for size in unplanned], where="post", color=UNPLANNED, label="everything kept")
     axes.fill_between(events, [size / MIB for size in with_plan], step="post", color=PLANNED, alpha=0.35)
     axes.step(events, [size / MIB for size in with_plan], where="post", color=PLANNED, label="with the plan")
     if plan.budget:
         axes.axhline(plan.budget / MIB, color=LIMIT, linewidth=1.2, label="budget")
     axes.set_ylabel("activations, MiB")
+    # Room at the top for the two words.
     axes.set_ylim(0, 1.12 * max(unplanned, default=1) / MIB)
     middle = profile.forward_events
     for position, text in ((middle / 2, "forward"), ((middle + len(unplanned)) / 2, "backward")):
@@ -72,6 +74,7 @@ def _steps_of(profile: Profile) -> list[tuple[float, str]]:
             steps[request.event] = f"backward of {_module_of(value.name)}"
     found: list[tuple[float, str]] = []
     for event, text in sorted(steps.items()):
+        # A module is named once for all that it does in a row.
         if not found or found[-1][1] != text:
             found.append((float(event), text))
     return found
@@ -95,6 +98,7 @@ def _largest(profile: Profile, plan: MemoryPlan) -> list[tuple[str, str, int, in
 
 def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int, int]]) -> None:
     if not rows:  # nothing is kept that the plan could drop
+        # Axes without anything in them would still show their frame.
         axes.set_visible(False)
         return
     shown: set[str] = set()

@@ -39,6 +39,7 @@ def load_backend() -> None:
 
 def _register() -> None:
     load_library()
+    # The name comes first: the module and the methods are made under it.
     rename_privateuse1_backend("sim")
     register_device_module("sim", SimModule())  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_storage=True)
@@ -55,6 +56,7 @@ def _require_autograd_threads() -> None:
     One backward on every device: a thread that still waits for the GIL when the process exits would abort it.
     """
     torch.ops.dpx_sim.set_devices(MAX_DEVICES)  # until simulate() says how many
+    # For the most devices that there can be, as threads cannot be added later.
     probes = [torch.ones((), device=f"sim:{index}", requires_grad=True) for index in range(MAX_DEVICES)]
     try:
         for probe in probes:
@@ -86,6 +88,7 @@ class SimEvent:
     def record(self, stream: "SimStream | None" = None) -> None:
         """Notes the device's clock."""
         device = stream.device if stream is not None else self.device
+        # Without a stream and a device it is the current one, as with CUDA's events.
         index = None if device is None else torch.device(device).index
         self._seconds = float(torch.ops.dpx_sim.busy(torch.ops.dpx_sim.get_device() if index is None else index))
 

@@ -71,6 +71,7 @@ def simulate(
             f"memory has {len(each)} entries for {num_devices} devices; give one size, or one each."
         )
     speeds = [speed] * num_devices if isinstance(speed, int | float) else list(speed)
+    # The comparison also refuses NaN.
     if len(speeds) != num_devices or not all(0 < value < float("inf") for value in speeds):
         raise ConfigurationError(f"speed={speed!r} is not allowed; give one positive number, or {num_devices} of them.")
     bandwidth = 0.0 if link is None else float(parse_bytes("link", link))
@@ -127,6 +128,7 @@ def _is_between(module: str) -> bool:
 
 
 def _maker() -> str:
+    # A thread of autograd that copies by itself has no Python below it.
     outside = "autograd"
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -136,6 +138,7 @@ def _maker() -> str:
             return _named(module, frame.f_code)
         if outside == "autograd" and not _is_between(module):
             outside = _named(module, frame.f_code)
+        # Outwards from the copy: the first function of ours is the one that wanted it.
         frame = frame.f_back
     return outside
 
