@@ -102,6 +102,7 @@ def _pass_through(probe: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         return
     result, gradient = probe
     with suppress(RuntimeError):  # the device is lost, or cannot be used after a fork
+        # The graph is kept, as the probe is used again.
         execution_engine.run_backward(
             (result,), (gradient,), True, False, (), allow_unreachable=True, accumulate_grad=True
         )

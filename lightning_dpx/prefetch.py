@@ -13,7 +13,7 @@ R = TypeVar("R", bound=OffloadedTensor)
 
 
 class TensorPrefetcher(Prefetcher[R]):
-    """A prefetcher of tensors, for several threads; what a backward did not unpack goes when it ends."""
+    """A prefetcher of tensors, for several threads; what was fetched in vain goes with its backward."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -32,8 +32,8 @@ class TensorPrefetcher(Prefetcher[R]):
         with self._lock:
             arrived = slot.offloaded.fetch()
             self.on_unpack(slot, backward)
-            # Once for each backward: one of a part of the graph ends before it has unpacked all that
-            # is on its way.
+            # Once for each backward: one of a part of the graph ends before it has unpacked all
+            # that is on its way.
             if backward >= 0 and self._ahead and self._backward != backward:
                 self._backward = backward
                 execution_engine.queue_callback(self.cancel)  # type: ignore[attr-defined]

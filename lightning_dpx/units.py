@@ -59,7 +59,7 @@ def format_mib(size: float, digits: int = 1) -> str:
 
 
 def format_part(part: float, whole: float) -> str:
-    """A part of some bytes beside the whole, in one unit: ``"1.48 of 1.50 GiB"``, ``"6.3 of 8.0 MiB"``."""
+    """A part of some bytes beside the whole, in one unit: ``"1.48 of 1.50 GiB"``."""
     if whole >= GIB:
         return f"{part / GIB:.2f} of {whole / GIB:.2f} GiB"
     return f"{part / MIB:.1f} of {whole / MIB:.1f} MiB"

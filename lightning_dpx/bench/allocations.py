@@ -26,6 +26,7 @@ def peak_of_passing(step: Callable[[], object]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
+    # The tree has blocks under the operators that asked for them, not in the order of time.
     blocks = sorted(_blocks(record.profiler.kineto_results.experimental_event_tree()), key=lambda block: block[0])
     changes = [0] * len(blocks)
     present: dict[int, int] = {}
@@ -34,6 +35,7 @@ def peak_of_passing(step: Callable[[], object]) -> int:
             present[address] = event
         # A block that was there before has no birth here, and does not count.
         elif (born := present.pop(address, None)) is not None:
+            # A block counts from its birth on, but only now is it known that the step gave it back.
             changes[born] = -num_bytes
             changes[event] = num_bytes
     return max(accumulate(changes), default=0)

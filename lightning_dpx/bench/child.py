@@ -24,6 +24,7 @@ class Child:
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
+            # A pipe that nothing reads would fill up and stop the process.
             stdout=subprocess.PIPE if tells else subprocess.DEVNULL,
             stderr=errors,
             text=True,

@@ -32,6 +32,7 @@ class Mode:
     watched: bool = False
 
 
+# The first one is what the table compares the others with.
 MODES = {
     "one device": Mode("auto", devices=1),
     "dpx, 1 replica": Mode("dpx", devices=1),
@@ -103,6 +104,7 @@ def peak_memory() -> tuple[int, int]:
 def report(**values: Any) -> None:
     """Prints one line of JSON."""
     sys.stdout.write(json.dumps(values) + "\n")
+    # The bench waits for this line.
     sys.stdout.flush()
 
 
@@ -113,6 +115,7 @@ def make_trainer(mode: Mode, devices: int, **options: Any) -> Trainer:
         accelerator="cpu",
         devices=mode.devices or devices,
         strategy=strategy,
+        # The number of steps ends the fit, however long an epoch is.
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,

@@ -172,6 +172,8 @@ class _Model:
             try:
                 plan = make()
             except PlanError as error:
+                # A budget that one way cannot meet is a result, and the others are measured
+                # all the same.
                 self._missing(f"{self.name}: {way} at {share:.2f}: {error}")
                 continue
             found.append(self._planned(way, share, plan))
@@ -266,6 +268,7 @@ def _result(model: _Model, entry: _Entry) -> MicroBatchContest:
     ratios = [mine / theirs for mine, theirs in zip(entry.step.seconds, plain.seconds, strict=True)]
     share = None if plan is None or plan.peak is None else plan.peak / whole
     ratio = None if plan is None or plan.recompute_share is None else 1 + plan.recompute_share
+    # Sums over parts have another order than those over all rows, so bits are not expected.
     _same_bits, close = agreement(entry.step.gradients(), plain.gradients())
     return MicroBatchContest(
         model=model.name,

@@ -72,6 +72,7 @@ def step_milliseconds(name: str, number: int, way: str, num_steps: int) -> float
     times = _StepTimes()
     trainer = Trainer(
         accelerator="cpu",
+        # What is compared is the work for micro-batches alone.
         devices=1,
         strategy=DPXStrategy(micro_batches=number) if way == "dpx" else "auto",
         limit_train_batches=WARM_UP + num_steps,
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    # Processor time counts all threads, also those that only wait for work.
     torch.set_num_threads(1)
     ways = ("whole", "by hand", "dpx")
     sys.stdout.write(f"{'model':6} {'M':>3} {'whole ms':>9} {'by hand':>9} {'dpx':>9} {'dpx / by hand':>14}\n")

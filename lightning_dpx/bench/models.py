@@ -151,4 +151,5 @@ class _ReadyBatches(Dataset[Batch]):
 
 def ready_loader(model: BenchModel, size: int) -> DataLoader[Any]:
     """A loader of finished batches of ``size`` rows."""
+    # The data set gives whole batches, so there is nothing to collate.
     return DataLoader(_ReadyBatches(model, size), batch_size=None)

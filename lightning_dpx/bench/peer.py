@@ -35,6 +35,7 @@ def main() -> None:
         if size not in buffers:
             # One size at a time: that of 1e8 elements takes 400 MB in every process.
             buffers = {size: torch.empty(size, device=device)}
+        # Summed in place over and over, the values would grow to infinity.
         buffers[size].fill_(1.0)
         # All begin at once, so the time of the first rank holds no wait for a late one.
         distributed.barrier()
@@ -44,6 +45,7 @@ def main() -> None:
         for work in works:
             work.wait()
         if device.type == "cuda":
+            # A work of NCCL waits in the stream, and not in this thread.
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         if rank == 0:

@@ -80,6 +80,7 @@ class _Contestant:
             self._model.zero_grad(set_to_none=True)
             # Dropout draws the same masks for all, or gradients could not be compared.
             torch.manual_seed(0)
+            # Freeing the gradients of the step before is no part of this one.
             start = time.perf_counter()
             self._run(x)
             return time.perf_counter() - start
@@ -206,10 +207,12 @@ def _compare(
         except RuntimeError as error:
             missing(f"{name}: {peer.mode} cannot run this model: {error}")
             continue
+        # Where a model is compiled, its first step is hardly anything else.
         progress(f"{name}: {peer.mode} first ran in {time.perf_counter() - started:.2f} s")
         contestants.append(peer)
     peaks = {contestant.mode: contestant.peak(x) for contestant in contestants}
     started = time.perf_counter()
+    # One profile serves all budgets.
     profile = _profile(model, x)
     progress(f"{name}: profiled in {time.perf_counter() - started:.2f} s")
     targets = {f"dpx {budget:.2f}": budget * peaks["none"] for budget in budgets}
@@ -301,6 +304,7 @@ def plot_contests(results: Sequence[Contest], path: Path) -> None:
             if not row.mode.startswith("dpx"):
                 axes.plot(row.peak_share, row.time_ratio, "s", label=row.mode)
         axes.set(title=model, xlabel="peak of activations / unplanned")
+        # Panels in a row have one label on the left.
         axes.set_ylabel("" if number else "step time / unplanned")
         axes.grid(alpha=0.3)
     axes.legend()

@@ -179,6 +179,7 @@ def _compare(
         contestants[f"{reducer_name}, to owners"] = _timed(lambda r=reducer: r.reduce(grads), devices)  # type: ignore[misc]
         contestants[f"{reducer_name}, to all"] = _timed(lambda r=reducer: r.all_reduce(grads), devices)  # type: ignore[misc]
     source = [torch.zeros(shape, device=devices[0]) for shape in shapes]
+    # From the first device to the last, so that a copy crosses a link where there is one.
     target = [torch.zeros(shape, device=devices[-1]) for shape in shapes]
     contestants["copy"] = _timed(lambda: foreach_copy_(target, source), devices)
     contestants[PEER] = lambda: peers.run(elements)

@@ -65,6 +65,7 @@ class ManyParameters(LightningModule):
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
+        # A layer has two parameters, its weight and its bias.
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2)]
         self.net = nn.Sequential(*layers)
 
@@ -150,6 +151,7 @@ def _compare(parameters: int, replicas: int, where: Where, rounds: int) -> Scale
         replicas=replicas,
         where=where,
         step_ms=statistics.median(steps) * 1e3,
+        # One plain step was timed; K replicas are compared with K of them.
         plain_ms=statistics.median(plain) * 1e3 * replicas,
     )
 
@@ -186,6 +188,7 @@ def _our_steps(parameters: int, replicas: int, where: Where, num_steps: int) -> 
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Lightning, about a loader without workers
+        # An item of the data set is a batch, so there is nothing to collate.
         trainer.fit(ManyParameters(parameters), DataLoader(_OneBatch(ROWS * replicas, total), batch_size=None))
     return clock.steps[WARM_UP:]
 

@@ -38,6 +38,7 @@ class Staged(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
+        # The last stage leaves one tensor.
         return self.runner(self.stages(x), (x,))[0]
 
 
@@ -59,6 +60,7 @@ class _Residual(nn.Module):
         super().__init__()
         self.norm1 = nn.BatchNorm2d(channels)
         self.norm2 = nn.BatchNorm2d(channels)
+        # A bias in front of a batch norm is taken away by it.
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,6 +159,7 @@ class UnrolledLSTM(Staged):
         self.hidden = hidden
 
     def stages(self, x: Tensor) -> list[Stage]:
+        # The cell makes its own zeros for the first step.
         def begin(x: Tensor) -> State:
             return self.cell(x[0])  # type: ignore[no-any-return]
 

@@ -55,6 +55,7 @@ class _Job:
         options = ["--devices", str(devices), "--chunks", str(chunks)]
         command = [sys.executable, "-m", "lightning_dpx.bench.job", model, mode, *options]
         self.step_seconds: list[float] = []
+        # A file, because a pipe that nothing reads fills up and stops the job.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
         # The child tells the end of its first step by the same clock.
         self._started = time.time()
@@ -135,6 +136,7 @@ def compare_steps(
                     job.run_chunk()
             results += [job.result() for job in jobs]
         finally:
+            # Also those that wait, where one of them has failed.
             for job in jobs:
                 job.close()
     return results

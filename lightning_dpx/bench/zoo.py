@@ -100,6 +100,7 @@ def bert() -> Animal:
 def llama() -> Animal:
     """RMS norm, rotary positions, gated layers, grouped heads."""
     config = transformers.LlamaConfig(**_SMALL, intermediate_size=128, num_key_value_heads=2)
+    # A training step needs no keys and values for later tokens.
     return _text(config, transformers.LlamaModel, use_cache=False)
 
 
@@ -164,6 +165,7 @@ def deberta() -> Animal:
 
 def mamba() -> Animal:
     """A selective scan: many small tensors in a loop."""
+    # Without mambapy's parallel scan, as the loop is what this model is here for.
     config = transformers.MambaConfig(
         hidden_size=64, num_hidden_layers=2, vocab_size=_IDS, state_size=8, use_mambapy=False
     )
@@ -192,6 +194,7 @@ def whisper() -> Animal:
         max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     module = _Loss(transformers.WhisperModel(config), "input_features decoder_input_ids", {"use_cache": False})
+    # The second convolution has a stride of 2, so 100 frames become the 50 positions.
     inputs = (torch.randn(4, 16, 100), torch.randint(_IDS, (4, 16)))
     return Animal(module, inputs, _own_checkpointing(module.inner))
 
@@ -281,6 +284,7 @@ class _Graph(nn.Module):
         nodes = torch.arange(200)
         ahead = torch.stack([nodes, (nodes + 1) % 200])
         across = torch.stack([nodes, (nodes * 7 + 3) % 200])
+        # No input, as edges are not rows of a batch.
         self.register_buffer("edges", torch.cat([ahead, across], 1))
 
     def forward(self, features: Tensor) -> Tensor:
@@ -368,6 +372,7 @@ class _Flow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         total = x.new_zeros(len(x))
         for number, net in enumerate(self.nets):
+            # The halves change places, or one of them would pass through all layers as it was.
             a, b = x.chunk(2, 1) if number % 2 else x.flip(1).chunk(2, 1)
             scale, shift = net(a).chunk(2, 1)
             scale = scale.tanh()

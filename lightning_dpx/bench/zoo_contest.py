@@ -82,6 +82,7 @@ class _Runner:
 
     def step(self) -> None:
         """A forward and its backward, from the same random numbers; notes its processor time."""
+        # Before the clock starts: it is no part of a forward and its backward.
         self._animal.module.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         # Processor time: other programs of the machine would show in any other.
@@ -158,6 +159,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     # At the same peak only the time is left to compare.
     budget = own_peak if own is not None else int(SHARE * unplanned)
     progress(f"{name}: planning for {budget / unplanned:.2f} of its peak")
+    # Planned on a model of its own, as the plain one has to stay without a plan.
     subject = _made(name)
     _Runner(subject).warm_up()  # what a library makes in its first step is no part of the plan
     subject.module.zero_grad(set_to_none=True)
@@ -169,6 +171,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     except PlanError as error:
         # A refusal is a result, too: the table shows how far down a plan could have gone.
         smallest = getattr(error, "smallest", None)
+    # A budget that is refused has taken its time, too.
     planning = time.process_time() - start
     ours: _Runner | None = None
     if plan is not None:

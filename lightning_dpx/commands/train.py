@@ -15,7 +15,7 @@ SUBCOMMANDS = ("fit", "validate", "test", "predict")
 def add_to(commands: Any) -> None:
     """Adds the commands to ``dpx``."""
     for name in SUBCOMMANDS:
-        # Without a --help of argparse's, so that it reaches the LightningCLI, which knows all options.
+        # Without a --help of argparse's, so that it reaches the LightningCLI with all its options.
         command = commands.add_parser(
             name, help=f"{name} with a config: dpx {name} --config run.yaml (--help: every option)", add_help=False
         )
@@ -54,6 +54,7 @@ def make_cli(arguments: list[str], *, execute: bool, **trainer: Any) -> Any:
     cli = ConfigCLI if execute else partial(InstantiateOnlyCLI, trainer)
     return cli(
         seed_everything_default=0,
+        # A config that names no strategy is run by ours.
         trainer_defaults={"strategy": {"class_path": "lightning_dpx.DPXStrategy"}},
         save_config_callback=SaveConfig if execute else None,
         parser_kwargs={"prog": "dpx"},

@@ -95,5 +95,6 @@ def plain_axes(axes: Any) -> Any:
     """Without the frame's upper and right lines, on a light grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
+    # Or the grid would be drawn over the bars.
     axes.set_axisbelow(True)
     return axes

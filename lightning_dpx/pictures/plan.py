@@ -148,6 +148,7 @@ def draw_prices(prices: Sequence[tuple[int, float]], unplanned: int, chosen: tup
     axes.axvline(unplanned / MIB, color=UNPLANNED, linestyle=":")
     axes.annotate("everything kept", (unplanned / MIB, 0.5), (-4, 0), ("data", "axes fraction"), "offset points",
                   ha="right", rotation=90, fontsize=8, va="center")  # fmt: skip
+    # From 0 on, so that lengths compare.
     axes.set(xlabel="peak of activations, MiB", ylabel="extra time of a step, %", xlim=(0, None), ylim=(0, None))
     axes.set_title("What a budget costs")
     return figure

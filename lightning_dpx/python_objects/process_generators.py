@@ -36,7 +36,7 @@ class ProcessGenerators:
 
     @property
     def holds_a_number(self) -> bool:
-        """Whether NumPy keeps a normal number for the next call, which changes no watched memory."""
+        """Whether NumPy keeps a normal number, whose draw changes none of the watched memory."""
         return self._numpy is not None and bool(self._numpy[3])
 
     def _all(self) -> list[Any]:
