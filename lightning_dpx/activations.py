@@ -112,6 +112,7 @@ def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run
         try:
             if isinstance(inputs, dict):
                 return module(**inputs)
+            # As Lightning hands an example on: a dict by keyword, a list or a tuple by position.
             return module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
         finally:
             for child, mode in training.items():
@@ -144,6 +145,7 @@ def trace_run(module: nn.Module, run: Run, inputs: list[Any]) -> list[Activation
         name = f"{calls.name}:{number}" if number else calls.name
         size = 0 if key_of(storage) in kept else storage.nbytes()
         kept[key_of(storage)] = storage
+        # A leaf, such as an input that needs a gradient, was made by no operator.
         operator = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
         found.append(Activation(name, calls.path, tuple(tensor.shape), tensor.dtype, size, tensor.device, operator))
         return saved[-1]

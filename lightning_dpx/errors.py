@@ -166,6 +166,7 @@ def describe_error(error: BaseException) -> str:
     try:
         message = str(error)
     except Exception as failure:  # noqa: BLE001  the user's own code
+        # The failure of the message must not take the place of the error.
         return f"{type(error).__name__} (its __str__ fails with {type(failure).__name__})"
     return f"{type(error).__name__}: {message}"
 

@@ -370,6 +370,7 @@ class ReplicaGroup:
         """
         rows = [batch_slice.num_rows for batch_slice in self._slices]
         without = [one.replica for one, output in zip(self._slices, self._outputs, strict=True) if output is None]
+        # Where all of them returned None, so would one device.
         if without and len(without) < len(self._outputs):
             named = ", ".join(f"{replica.index} on {replica.device}" for replica in without)
             raise GatherError(
@@ -399,6 +400,8 @@ class ReplicaGroup:
         for name, column in zip(self._slices[0].batch, self.input_grads(), strict=True):
             dim = self._dim(name)
             whole = dim == -1 and column[0] is not None
+            # Every replica had all of that input, so each of its elements has a gradient from
+            # each of them.
             merged.append(sum(grad.to(device) for grad in column) if whole else gather(column, rows, device, dim))
         return merged
 
@@ -498,6 +501,7 @@ def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> d
     if not isinstance(grad_req, Mapping):
         check_choice("grad_req", grad_req, get_args(GradReq))
         return dict.fromkeys(names, grad_req)
+    # A name with a typing error would leave its parameter at "write" in silence.
     for name, request in grad_req.items():
         if name not in names:
             raise ConfigurationError(f"grad_req names {name!r}; the parameters are: {', '.join(names)}.")
@@ -508,6 +512,7 @@ def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> d
 def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict[str, nn.Parameter]]:
     """Every replica's parameters, also under the other names of tied ones."""
     theirs = [replica.device for replica in group._set.primaries]
+    # Parameters are shared replica by replica, so number and order count.
     if theirs != list(devices):
         raise ConfigurationError(
             f"shared_group lives on {', '.join(map(str, theirs))}, this group on {', '.join(map(str, devices))}; both "
@@ -522,6 +527,7 @@ def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
     for path, child in module.named_modules(remove_duplicate=False):
         for key, mine in list(parameters_of(child).items()):
             name = f"{path}.{key}" if path else key
+            # A layer without a bias has None in its place.
             if mine is None or name not in existing:
                 continue
             if mine.shape != existing[name].shape:

@@ -67,6 +67,7 @@ class TensorMonitor:
     def collect(self) -> list[Observation]:
         """All observations since the last call, by replica, each in the order of its forward."""
         with self._lock:
+            # Handed out once: what comes later is for the next call.
             seen = self._seen
             self._seen = []
         # A stable sort: what one replica has reported stays in order.

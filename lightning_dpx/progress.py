@@ -79,6 +79,7 @@ def shown(what: str, *, enabled: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after an error, whose message would else stand behind the bar.
         _CURRENT.bar.close()
         _CURRENT.bar = None
 

@@ -338,6 +338,7 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor"})  # namespaces 
 # What turns a function into compiled code: the settings of torch.compile, and what it calls for a frame.
 COMPILER_TYPES: tuple[type, ...] = (_TorchDynamoContext, CatchErrorsWrapper, ConvertFrame)
 
+# The public profiler takes these as they are, and has no names for them.
 ProfilerConfig = torch._C._profiler._ExperimentalConfig
 ProfilerEventType = torch._C._profiler._EventType
 execution_engine: Any = torch.autograd.Variable._execution_engine
@@ -441,6 +442,7 @@ def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
     # Only units that `fully_shard` has made have the method.
     read_state = getattr(module, "_get_fsdp_state", None)
     policy = None if read_state is None else getattr(read_state(), "_mp_policy", None)
+    # Without a policy parameters are gathered as they are kept.
     return None if policy is None else policy.param_dtype
 
 

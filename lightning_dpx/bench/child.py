@@ -32,14 +32,14 @@ class Child:
         )
 
     def tell(self, line: str) -> None:
-        """Gives it a line."""
+        """Gives the process a line to read."""
         stdin = cast("IO[str]", self.process.stdin)  # a pipe, as asked for
         stdin.write(f"{line}\n")
         # The child waits for the line, which would else stay in the buffer of this process.
         stdin.flush()
 
     def read(self, key: str) -> Any:
-        """What it says of ``key`` next; other output of its own is passed over.
+        """What the process reports under ``key`` next; other output is passed over.
 
         Raises:
             BenchError: it ended, or closed its output, before it said so.

@@ -105,7 +105,7 @@ class _Step:
         self.seconds.append(time.process_time() - start)
 
     def peak(self) -> int:
-        """Bytes of activations at the most."""
+        """The peak of activations of a step, in bytes."""
         self._model.zero_grad(set_to_none=True)
         return peak_of_passing(self.run)
 

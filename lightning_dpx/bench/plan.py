@@ -86,7 +86,7 @@ class _Contestant:
             return time.perf_counter() - start
 
     def peak(self, x: Tensor) -> int:
-        """Bytes of activations at the most."""
+        """The peak of activations of a step, in bytes."""
         with self._around():
             self._model.zero_grad(set_to_none=True)
             # Begun without gradients, so that those of parameters last beyond the step and

@@ -91,13 +91,13 @@ class _Runner:
         self.seconds.append(time.process_time() - start)
 
     def warm_up(self) -> None:
-        """Steps that do not count."""
+        """Runs steps that do not count."""
         for _ in range(_WARM):
             self.step()
         self.seconds.clear()
 
     def peak(self) -> int:
-        """Bytes of activations at the most."""
+        """The peak of activations of a step, in bytes."""
         self._animal.module.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         return peak_of_passing(self._run)

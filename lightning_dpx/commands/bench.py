@@ -197,6 +197,7 @@ def _bench_zoo(args: argparse.Namespace) -> int:
                 f"--{option.replace('_', '-')} is for the bench's own models; with --zoo name models behind it "
                 "(--zoo bert llama), and their budgets are the peaks of their own checkpointing."
             )
+    # An empty list of names stands for all of them.
     results = compare_zoo(args.zoo or list(ZOO), args.rounds, progress, _missing)
     if not results:
         raise UnsupportedError("No model of the zoo can be made here; pip install transformers torch_geometric.")

@@ -86,6 +86,7 @@ class InstantiateOnlyCLI(ConfigCLI):
     """
 
     def __init__(self, trainer: dict[str, Any], **options: Any) -> None:
+        # Before the base class, whose constructor makes the Trainer.
         self._for_trainer = trainer
         super().__init__(**options)
 

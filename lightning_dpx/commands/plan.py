@@ -158,7 +158,7 @@ def check_files(args: argparse.Namespace) -> None:
         raise ConfigurationError(f"--report {args.report} is not allowed; name an .html, .png, .svg or .pdf file.")
     for option in ("save", "report"):
         path = getattr(args, option)
-        # Refused, not made: a folder with a typing error would take the result.
+        # Refused, not made: a misspelled folder would take the result.
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"--{option} {path} is not allowed: there is no folder {path.parent}.")
         if path is not None and path.is_dir():
@@ -341,6 +341,7 @@ def _as_dict(forecast: DeviceForecast) -> dict[str, Any]:
     plan = forecast.plan
     return {
         **values,
+        # These are properties, which asdict leaves out.
         "peak": forecast.peak,
         "fits": forecast.fits,
         "extra_time_share": None if plan is None else plan.recompute_share,

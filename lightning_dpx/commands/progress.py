@@ -14,7 +14,7 @@ def progress(text: str) -> None:
 
 
 def done() -> None:
-    """Wipes the last word of :func:`progress` away."""
+    """Wipes away what :func:`progress` has written last."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{'':{_WIDTH}}\r")
         sys.stderr.flush()

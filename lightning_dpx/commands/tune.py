@@ -214,6 +214,7 @@ def _measured_best(args: argparse.Namespace, candidates: Sequence[_Candidate], b
     for candidate in tried:
         progress(f"training with batches of {candidate.forecast.batch_size}")
         candidate.measured = _samples_per_second(candidate.config, candidate.forecast.batch_size)
+    # What was measured decides over what was predicted.
     return max(tried, key=lambda one: one.measured)
 
 
@@ -249,6 +250,7 @@ def _key_of(args: argparse.Namespace, config: dict[str, Any]) -> str:
 def _value_at(config: dict[str, Any], key: str) -> Any:
     value: Any = config
     for part in key.split("."):
+        # A key may end in the middle of the config, or go past a value of another kind.
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
@@ -297,7 +299,7 @@ class _StepClock(Callback):
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """One step ends where the next begins."""
+        """Ends the time of one step, and begins that of the next."""
         now = self._now(trainer)
         # Before the first batch of an epoch other things happen than a step.
         if batch_idx > 0:
@@ -310,7 +312,7 @@ class _StepClock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The last step of an epoch has no next one."""
+        """Ends the time of the last step of an epoch, which has no next one."""
         self._count += 1
         trainer.should_stop = self._count >= _STEPS
         if trainer.is_last_batch or trainer.should_stop:

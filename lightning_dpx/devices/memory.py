@@ -42,7 +42,7 @@ _host_peak = 0
 def allocated_and_peak(device: torch.device) -> tuple[int, int]:
     """Bytes of this process's tensors on ``device``, and the most since the last :func:`reset_peak_memory`.
 
-    On the host, the resident memory of the process, and the most that anyone asked for.
+    On the host, the resident memory of the process, and the most that any call has seen.
     """
     global _host_peak
     if is_host(device):

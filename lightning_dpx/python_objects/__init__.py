@@ -1,8 +1,13 @@
 """What Python objects hold, and how it is compared, put back and searched.
 
-object_graph  which objects lead to which, as the garbage collector sees them
-reachable     objects that the code of a module can reach, globals included
-preserve      every random generator in reach, remembered and put back
-object_state  what the objects behind the attributes of modules hold, to be compared or put back
-untouched     a run of a module that leaves no trace
+object_graph        which objects lead to which, as the garbage collector sees them
+origin              whether a class or a file is Python's, a framework's, installed, or the user's
+reachable           objects that the code of a module can reach, globals included
+process_generators  whether Python's and NumPy's generators were drawn from, without a copy
+preserve            every random generator in reach, remembered and put back
+object_state        what the objects behind attributes hold, to be compared or put back
+overrides           attributes that are others for a while
+compiled            what torch.compile has compiled, and runs without it
+untouched           a run of a module that leaves no trace
+digest              a short text that tells runs apart by what they depend on
 """

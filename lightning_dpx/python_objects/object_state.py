@@ -248,7 +248,7 @@ class ObjectState:
             path, value = self._waiting.pop()
             if self._only_own and isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append(value)
-                # Its results are no state of the step; the caller empties those that were empty before.
+                # Its results are no state of the step; callers empty it if it was empty before.
                 value = value.__wrapped__
             if type(value) in _ATOMS or isinstance(value, _CONSTANT) or id(value) in self._seen:
                 continue

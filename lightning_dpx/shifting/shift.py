@@ -486,7 +486,7 @@ class _OnDevice(TorchFunctionMode):
         self._casts.append(cast)
 
     def leave(self) -> None:
-        """Back to where it was before."""
+        """What follows runs where it did before the last :meth:`enter`."""
         self.stack.pop()
         self._casts.pop().__exit__(None, None, None)
 
@@ -516,8 +516,7 @@ class _OnDevice(TorchFunctionMode):
             return self._copies.copy(tensor, here)
 
         brought_args, brought_kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
-        # The operator would write into the copy, and the original would keep its old
-        # values in silence.
+        # The operator would write into the copy, and the original would silently keep its values.
         if foreign and writes_in_place(name, kwargs) and args and args[0] is not brought_args[0]:
             raise UnsupportedError(
                 f"{self.shift.entry}: {resolve_name(func) or name} writes into a tensor on {foreign[0].device} from "
