@@ -501,7 +501,7 @@ def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> d
     if not isinstance(grad_req, Mapping):
         check_choice("grad_req", grad_req, get_args(GradReq))
         return dict.fromkeys(names, grad_req)
-    # A name with a typing error would leave its parameter at "write" in silence.
+    # A misspelled name would silently leave its parameter at "write".
     for name, request in grad_req.items():
         if name not in names:
             raise ConfigurationError(f"grad_req names {name!r}; the parameters are: {', '.join(names)}.")

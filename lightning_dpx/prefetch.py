@@ -13,7 +13,7 @@ R = TypeVar("R", bound=OffloadedTensor)
 
 
 class TensorPrefetcher(Prefetcher[R]):
-    """A prefetcher of tensors, for threads; nothing that was fetched in vain outlives its backward."""
+    """A prefetcher of tensors for threads; nothing fetched in vain outlives its backward."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)

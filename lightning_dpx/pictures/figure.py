@@ -57,7 +57,7 @@ class Hover:
     texts: Sequence[tuple[float, str]]
 
 
-# A figure has no place for notes, and should not be kept for them.
+# By weak keys, so that a note keeps no figure alive.
 _HOVERS: "weakref.WeakKeyDictionary[Any, Hover]" = weakref.WeakKeyDictionary()  # by figure
 
 

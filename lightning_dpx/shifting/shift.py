@@ -466,7 +466,7 @@ class _OnDevice(TorchFunctionMode):
     def is_left_behind(self) -> bool:
         """Whether the module call that this mode is for has ended without telling."""
         frame: FrameType | None = sys._getframe()
-        # The frame of a call that is still running is among those below this one.
+        # The frame of a call that is still running is among the callers of this one.
         while frame is not None and frame is not self.caller:
             frame = frame.f_back
         return self.caller is not None and frame is None
