@@ -96,6 +96,7 @@ class ActivationPlanner(Callback):
     ) -> None:
         if budget is not None and plan is not None:
             raise ConfigurationError("Give budget, to make a plan, or plan, to follow one; not both.")
+        # A float stays one: it is a share of a peak that only the first batch tells.
         self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
         bytes_of_budget(self._budget, 1)  # checks it
         self._planner = make_planner(planner)
@@ -106,6 +107,7 @@ class ActivationPlanner(Callback):
         self._shapes = KnownShapes()
         self._profiles = list[Profile]()
         self._other_steps = OtherSteps()
+        # Hooks have no block to put a context around: one enters it, another closes it.
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -114,6 +116,8 @@ class ActivationPlanner(Callback):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
             )
+        # These shard the module later on, and a shadow in one process would have
+        # a part of each parameter.
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise UnsupportedError(
                 f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its "
@@ -132,6 +136,8 @@ class ActivationPlanner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans if need be, and begins to follow."""
+        # All plan if one must: a profiled step may hold collectives, in which
+        # the others would be missed.
         if not self._given and trainer.strategy.reduce_boolean_decision(self._is_open(pl_module, batch), all=False):
             with shown("planning memory", enabled=shows_progress(trainer)):
                 try:
@@ -141,11 +147,11 @@ class ActivationPlanner(Callback):
         self._step.enter_context(planned(pl_module))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """The step is over."""
+        """Stops following the plan: the step is over."""
         self._step.close()
 
     def on_exception(self, *_: Any) -> None:
-        """So is one that failed."""
+        """Stops following the plan after a step that failed."""
         self._step.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -173,6 +179,7 @@ class ActivationPlanner(Callback):
         if applied is not None:
             remove_plan(module)
         try:
+            # The cache would find the known step by its shapes.
             if self._shapes.hold(batch) and self._other_steps.expected:  # it looks like the known ones and is not
                 profile = self._profiled(trainer, module, batch, batch_idx)
             else:
@@ -210,6 +217,7 @@ class ActivationPlanner(Callback):
     def _profiled_unsharded(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         """The step of a module that ``fully_shard`` has spread, as what it was before, on fake tensors."""
         device = trainer.strategy.root_device
+        # The user's own module runs on fake tensors, and what it logs must not reach the Trainer.
         log = StepLog(BatchSlice(Replica(0, device, module), 0, batch))
 
         def step_on(inputs: Any) -> Callable[[], torch.Tensor | None]:
@@ -226,6 +234,8 @@ class ActivationPlanner(Callback):
         if sharded_units(module):
             return plan_of_first_rank(lambda: self._profiled_unsharded(trainer, module, batch, batch_idx))
         replica = Replica(0, trainer.strategy.root_device, module)
+        # The Trainer and its loggers are kept by reference: a copy of them
+        # would copy the whole run.
         shadow: Any = make_shadow_module(replica, [trainer, *trainer.loggers])
         set_trainer(shadow, trainer)
 
@@ -234,6 +244,7 @@ class ActivationPlanner(Callback):
         guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [replica.device])
 
         def step() -> torch.Tensor | None:
+            # Optimizers of a step by hand really step, so each run begins from the same state.
             visit = nullcontext() if module.automatic_optimization else guest.visit(shadow)
             with visit, StepLog(BatchSlice(replica, 0, batch)).recording(shadow):
                 arguments = arguments_of_step(shadow.training_step, batch, batch_idx)
@@ -250,10 +261,12 @@ class ActivationPlanner(Callback):
     def _planned(self, module: LightningModule, latest: Profile, now: MemoryPlan | None) -> MemoryPlan:
         profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)
         largest = max(profiles, key=lambda profile: profile.peak)
+        # A fraction is one of the largest step so far, and so grows along with the batches.
         budget = bytes_of_budget(self._budget, largest.peak)
         if budget is None:  # as few as possible where most are needed
             least = self._cache.plan_profile(module, largest, self._planner)
             self.profile = largest
+            # Smaller steps may save what the largest one does not, such as another branch.
             plan = complete_plan(module, least, profiles, self._planner)
         else:
             steps = [[profile] for profile in profiles]

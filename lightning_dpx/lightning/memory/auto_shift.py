@@ -34,16 +34,20 @@ def shift_what_does_not_fit(
         ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
     """
     with preserve_rng_state(replicas.devices, [replicas.root.module]):
+        # The real step must draw what it would have drawn without the trace.
         kept, total = _predict(replicas, slices[0], run)
+    # A gradient, and what the optimizer keeps; of no optimizer as much as of Adam.
     per_parameter = 1 + max((states_of(optimizer) for optimizer in optimizers), default=2)
     spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)
+    # What the step keeps outside of parts that could be moved stays on the replica's device.
     elsewhere = total - sum(part.kept for part in parts)
     if len(slices) > 1:  # gradients on their way between the replicas, in buckets
         elsewhere += 3 * sum(part.parameters for part in parts)
     chosen: list[Shift] = []
     for batch_slice in slices:
         device = batch_slice.replica.device
+        # Every replica has a target of its own, or two would fill one spare device.
         target = max(spares, key=free_bytes, default=None)
         free = free_bytes(device), free_bytes(target) if target is not None else 0
         rows = sum(leaf.nbytes for leaf in tree_leaves(batch_slice.batch) if isinstance(leaf, torch.Tensor))
@@ -63,9 +67,11 @@ def shift_what_does_not_fit(
         here = f"{device}: {format_mib(needs[0], 0)} of {format_mib(free[0], 0)}"
         there = f"{target}: {format_mib(needs[1], 0)} of {format_mib(free[1], 0)}"
         rank_zero_info(f"dpx: shifts {device} -> {target}: {', '.join(names)}\n     {here}    {there}")
+    # A resumed run has optimizer state by now, from before the parameters were moved.
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
+                # Scalars such as Adam's step counter stay: torch keeps them on the host on purpose.
                 if isinstance(value, torch.Tensor) and value.ndim:
                     state[name] = value.to(parameter.device)
     return chosen
@@ -78,6 +84,7 @@ def _predict(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> tuple[
             "shifts and shift_activations by hand."
         )
     traces: list[list[Activation]] = []
+    # Two sizes, as what does not grow with the rows must not be scaled with them.
     for rows in (2, 4):
         few = _first_rows(replicas, batch_slice, rows)
         shadow: Any = replicas.make_shadow_module()
@@ -100,6 +107,8 @@ def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any
 def states_of(optimizer: Any) -> int:
     """Tensors of a parameter's size that the optimizer keeps for it."""
     defaults = optimizer.defaults
+    # By the names of its settings: what an optimizer will keep can be seen
+    # only after its first step.
     if "betas" in defaults:
         return 3 if defaults.get("amsgrad") else 2
     if "momentum" in defaults:  # of SGD's kind, which keeps one tensor if it has momentum at all

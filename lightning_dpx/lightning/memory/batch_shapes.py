@@ -13,7 +13,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Of the tensors in ``batch``, in order."""
+    """The shapes of all tensors in ``batch``, in order."""
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
@@ -30,7 +30,9 @@ class KnownShapes:
 
     def add(self, batch: Any) -> None:
         """From now on ``batch`` is known, and so are all within it."""
+        # A batch that is longer but has fewer rows is within none, and may need more memory.
         shapes = shapes_of(batch)
+        # Those within the new one say nothing more, so the list stays as short as it can be.
         self._largest = [known for known in self._largest if not _within(known, shapes)] + [shapes]
 
 

@@ -19,10 +19,12 @@ def parse_budget(budget: Any, name: str = "memory_budget") -> Any:
     Raises:
         ConfigurationError: it is none of these.
     """
+    # By the name, as the budget of one device cannot be a mapping again.
     if isinstance(budget, Mapping) and name == "memory_budget":
         return _parse_each(budget)
     if budget is None or budget == "auto":
         return budget
+    # An int is always bytes: 1 is one byte, and 1.0 all of the device.
     if isinstance(budget, float) and 0 < budget <= 1:
         return budget
     if isinstance(budget, float):
@@ -38,6 +40,8 @@ def _parse_each(budgets: Mapping[Any, Any]) -> dict[str, Budget]:
     parsed: dict[str, Budget] = {}
     for device, budget in budgets.items():
         try:
+            # Only the name is checked here, as the devices of the run are
+            # not known before it begins.
             torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigurationError(
@@ -51,7 +55,7 @@ def _parse_each(budgets: Mapping[Any, Any]) -> dict[str, Budget]:
 
 
 class Budgets:
-    """Bytes for everything on a device.
+    """How many bytes a step may take on each device, for everything there.
 
     Args:
         given: What :func:`parse_budget` made of the argument.
@@ -62,7 +66,7 @@ class Budgets:
         self._each: dict[torch.device, Budget] | None = None
 
     def place(self, homes: Sequence[torch.device], others: Collection[torch.device]) -> None:
-        """Which devices the run has: budgets by device must name all of them, and no other.
+        """Takes the devices of the run: budgets by device must name all of them, and no other.
 
         Args:
             homes: Of the replicas.
@@ -75,6 +79,7 @@ class Budgets:
             return
         named: dict[torch.device, Budget] = {}
         for name, budget in self.given.items():
+            # Under one name for each: "cuda" and "cuda:0" may be the same device.
             device = canonical_device(name)
             if device not in homes and device not in others:
                 there = ", ".join(map(str, dict.fromkeys((*homes, *others))))
@@ -92,6 +97,7 @@ class Budgets:
 
     def describe(self, device: torch.device) -> str:
         """What was given for ``device``, as a user would write it."""
+        # Errors quote the argument, so that a user finds it in the script.
         return f"memory_budget={self.given!r}" if self._each is None else (
             f"memory_budget[{str(device)!r}]={self._each.get(device)!r}"
         )  # fmt: skip
@@ -109,6 +115,8 @@ class Budgets:
         budget = self.given if self._each is None else self._budget_of(self._each, device)
         named = self._each is not None
         target = device not in homes
+        # One number is meant for accelerators: where parts are shifted to the
+        # host, it may use what is free.
         if isinstance(budget, int | float) and (named or not (target and is_host(device))):
             total = capacity_of(device).total
             if isinstance(budget, float) and not total:
@@ -116,12 +124,14 @@ class Budgets:
                     f"{self.describe(device)} is a fraction of {device}, which has no limit; give bytes."
                 )
             if isinstance(budget, int) and 0 < total < budget:
+                # One number for all devices is no claim that a smaller target has as much.
                 if target and not named:
                     return total
                 raise ConfigurationError(
                     f"{self.describe(device)} is more than {device} has, {format_mib(total)}; give less, or 'auto'."
                 )
             return int(budget * total) if isinstance(budget, float) else budget
+        # On the host what is allocated is the resident memory, which is not the tensors' alone.
         present = 0 if is_host(device) else allocated_and_peak(device)[0]
         return present + int(free_bytes(device) * (1 - _MARGIN))
 

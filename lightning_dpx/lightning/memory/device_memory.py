@@ -54,6 +54,7 @@ class DeviceMemory:
 def flat(memory: DeviceMemory) -> dict[str, int]:
     """The figures in bytes by name, the peaks of the phases among them."""
     sizes = asdict(memory)
+    # A number among bytes, which loggers would show in GiB.
     del sizes["micro_batches"]
     phases = sizes.pop("peak_by_phase")
     return {**sizes, **{f"peak_{phase}": phases.get(phase, 0) for phase in PHASES}}
@@ -63,6 +64,7 @@ def table_of(
     last: Mapping[torch.device, DeviceMemory], highest: Mapping[torch.device, int]
 ) -> tuple[str, list[str], list[list[str]]]:
     """Title, heads and one row per device, in MiB."""
+    # Most runs have none, and their table is wide enough without another column.
     is_cut = any(memory.micro_batches > 1 for memory in last.values())
     rows = []
     for device, memory in last.items():
@@ -70,6 +72,7 @@ def table_of(
         sizes += [memory.peak_by_phase.get(phase, 0) for phase in PHASES]
         sizes += [memory.peak, highest.get(device, 0)]
         unless_none = [f"{size / MIB:.1f}" if size else "-" for size in (memory.planned, memory.budget)]
+        # A simulated device may have no limit, which is a total of 0.
         capacity = f"{memory.total / MIB:.0f}" if memory.total else "-"
         number = [str(memory.micro_batches)] if is_cut else []
         rows.append([str(device), *(f"{size / MIB:.1f}" for size in sizes), *unless_none, capacity, *number])
@@ -86,6 +89,7 @@ def bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:
     for tensor in tensors:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
+            # By device as well: addresses of two devices may be the same number.
             storages[canonical_device(tensor.device), storage.data_ptr()] = storage.nbytes()
     sizes: dict[torch.device, int] = {}
     for (device, _), size in storages.items():

@@ -59,6 +59,7 @@ class DevicePlanner:
         Raises:
             BudgetError: there is none.
         """
+        # Without a limit one piece is the fastest, so there is nothing to choose.
         if self._number == "auto" and room is not None:
             found = plan_in_micro_batches(
                 self._rows,
@@ -72,6 +73,8 @@ class DevicePlanner:
             )
             return found[0]
         number = 1 if self._number == "auto" else self._number
+        # What the step in one piece takes is enough for each of its parts
+        # with nothing computed again.
         allowed = self.whole.peak if room is None else max(1, room - self.aside(number))
         return plan_fixed_micro_batches(
             number, self._rows, self._profile, self._plan_of, allowed, seconds_each=self._seconds_each
@@ -83,6 +86,7 @@ class DevicePlanner:
 
     def followed(self, plan: MemoryPlan | None) -> Profile:
         """The step that a plan is followed in: on the largest micro-batch where it is cut."""
+        # No plan, where the budget cannot be met: the step in one piece says what is missing.
         if plan is None or plan.micro_batches == 1:
             return self.whole
         return self._profile_of_part(plan.micro_batch_rows)
@@ -109,6 +113,7 @@ def micro_batches_of(
     numbers = (automatic,) * num_devices
     if given != "auto":
         numbers = parse_micro_batches(given, num_devices)
+    # Whether the batch could be cut is of no interest then.
     if set(numbers) == {1}:
         return numbers
     why_not = _why_in_one_piece(replicas, batch)
@@ -124,11 +129,14 @@ def _why_in_one_piece(replicas: ReplicaSet, batch: object) -> str:
     module = replicas.root.module
     if not module.automatic_optimization:
         return "the step optimizes by hand."
+    # The run has a way in two passes for these, whose time and memory are not
+    # those that are planned here.
     if callable(getattr(module, "training_step_end", None)):
         return "training_step_end needs the outputs of all rows, with what they keep for backward."
     try:
         rows = replicas.slicer.num_rows(batch)
         if rows > 1:
+            # Tried, as a batch whose rows can be counted may hold something that cannot be cut.
             replicas.slicer.cut(batch, [rows - 1, 1])
     except UncuttableBatch as error:
         return str(error)

@@ -167,6 +167,8 @@ class DryRun:
         return min(planned, key=lambda forecast: forecast.plan.peak or 0, default=None)  # type: ignore[union-attr]
 
 
+# Lightning runs the step whatever a callback's on_train_batch_start returns, so only an
+# exception keeps it from happening.
 class _Seen(Exception):  # noqa: N818  it ends a fit and is no error
     """The first batch is there, the step must not happen."""
 
@@ -181,6 +183,7 @@ class _FirstBatch(Callback, Generic[Found]):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at the batch instead of training on it."""
         self.found = self._work(trainer, pl_module, batch)
+        # The loops unwind, and the Trainer tears the run down as after any other error.
         raise _Seen
 
 
@@ -222,8 +225,10 @@ def work_on_first_batch(
         if data:
             kind = "datamodule" if hasattr(data, "prepare_data") else "train_dataloaders"
             arguments = {kind: data}
+        # Shuffling and augmentation draw numbers, and what the caller runs next must not notice.
         with preserve_rng_state(modules=[module]), suppress(_Seen):
             trainer.fit(module, **arguments)
+    # The fit has ended by itself, without a step.
     if first.found is None:
         raise ConfigurationError("There is no training batch to look at: the loader is empty, or no step is allowed.")
     return first.found
@@ -244,9 +249,12 @@ def slice_sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[i
     whole = rows_to_weigh_by(batch)
     if len(settings.devices) == 1:
         return whole, (whole,)
+    # Only where it is cut: one device needs to know nothing of its dims.
     check_paths(batch, settings.batch_dim)
     try:
         num_rows = replicas.slicer.num_rows(batch)
+        # Tried and thrown away: that rows can be counted does not say that
+        # all of the batch can be cut.
         replicas.slicer.cut(batch, split_sizes(num_rows, workload))
     except UncuttableBatch as error:
         rank_zero_warn(f"dpx: the batch goes whole to the first device: {error}")
@@ -264,8 +272,12 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     )
     num_rows, sizes = slice_sizes(replicas, batch, settings)
     profiles = StepProfiles(trainer, replicas, batch, num_rows, settings, progress)
+    # The largest and the next one are profiled; the sizes of further devices lie
+    # on the line through them.
     for size in sorted({size for size in sizes if size}, reverse=True):
         profiles.of_slice(size)
+    # With automatic optimization a step without a loss is refused while it is profiled; one by hand
+    # returns none and may have run no backward at all.
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -356,8 +368,10 @@ class StepProfiles:
         others = [rows, self._num_rows - rows]
         part = self._batch if rows == self._num_rows else self._replicas.slicer.cut(self._batch, others)[0]
         batch_slice = BatchSlice(self._replicas.root, rows, part)
+        # One profile serves all devices, so the first that is no host stands for the others.
         accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
         key = ""
+        # To make a key takes a look at the whole module, which an unused cache is not worth.
         if settings.cache.is_on:
             known = rows, self._num_rows, accelerator, accumulates
             key = key_of_run_step(trainer, module, part, torch.device("cpu"), *known)
@@ -368,13 +382,15 @@ class StepProfiles:
 
 
 def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerator: str, accumulates: bool) -> Profile:
-    """Of a step on ``batch_slice``, as it would be on ``accelerator`` if that is named."""
+    """The profile of a step on ``batch_slice``, as on ``accelerator`` if that is named."""
+    # Fake tensors, and the rules of the accelerator's libraries in place of the host's.
     if accelerator:
         return profile_absent_slice(replicas, batch_slice, run, torch.device(accelerator), accumulates=accumulates)
     return profile_slice(replicas, batch_slice, run, accumulates=accumulates)
 
 
 def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, int], Any]:
+    # One for all runs: a step by hand is profiled several times, each time from the same state.
     guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [torch.device("cpu")])
 
     def run(shadow: Any, rows: Any, num_rows: int) -> Any:
@@ -384,6 +400,7 @@ def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, in
             return step(shadow, rows, num_rows)
 
     def step(shadow: Any, rows: Any, num_rows: int) -> Any:
+        # What it logs goes nowhere: the Trainer's own logs belong to a step that never happens.
         with StepLog(BatchSlice(None, num_rows, rows)).recording(shadow):  # type: ignore[arg-type]
             with trainer.precision_plugin.train_step_context():
                 return shadow.training_step(*arguments_of_step(shadow.training_step, rows))
@@ -397,6 +414,8 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
     here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
     owners = make_reducer(here, settings.devices).owners([p.numel() for p in parameters])
     several = len(set(settings.devices)) > 1
+    # Which optimizer has which parameter is not asked: the largest number
+    # of states bounds them all.
     states = max((states_of(optimizer) for optimizer in trainer.optimizers), default=0)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
     all_gradients = sum(size for size, _ in trained)
@@ -417,7 +436,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
 
 
 def bytes_kept_aside(trainer: Trainer, module: LightningModule) -> int:
-    """Of the gradients of earlier batches, which lie aside while micro-batches add up their own."""
+    """Bytes of earlier batches' gradients, aside while micro-batches add up their own."""
     if not keeps_earlier_gradients(trainer, module):
         return 0
     return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
@@ -429,16 +448,21 @@ def forecast_device(
     budget = settings.budget
     held = sum(static.values())
     allowed = budget[device] if isinstance(budget, Mapping) else budget
+    # Of the step in one piece, with which the user compares what micro-batches or a plan save.
     unplanned = planner.whole.peak
     if isinstance(allowed, float):
+        # A share is of what this device would take, as the device itself need
+        # not be there to be asked.
         allowed = int(allowed * (held + unplanned))
     common = {"device": str(device), "rows": rows, **static, "unplanned": unplanned, "budget": allowed or 0}
     try:
+        # At least one byte: where nothing is left, the planner says how much is missing.
         plan = planner.plan(None if allowed is None else max(1, allowed - held))
     except BudgetError as error:
         smallest = held + (error.smallest if error.smallest is not None else 0)
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
     if plan is not None:
+        # Known only now: a step that stays in one piece keeps no earlier gradients aside.
         common["gradients"] = static["gradients"] + planner.aside(plan.micro_batches)
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
 

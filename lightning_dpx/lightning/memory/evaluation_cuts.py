@@ -88,6 +88,7 @@ class EvaluationCuts:
         """
         session = self._session
         known = self._known[name, loader_index(args)]
+        # By loader: the batches of one may fit where those of another do not.
         if known.hold(args[0]) or self._stays_whole(name):
             return False
         try:
@@ -96,7 +97,10 @@ class EvaluationCuts:
                 slices = session.replicas.slices(args[0])
         except UncuttableBatch:
             return False  # as is announced, or known by now
+        # Once for each shape, whatever is found: a step that could not be
+        # measured is not tried again.
         known.add(args[0])
+        # As the step would run in one piece, whatever number holds by now.
         active = tuple(batch_slice.replica.index for batch_slice in slices)
         call = Call(name=name, args=args, kwargs=kwargs, active=active, num_rows=num_rows)
         needs = self._measured(call)
@@ -107,6 +111,8 @@ class EvaluationCuts:
     def _stays_whole(self, name: str) -> bool:
         """Whether it is known without looking that this stage cannot be cut, or not now."""
         session = self._session
+        # Two runs of a step on this process alone would wait for the others; and nothing is cut
+        # that no rehearsal checks.
         cannot = session.has_processes or session.shifts or session.options.verify == "off"
         # On several devices a step by hand takes turns with its like: there every replica has a device for itself.
         cannot = cannot or (not session.module.automatic_optimization and len(session.replicas.devices) > 1)
@@ -116,31 +122,38 @@ class EvaluationCuts:
     def _measured(self, call: Call) -> EvaluationBytes | None:
         """What the step takes, by two runs of a stand-in on a few rows; ``None`` where it does not run on those."""
         strategy = self._session.strategy
+        # Small parts, as the whole batch is what may not fit; two of them, for a line.
         few = max(1, call.num_rows // 8)
         more = max(2, call.num_rows // 4)
+        # A single row cannot be cut.
         if call.num_rows < more:
             return None
         requested: list[str] = []
         try:
+            # The trace counts operators one by one, and compiled code would show it none.
             with code_iterators_guarded(self._session.module, requested), uncompiled():
                 step = ShadowStep(strategy, call, requested)
                 run = WholeRun(step, FewRows(call, step.replicas))
+                # Evaluation steps run no optimizers, so no hooks are called around them.
                 with step.guest.visit(calls_hooks=False):
                     first = self._bytes_of(run, few)
                     second = self._bytes_of(run, more)
         except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
+            # The frames hold on to tensors of the failed run.
             traceback.clear_frames(error.__traceback__)
             return None
+        # An iterator that gives no item back was asked for one, so the step has not run as it will.
         if requested:
             return None
         per_row = max(0.0, (second[0] - first[0]) / (more - few))
         return EvaluationBytes(fixed=max(0.0, first[0] - few * per_row), per_row=per_row, kept=second[1] / more)
 
     def _bytes_of(self, run: WholeRun, num_rows: int) -> tuple[int, int]:
-        """Of so many rows: bytes at the peak, and of what is returned."""
+        """Bytes at the peak of the step on so many rows, and bytes of what it returns."""
         device = self._session.strategy.root_device
         trace = CostModel(device).trace()
         seen = run.observe(num_rows, watched=trace)
+        # What is returned stays until the last micro-batch is through.
         returned = [leaf for leaf in tree_leaves(seen.output) if isinstance(leaf, torch.Tensor)]
         return trace.peak_of_passing(), sum(leaf.nbytes for leaf in returned if leaf.device == device)
 
@@ -153,7 +166,9 @@ class EvaluationCuts:
         trains = session.trainer.state.fn == TrainerFn.FITTING
         said: list[str] = []
         for home, here in by_device(slices).items():
+            # Without a fit there will be no gradients and no optimizer state.
             held = static(slices).between_steps(home) if trains else StaticMemory(slices).present(home)
+            # Replicas that share the device may be at their peaks at once.
             room = (self._planning.budgets.limit(home, session.replicas.devices) - held) // len(here)
             rows = here[0].num_rows
             number = needs.least_number(rows, room)
@@ -161,16 +176,19 @@ class EvaluationCuts:
                 f"{name} on {rows} rows takes {format_bytes(needs.peak(rows))} on {home}, where "
                 f"{format_bytes(max(0, room))} are left by memory_budget"
             )
+            # Over its budget, as one device would be: no evaluation is refused.
             if number is None:
                 least = format_bytes(needs.peak(rows, rows))
                 rank_zero_warn(f"dpx: {takes}. It stays in one piece, as row by row it still takes {least}.")
                 continue
             place = partition.device_of[here[0].replica.index]
+            # Never fewer, as an earlier loader or a larger batch needed them.
             if number > numbers[place]:
                 numbers[place] = number
                 said.append(f"{takes}: it runs in {number} micro-batches ({format_bytes(needs.peak(rows, number))})")
         if not said:
             return False
+        # Kept for the rehearsal, which may take the cut back and then says what it was for.
         self._why_cut = "; ".join(said)
         if not session.cut_slices(numbers, training=False):
             return True
@@ -179,7 +197,7 @@ class EvaluationCuts:
         return True
 
     def leave(self, name: str, reason: str) -> bool:
-        """After a rehearsal: micro-batches are not what one device gives, so evaluations stay in one piece.
+        """Takes a cut back after a rehearsal: micro-batches are not what one device gives.
 
         Args:
             name: Of the step.
@@ -202,5 +220,5 @@ class EvaluationCuts:
 
 
 def _with_rows(batch_slice: BatchSlice, num_rows: int) -> BatchSlice:
-    """A whole batch says nothing of its rows."""
+    """The same slice with its number of rows, which that of a whole batch does not have."""
     return BatchSlice(batch_slice.replica, num_rows, batch_slice.batch)

@@ -21,7 +21,7 @@ from lightning_dpx.replicas.error_notes import trial_noted
 
 
 def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> list[Profile]:
-    """``forward`` and backward of a stand-in for ``replica`` on one row, seen from each device that it runs on.
+    """Profiles forward and backward of a shadow on one row, for each device of ``replica``.
 
     In evaluation mode, as batch normalisation refuses to train on one row: a step keeps this much and more.
 
@@ -38,8 +38,10 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
         return []
     try:
         with preserve_rng_state(replicas.devices, [module]):
+            # Inside, as the user's hook may draw numbers, too.
             row = _first_row(before_batch_transfer(module, module.example_input_array), replicas)
             return [_profile(replicas, replica, row, precision, device) for device in devices_of(replica)]
+    # An example is a help and no condition: what cannot be tried is left to the first batch.
     except (PlanError, ReplicationError, SliceError, torch.OutOfMemoryError) as error:
         rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
         return []
@@ -58,6 +60,7 @@ def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, d
     shadow: Any = replicas.make_shadow_module(replica)
     set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
     example = transfer_batch(shadow, row, replica.device)
+    # Code of forward may look at the attribute, and finds it on the device of its inputs.
     shadow.example_input_array = example
     run = run_on_example(shadow, example, replica.device)
     with trial_noted(replica.index, replica.device, "setup", "of example_input_array, to see whether it fits"):

@@ -62,6 +62,7 @@ class MicroBatchChooser:
 
     def has_chosen_for_less(self, slices: list[BatchSlice]) -> bool:
         """Whether what was chosen, and was not taken back, was for smaller slices than one of these."""
+        # Nothing chosen includes a choice that a rehearsal took back: that is not made again.
         return bool(self.choices) and not self.session.strategy.planning.knows(slices)
 
     def numbers(
@@ -87,11 +88,15 @@ class MicroBatchChooser:
             BudgetError: a budget cannot be met, whatever the number.
         """
         self.is_open = False
+        # Profiles are known by their rows alone, and this batch may have
+        # other shapes than the last.
         self.tried = {}
         devices = self.session.replicas.devices
+        # Before any profile, as a profile of a large step takes a while.
         self.why_whole = self.why_in_one_piece(slices)
         if self.why_whole:
             return [1] * len(devices)
+        # A device is as full as its largest slice makes it.
         largest = {home: here[0] for home, here in by_device(slices).items()}
         try:
             for home, batch_slice in largest.items():
@@ -110,6 +115,7 @@ class MicroBatchChooser:
 
     def say_why_whole(self, plans: Iterable[MemoryPlan]) -> None:
         """Says what stood in the way of micro-batches; not where everything fits, as there would be none."""
+        # Said after planning, as only the plans tell whether micro-batches would have helped.
         if self.why_whole and not all(plan.keeps_all for plan in plans):
             rank_zero_info(f"dpx: training steps stay whole, where micro-batches may be faster: {self.why_whole}")
         self.why_whole = ""
@@ -143,6 +149,7 @@ class MicroBatchChooser:
         replicas = session.replicas
         device = batch_slice.replica.device
         rows, batch_of = first_rows_of(replicas, batch_slice)
+        # Then backward adds to gradients that are there, in one piece as well as in micro-batches.
         accumulates = keeps_gradients(session.trainer)
 
         cache = session.strategy.planning.cache
@@ -157,9 +164,11 @@ class MicroBatchChooser:
                 announce_profile(count, device)
                 try:
                     return [[profile_slice(replicas, part, run, device, accumulates=adds or accumulates)]]
+                # These keep their type, by which callers tell them apart.
                 except (DPXError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:
+                    # All rows fail as well, so it is the step's own error and ends the run.
                     if count == rows:
                         raise
                     why = f"on {count} of its {rows} rows a step raises {type(error).__name__}: {error}"
@@ -169,6 +178,7 @@ class MicroBatchChooser:
             if cache.is_on:
                 others = (device,), count, [count], (), adds or accumulates
                 key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
+            # No other process is asked: with several of them nothing is chosen.
             profile = cache.profiles([key], profiled, bool)[0][0]
             self.tried[count, adds or accumulates] = profile
             return profile
@@ -183,22 +193,23 @@ class MicroBatchChooser:
             room,
             seconds_each=seconds_of_a_micro_batch(device),
             aside=aside,
+            # A difference below what predictions are sure of is no reason to cut a step.
             margin=timing_effort.uncertainty(),
         )
         return choice
 
     def stay_whole(self, reason: str) -> None:
-        """Nothing is chosen: steps stay in one piece."""
+        """Leaves steps in one piece; the reason is told once a plan shows that it matters."""
         self.is_open = False
         self.why_whole = reason
 
     def raised_to(self, number: int) -> None:
-        """A step that ran out of memory is cut into so many micro-batches, which a rehearsal may take back."""
+        """Notes the number for a step out of memory, which a rehearsal may take back."""
         self.is_open = False
         self._raised = number
 
     def leave(self, name: str, reason: str) -> bool:
-        """After a rehearsal: micro-batches are not what one device gives, so steps stay in one piece.
+        """Takes a choice back after a rehearsal: micro-batches are not what one device gives.
 
         Args:
             name: Of the step.
@@ -209,6 +220,7 @@ class MicroBatchChooser:
         """
         del name  # training steps alone
         session = self.session
+        # Nothing was chosen here: a number that the user named stays, whatever the rehearsal found.
         if not (self.choices or self._raised) or not session.replicas.partition.has_micro_batches:
             return False
         self.is_left = True

@@ -32,16 +32,23 @@ class _Mean(nn.Module):
 
 
 def seconds_of_a_micro_batch(device: torch.device) -> float:
-    """Of processor time, beside the operators that run on ``device``."""
+    """Seconds of processor time for one more micro-batch, beside its operators on ``device``."""
+    # An accelerator computes while Python goes on, so this time is hidden there.
     return _on_the_host() if device.type == "cpu" else 0.0
 
 
 @cache
 def _on_the_host() -> float:
+    # Named, as the default device may be another: torch.set_default_device, or
+    # a context around the step.
     rows = torch.ones(_MANY, 1, device="cpu")
+    # Steps need gradients, whatever mode the caller is in, and the generator of
+    # the run must not advance.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         ours = _seconds_in_group(rows, _MANY) - _seconds_in_group(rows, _FEW)
         by_hand = _seconds(partial(_by_hand, _Mean(), rows, _MANY)) - _seconds(partial(_by_hand, _Mean(), rows, _FEW))
+    # Differences, so that what a step costs once is in neither; timing noise may
+    # make a small one negative.
     return max(0.0, ours - by_hand) / (_MANY - _FEW)
 
 

@@ -32,6 +32,7 @@ class OtherSteps:
         for name, num_bytes in applied.unknown.items():
             if name not in self._known:
                 self._unseen[name] = num_bytes
+        # Each look takes what is new since the last; a plan adds to it step by step.
         applied.unknown.clear()
         was_expected = bool(self._least)
         self._least = int(applied.plan.unplanned_peak * _WORTH_A_PROFILE)
@@ -64,8 +65,9 @@ class OtherSteps:
         return False
 
     def plan_for(self, steps: Iterable[SeenStep]) -> None:
-        """These are planned for from now on."""
+        """Notes that these steps are planned for from now on."""
         self._known |= _names(steps)
+        # What another kind of step has saved is still to be shown.
         self._unseen = {name: size for name, size in self._unseen.items() if name not in self._known}
         self._least = 0 if not self._unseen else self._least
 

@@ -30,7 +30,9 @@ class OutOfMemory:
         self._left = 0
 
     def begin_step(self, replicas: ReplicaSet) -> None:
-        """A new step begins."""
+        """Remembers the random generators, for a repetition of the step that begins."""
+        # Only then: a snapshot of the generators in every step is a cost that
+        # nothing would come back for.
         if self.repeats_steps:
             self._states = GeneratorStates(replicas.devices, generators=replicas.habits.draws.generators)
             self._left = MOST_REPEATS
@@ -50,6 +52,8 @@ class OutOfMemory:
         while True:
             try:
                 return run()
+            # A BudgetError is an out-of-memory error as well, but of a plan and not of a
+            # device: no repetition helps.
             except BudgetError:
                 raise
             except torch.OutOfMemoryError as error:
@@ -57,7 +61,10 @@ class OutOfMemory:
                 if states is None or repeat is None or self._left == 0:  # without states no step is repeated at all
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+                # The text alone is kept: the error leads to the frames, and they to the
+                # tensors of the failed step.
                 what = str(error).splitlines()[0]
+            # Graphs and modules refer to each other in circles, and what they hold is needed now.
             gc.collect()
             self._left -= 1
             plan = tighten()
@@ -65,5 +72,6 @@ class OutOfMemory:
                 f"dpx: a step ran out of memory ({what}) and is repeated, {MOST_REPEATS - self._left} of "
                 f"{MOST_REPEATS} times at the most: {plan}"
             )
+            # The repetition draws what the failed step drew, whatever was drawn since.
             states.restore()
             run = repeat

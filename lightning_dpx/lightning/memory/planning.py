@@ -54,7 +54,7 @@ _TIGHTER = 0.8  # of the activations of a plan that did not fit
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """About the replicas on one device.
+    """What was decided for the replicas on one device.
 
     Attributes:
         devices: The devices that a step of theirs runs on.
@@ -162,6 +162,8 @@ class MemoryPlanning:
             BudgetError: there is none.
         """
         gc.collect()  # what is there in circles only is no reason
+        # No rows are known yet. Reversed, so that the first replica of each device is the
+        # one that stays in the dict.
         firsts = {replica.device: BatchSlice(replica, 0, None) for replica in reversed(replicas.replicas)}
         held = static(list(firsts.values()))
         all_devices = by_device(list(firsts.values()))
@@ -173,6 +175,8 @@ class MemoryPlanning:
             if not profiles:
                 return  # what one of them cannot try, none can
             try:
+                # The plan itself is dropped: an example row says that a budget is too small,
+                # and nothing about a batch.
                 plan_devices(replicas.root.module, profiles, [rooms[device] for device in devices], self.planner)
             except BudgetError as error:
                 device = devices[error.device_index]
@@ -194,6 +198,8 @@ class MemoryPlanning:
             return False
         for replica in replicas.replicas:
             if (applied := applied_plan(replica.module)) is not None:
+                # Only the steps that have run can tell: a plan notes what they
+                # saved that no profile shows.
                 self._other_steps.look_back(applied)
         return not self.knows(slices) or self._other_steps.expected
 
@@ -228,8 +234,11 @@ class MemoryPlanning:
         self._take_off(replicas)
         trainer = trainer_of(replicas.root.module)
         try:
+            # The progress bar is the Trainer's to allow: planning a large step
+            # takes long enough to need one.
             with shown("planning memory", enabled=shows_progress(trainer)):
                 self._decide(replicas, slices, run, static, source)
+        # Lightning lets a training step return None to skip a batch, so this is no error.
         except NoLossError:
             self._announce_no_loss()
         finally:
@@ -250,12 +259,17 @@ class MemoryPlanning:
         source: str,
     ) -> None:
         held = static(slices)
+        # The cache looks a step up by the shapes of its batch, and by those
+        # this step is a known one.
         anew = self._other_steps.expected
         if anew and self.cache.is_used:
             self._leave_cache()
         options = {"accumulates": held.accumulates, "together": self.budget_given, "anew": anew}
         seen = profiled_steps(replicas, slices, run, self.cache, self.tried, **options)
+        # They are known by their number of rows alone, and the next batch may have other shapes.
         self.tried = {}
+        # A batch of a known shape is here because steps differ, or another process must plan; where
+        # its profile shows nothing new, the plan stands.
         if not self.knows(slices) or self._steps_differ(seen):
             self._plan(replicas, slices, held, seen, source)
             for batch_slice in slices:
@@ -266,11 +280,13 @@ class MemoryPlanning:
         """Whether these profiles show what steps have saved that no earlier one showed."""
         found = self._other_steps.found_in(seen.values())
         if found:
+            # The next run starts with a batch whose kind it cannot know, so a profile
+            # of this one may mislead it.
             self.cache.forget()
         return found
 
     def _leave_cache(self) -> None:
-        """What was found there is not what the steps of this run are."""
+        """Drops what came from the cache, which does not fit the steps of this run."""
         self.cache.leave()
         self._shapes = KnownShapes()
         self._other_steps = OtherSteps()
@@ -287,6 +303,7 @@ class MemoryPlanning:
         self._provisional = False
         held = static(slices)
         for device in by_device(slices):
+            # The limit of a budget that is "auto" is read again here: it is what is free by now.
             needed = held.beside_activations(device) + self.forecast(device)[0]
             if device in self.plans and needed > self.budgets.limit(device, replicas.devices):
                 self._take_off(replicas)
@@ -305,6 +322,8 @@ class MemoryPlanning:
         source: str,
     ) -> None:
         slices_of = by_device(slices)
+        # Copies, exchanged for the attributes once every device has a plan: if one of them is
+        # refused, the plans of before stay in force.
         decided = dict(self._decided)
         said = dict[torch.device, str]()
         limits = dict(self._limits)
@@ -319,18 +338,27 @@ class MemoryPlanning:
             allowed = [self.budgets.limit(device, replicas.devices) for device in devices]
             free = [self._room(device, static, limit) for device, limit in zip(devices, allowed, strict=True)]
             held = [limit - room for limit, room in zip(allowed, free, strict=True)]
+            # Every plan is forecast for all of these, so planning would take longer
+            # with each new shape of batch.
             steps = most_demanding(steps, partial(demand, free=free))
             rooms = []
             for step in steps:
+                # All replicas of a device have run forward before the first backward, so their
+                # activations are there together.
                 rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
+            # A plan that still does is kept, without a search; those of all devices decide alike.
             now = self._decided[home].plans[0] if home in self._decided else None
             try:
                 profiles = [step.profiles for step in steps]
+                # What is free differs by some bytes in each run, so it cannot be
+                # part of the key in the cache.
                 measured = any(self.budgets.is_measured(device, replicas.devices) for device in devices)
                 shared = self.cache.plan_shapes(
                     replicas.root.module, profiles, rooms, self.planner, now, measured=measured
                 )
             except BudgetError as error:
+                # Without a least number of bytes there is nothing to tell beside
+                # what the error says already.
                 if error.smallest is not None:
                     index = error.device_index
                     self._explain(error, devices[index], held[index], allowed[index], steps[-1].sharing[index])
@@ -338,6 +366,8 @@ class MemoryPlanning:
             again = 0.0
             if self.runs_forward_twice:
                 profile = steps[shared.worst[0]].profiles[0]
+                # The first of two passes runs without a graph: it takes the time of a forward,
+                # and no memory for backward.
                 again = profile.forward_seconds / profile.step_seconds
             plans = self._in_micro_batches(shared.plans, replicas, slices_of[home][0], again)
             decided[home] = _Decided(tuple(devices), tuple(steps), plans, shared.worst)
@@ -349,6 +379,8 @@ class MemoryPlanning:
                 said[device] = _origin(step.profiles[index], source, len(steps))
         self._decided = decided
         self._limits = limits
+        # Of all steps that are remembered, not of the latest alone: the
+        # others are planned for as well.
         self._other_steps.plan_for(step for one in decided.values() for step in one.seen)
         self._list_plans()
         for device, remark in said.items():
@@ -411,6 +443,7 @@ class MemoryPlanning:
     def _room(self, device: torch.device, static: StaticMemory, limit: int) -> int:
         """Bytes for activations on ``device``, of all the replicas that share it."""
         held = static.beside_activations(device)
+        # The reduction may peak after the backward, where no plan for activations can help.
         most = max(held, static.after_backward(device))
         if most >= limit:
             moving = format_bytes(static.moving.get(device, 0))
@@ -423,7 +456,11 @@ class MemoryPlanning:
 
     def _put_on(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas if self.plans else ():  # also those without a slice today
+            # A device without a slice of this batch has no plan of its own, and
+            # may get a slice of the next.
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
+            # Watched, as only the steps themselves show that they save something
+            # else than the profiled one.
             apply_plan(replica.module, known_plan, watches=True)
         self._steps = 0
 
@@ -434,6 +471,7 @@ class MemoryPlanning:
             BudgetError: nothing takes less.
         """
         if not self._decided:
+            # With on_oom="replan" and no budget, the first plan is made for what is free by now.
             if self.budgets.given is None:
                 self.budgets = Budgets("auto")
             self.decide(replicas, slices, run, static)
@@ -446,7 +484,7 @@ class MemoryPlanning:
         return self.describe()
 
     def describe(self) -> str:
-        """What the plans of all devices are."""
+        """A summary of the plans, device by device, in words."""
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
 
     def _tighter(self, module: nn.Module, decided: _Decided) -> _Decided:
@@ -456,6 +494,7 @@ class MemoryPlanning:
         try:
             shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
         except BudgetError as error:
+            # With one device there is no other that could give more.
             if len(rooms) == 1:
                 raise
             # Which of the devices ran out is not known: the other one gives more.
@@ -464,7 +503,7 @@ class MemoryPlanning:
         return replace(decided, plans=shared.plans, worst=shared.worst)
 
     def advice(self) -> str:
-        """What would help where memory ran out."""
+        """Advice, in sentences, for a run that is out of memory."""
         if not self.plans:
             return (
                 "DPXStrategy(memory_budget='auto') computes again what does not fit; on_oom='replan' does so once it "
@@ -478,6 +517,7 @@ class MemoryPlanning:
             if decided is None:
                 continue
             try:
+                # An empty module does, as this plan is described and never followed.
                 less = self._tighter(nn.Module(), decided).plans[decided.devices.index(device)]
             except BudgetError:
                 said.append("No plan takes much less: use a smaller batch.")
@@ -507,7 +547,7 @@ class MemoryPlanning:
         self.forget()
 
     def forget(self) -> None:
-        """The run is over; the next one plans anew."""
+        """Forgets what was found and planned, so that the next run plans anew."""
         self._shapes = KnownShapes()
         self._before = {}
         self._steps = 0
@@ -522,6 +562,8 @@ class MemoryPlanning:
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""
         self._steps += 1
+        # The first step would be judged with an optimizer state that is still to come. The host is
+        # left out: it has the resident memory of the process only, not what its tensors take.
         if self._steps == 2:
             self._before = {device: allocated_and_peak(device)[0] for device in self.plans if not is_host(device)}
             for device in self._before:

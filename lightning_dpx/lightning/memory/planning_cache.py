@@ -54,6 +54,7 @@ class PlanningCache:
             anew: Whether what an earlier run has kept is known to be wrong.
         """
         found = [] if anew else [one for key in keys if (one := self._cache.profiles(key)) is not None]
+        # Asked also where nothing was found: the other processes wait for the answer.
         if agree(len(found) == len(keys) > 0):
             self.is_used = True
             self._keys += keys
@@ -74,7 +75,7 @@ class PlanningCache:
         *,
         measured: bool = False,
     ) -> SharedPlan:
-        """As the function of this name.
+        """The plan that several steps share, of an earlier run or else of :func:`plan_shapes`.
 
         Args:
             module: As the function takes it.
@@ -92,6 +93,8 @@ class PlanningCache:
         free = list(chain.from_iterable(rooms))
         if self._cache.is_on:
             every = list(chain.from_iterable(steps))
+            # The plan that is followed is preferred, so another one may come out where
+            # another was followed before.
             before = () if now is None else (now.fingerprint, [(one.name, one.action) for one in now.decisions])
             allowed = "what is free" if measured else rooms
             key = key_of_plans(every, planner, [len(profiles) for profiles in steps], allowed, before)
@@ -100,6 +103,7 @@ class PlanningCache:
                 self._tell(key)
                 return shared
         shared = plan_shapes(module, steps, rooms, planner, now)
+        # With the rooms that it was made for, by which a later run judges whether it still does.
         self._cache.keep_plans(key, shared.plans, [*shared.worst, *free])
         self._keys.append(key)
         return shared
@@ -127,13 +131,14 @@ class PlanningCache:
                 if forecast_plan(profile, plans[0]).peak > room:
                     return None
         allowed = [rooms[step][device] for device, step in enumerate(worst)]
+        # The budget of a plan is told to the user, and is that of this run.
         now = tuple(replace(plan, budget=budget) for plan, budget in zip(plans, allowed, strict=True))
         return SharedPlan(now, tuple(worst))
 
     def plan_profile(
         self, module: nn.Module, profile: Profile, planner: str | Planner, budget: int | None = None
     ) -> MemoryPlan:
-        """As the function of this name."""
+        """The plan of one step, of an earlier run or else made now."""
         plan, key = found_or_planned(self._cache, module, profile, budget, planner)
         if key and budget is None:
             self._tell(key)
@@ -147,17 +152,18 @@ class PlanningCache:
         )
 
     def leave(self) -> None:
-        """What was found is not what the steps of this run are."""
+        """Says that the plan from the cache does not fit this run, and forgets it."""
         rank_zero_info("dpx: the memory plan from the cache does not fit the steps of this run: it is planned anew.")
         self.forget()
 
     def forget(self) -> None:
-        """What the run has found or kept is not what its steps are."""
+        """Forgets all that this run has found or kept, here and in the folder of the cache."""
+        # What this run has kept goes as well: it was kept before the steps turned out to differ.
         self._cache.forget(*self._keys)
         self.start()
 
     def start(self) -> None:
-        """A run begins."""
+        """Begins a run, which has found and kept nothing yet."""
         self._keys = []
         self.is_used = False
 
@@ -172,6 +178,7 @@ def agreement(trainer: Trainer | None, *, together: bool) -> Agree:
     strategy = None if trainer is None else trainer.strategy
     if strategy is not None and together:
         return partial(strategy.reduce_boolean_decision, all=True)
+    # A process that plans alone, after it ran out of memory, has no others to ask.
     return bool if getattr(strategy, "num_processes", 1) == 1 else _never
 
 
@@ -197,6 +204,7 @@ def key_of_run_step(trainer: Trainer | None, module: nn.Module, batch: Any, devi
     run: list[Any] = []
     if trainer is not None:
         data = getattr(trainer, "datamodule", None)
+        # The module itself is part of the key below; this is what else decides how its step runs.
         precision = trainer.precision_plugin
         run = [
             type(data), type(precision).__qualname__, str(trainer.precision), trainer.accumulate_grad_batches,

@@ -52,7 +52,10 @@ def loss_to_plan_from(output: Any) -> torch.Tensor:
 
 def keeps_gradients(trainer: Trainer) -> bool:
     """Whether backward finds gradients, to which it adds: of earlier batches, or zeros that a hook leaves."""
+    # The scheduler sets accumulate_grad_batches epoch by epoch, so its value now
+    # says nothing of later ones.
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    # A hook of the user's may fill gradients with zeros where Lightning sets them to None.
     overridden = is_overridden("optimizer_zero_grad", trainer.lightning_module)
     return scheduled or overridden or trainer.accumulate_grad_batches > 1
 
@@ -69,7 +72,7 @@ def devices_of(replica: Replica) -> list[torch.device]:
 
 
 def announce_profile(rows: int, device: torch.device) -> None:
-    """Says what takes so long."""
+    """Logs that a step is being profiled, which takes a while."""
     rank_zero_info(f"dpx: profiles a step on {rows} rows to plan the memory of {device} ...")
 
 
@@ -104,6 +107,7 @@ def _profile_slice(
     def on_rows(batch: Any, rows: int) -> Profile:
         shadow = _shadow_of(replicas, batch_slice)
         end = _EndOfSlice(replicas, shadow)
+        # The real step must draw what it would have drawn without a profile.
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
                 shadow,
@@ -114,10 +118,12 @@ def _profile_slice(
 
     try:
         return on_rows(batch_slice.batch, batch_slice.num_rows)
+    # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
     finally:
         gc.collect()  # a stand-in and its gradients refer to each other in circles
+    # A line needs two profiles, on two rows at the least: batch norm does not train on one.
     if batch_slice.num_rows < _FEWEST_ROWS:
         raise PlanError(
             f"A step on {batch_slice.num_rows} rows does not fit on {batch_slice.replica.device} without a plan, "
@@ -127,9 +133,12 @@ def _profile_slice(
     count = batch_slice.num_rows
     while count >= _FEWEST_ROWS:
         count //= 4
+        # Two sizes, as parameters and what libraries keep do not grow with the rows.
         rows = max(2, count // 2), max(4, count)
         try:
             few, more = (on_rows(_first_rows(replicas, batch_slice, n), n) for n in rows)
+        # Rows are cut off by the slicer, which may not have been needed before: one
+        # replica takes batches whole.
         except UncuttableBatch as error:
             raise PlanError(
                 f"The step does not fit on {batch_slice.replica.device} without a plan, and fewer rows to extrapolate "
@@ -166,6 +175,7 @@ def profile_absent_slice(
             batch_slice.batch,
             target,
             lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows)),
+            # The device of the plan need not be there.
             here=torch.device("cpu"),
             few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
             accumulates=accumulates,
@@ -173,7 +183,7 @@ def profile_absent_slice(
 
 
 def end_of_step(shadow: Any, output: Any) -> torch.Tensor | None:
-    """What the profile shall run a backward of; a step by hand has run its own."""
+    """The loss to run a backward of; ``None`` for a step by hand, which has run its own."""
     return loss_to_plan_from(output) if shadow.automatic_optimization else None
 
 
@@ -182,7 +192,7 @@ def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
 
 
 class _EndOfSlice:
-    """What the profile of a slice's step shall run a backward of, also where ``training_step_end`` gives the loss.
+    """The scalar that a profile runs a backward of, also with a ``training_step_end``.
 
     On all rows that is its loss. A slice ends with outputs, whose gradients come from the loss of all: the outputs of
     all rows are there by then, with their gradients and, on the first device, what that loss takes. It is tried on the
@@ -198,30 +208,38 @@ class _EndOfSlice:
         self._finish: Callable[[Any], Any] | None = None
         if shadow.automatic_optimization:
             self._finish = getattr(shadow, "training_step_end", None)
+        # A batch that is not cut has its loss from the one output that there is.
         self._num_slices = len(replicas.replicas) if replicas.cuts_batches else 1
         self._dim = replicas.output_dim
+        # The loss of all rows is computed on the first device alone; the others hold
+        # outputs and their gradients.
         self._has_loss = torch.device(shadow.device) == replicas.root.device
         self._held: list[torch.Tensor] = []
 
     def loss(self, output: Any) -> torch.Tensor | None:
-        """Of what the step returned.
+        """The scalar to run a backward of, for what the step returned.
 
         Raises:
             NoLossError: there is none.
         """
+        # A profile runs the step several times, and what one run held must not count in the next.
         self._held.clear()
         finish = self._finish
         if finish is None or output is None:
             return end_of_step(self._shadow, output)
         if self._num_slices == 1:
             return end_of_step(self._shadow, self._finished(finish, output))
+        # A backward of the slice needs a scalar: with the sum of its outputs
+        # each of them gets a gradient.
         total = sum_of(output)
+        # Hooks of the profile would take what this loss saves for a part of the
+        # step; the innermost ones win.
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             self._hold_all(finish, output)
         return total
 
     def _hold_all(self, finish: Callable[[Any], Any], output: Any) -> None:
-        """The outputs of all rows and their gradients, from now until the step is profiled again."""
+        """Allocates outputs of all rows and their gradients, until the step is profiled again."""
         merged = tree_map_only(torch.Tensor, self._of_all_rows, output)
         leaves = [leaf for leaf in tree_leaves(merged) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if self._has_loss:
@@ -235,14 +253,17 @@ class _EndOfSlice:
         self._held += leaves
 
     def _finished(self, finish: Callable[[Any], Any], output: Any) -> Any:
-        """What the user's hook makes of it; what it logs goes nowhere."""
+        """What ``training_step_end`` returns for an output; what it logs goes nowhere."""
         batch_slice = BatchSlice(Replica(0, self._shadow.device, self._shadow), 1, None)
+        # The real log waits for the step that counts.
         with StepLog(batch_slice).recording(self._shadow):
             return finish(output)
 
     def _of_all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Gradients of the loss end at the outputs, from where each replica goes on by itself.
         rows = tensor.detach()
         if rows.dim() > self._dim:
+            # The outputs of the other slices are taken to be as large as this one's.
             parts = [rows.clone() for _ in range(self._num_slices)]
             self._held += parts
             rows = torch.cat(parts, self._dim)
@@ -252,6 +273,7 @@ class _EndOfSlice:
 def _shadow_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
     shadow: Any = replicas.make_shadow_module(batch_slice.replica)
     set_trainer(shadow, trainer_of(batch_slice.replica.module))  # LightningModule drops it from its copies
+    # They lead to the strategy and all that it holds, which a profile would look through.
     if not shadow.automatic_optimization:
         hide_optimizers(shadow)
     return shadow
@@ -269,6 +291,7 @@ def first_rows_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> tuple[int, C
 
 
 def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any:
+    # Also where the batch cannot be cut at all.
     if rows == batch_slice.num_rows:
         return batch_slice.batch
     return replicas.slicer.cut(batch_slice.batch, [rows, batch_slice.num_rows - rows])[0]

@@ -36,6 +36,7 @@ def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlic
     slices_of: dict[torch.device, list[BatchSlice]] = {}
     seen: set[int] = set()
     for batch_slice in sorted(slices, key=lambda batch_slice: -batch_slice.num_rows):
+        # Micro-batches of a device share their parameters, and run one after the other.
         parameters = batch_slice.replica.parameters
         if parameters and id(parameters[0]) in seen:  # it has its turn when the largest is gone
             continue
@@ -61,7 +62,7 @@ def profiled_steps(
     Args:
         replicas: All of them.
         slices: What each of them gets.
-        run: As :func:`profile_share` takes it.
+        run: As :func:`profile_slice` takes it.
         cache: Where profiles of an earlier run may be.
         tried: Steps of this batch that were profiled already, with no parts shifted.
         accumulates: Whether gradients are added to those of earlier batches.
@@ -72,12 +73,14 @@ def profiled_steps(
     largest = {home: here[0] for home, here in slices_of.items() if home in replicas.devices}
 
     def profiled() -> list[list[Profile]]:
+        # Where micro-batches were chosen, the same steps were profiled moments ago.
         known: _Known = {(): {rows: [one] for (rows, adds), one in tried.items() if adds == accumulates}}
         profile = partial(profile_slice, replicas, run=run, accumulates=accumulates)
         return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
 
     trainer = trainer_of(replicas.root.module)
     keys = _keys(trainer, list(largest.values()), accumulates) if cache.is_on else []
+    # An empty key finds nothing and keeps nothing, and there must be as many keys as steps.
     found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
     seen: dict[torch.device, SeenStep] = {}
     for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
@@ -87,13 +90,15 @@ def profiled_steps(
 
 
 def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], accumulates: bool) -> list[str]:
-    """Of each step; where more than two differ, some profiles lie on a line through others."""
+    """The cache key of each step; where more than two differ, some lie on a line through others."""
     rows = [batch_slice.num_rows for batch_slice in slices]
     found = list[str]()
     for batch_slice in slices:
         shift = applied_shift(batch_slice.replica.module)
         module = batch_slice.replica.module
         shifted = () if shift is None else tuple(shift.chosen)
+        # The rows of the other slices as well: they decide which profiles are
+        # measured and which lie on a line.
         others = devices_of(batch_slice.replica), batch_slice.num_rows, rows, shifted, accumulates
         found.append(key_of_run_step(trainer, module, batch_slice.batch, batch_slice.replica.device, *others))
     return found
@@ -106,6 +111,7 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
     """
     shift = applied_shift(batch_slice.replica.module)
     devices = devices_of(batch_slice.replica)
+    # With other parts shifted, the devices of a replica hold other values.
     alike = known.setdefault(() if shift is None else tuple(shift.chosen), {})
     if batch_slice.num_rows in alike:
         return alike[batch_slice.num_rows]

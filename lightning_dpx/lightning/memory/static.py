@@ -38,7 +38,11 @@ class StaticMemory:
         return self.between_steps(device) + self.passing(device)
 
     def passing(self, device: torch.device) -> int:
-        """What of that comes and goes within a step; sums overlap no backward while earlier gradients lie aside."""
+        """Bytes that come and go within a step.
+
+        Sums overlap no backward while earlier gradients lie aside, so the larger of both counts.
+        """
+        # A reduction after the backward finds the activations gone; see after_backward.
         moving = self.moving.get(device, 0) if self.moves_in_backward else 0
         return max(moving, self.gradients(device) if self.keeps_earlier else 0)
 
@@ -48,11 +52,14 @@ class StaticMemory:
 
     def between_steps(self, device: torch.device) -> int:
         """Bytes on ``device`` all the time: allocated now, or about to be."""
+        # Lasting gradients and states are counted before they exist: the second step has
+        # them beside its activations.
         return self.present(device) + self.coming_gradients(device) + self.states.get(device, 0)
 
     def present(self, device: torch.device) -> int:
         """Bytes on ``device`` now; on the host, where memory is not counted, of parameters and buffers."""
         parameters = self._parameters(device)
+        # The resident memory of the process holds much that is no tensor, and freed pages as well.
         if is_host(device):  # where memory is not counted
             tensors: list[torch.Tensor] = list(parameters)
             for batch_slice in self.slices:
@@ -87,6 +94,8 @@ class StaticMemory:
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:
     """Optimizer state that the owners of ``parameters`` will hold, and that is not counted yet."""
     copies = max((states_of(optimizer) for optimizer in optimizers), default=2)
+    # State that exists is among what an accelerator's allocator counts; on
+    # the host nothing counts it.
     there = sum(len(optimizer.state) for optimizer in optimizers) > 0
     bytes_by_device: dict[torch.device, int] = {}
     for parameter in parameters:

@@ -141,6 +141,7 @@ class StepMemory(NoStepMemory):
         if not session.options.chooses_micro_batches or not (chooser.is_open or grows):
             return False
         replicas = session.replicas
+        # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:
             slices = self._slices_of_devices(args[0])
         replicas.python_state.share()  # as the step itself would begin: every replica is profiled as it is by then
@@ -158,9 +159,13 @@ class StepMemory(NoStepMemory):
         present = replicas.partition.numbers(training=True)
         numbers = list(map(max, numbers, present))
         is_cut = numbers != list(present) and session.cut_slices(numbers)
+        # The plan that follows needs these very profiles; without them every
+        # step would run once more.
         self._planning.tried = chooser.tried
         if not is_cut:
             return False
+        # After the cut: making replicas anew removes the plans, and forgets
+        # the costs along with them.
         self._planning.cut_costs = {device: choice.cut_share for device, choice in chooser.choices.items()}
         if grows:
             session.strategy.announce(_NO_BOUND)
@@ -170,6 +175,8 @@ class StepMemory(NoStepMemory):
         """Bytes that a replica's micro-batches need beside their activations, and a step in one piece does not."""
         if not self._keeps_earlier_gradients:
             return 0
+        # Slices are not cut yet, so what is counted now says nothing of the
+        # gradients that would lie aside.
         cut = replace(static, keeps_earlier=True)
         return (cut.passing(device) - static.passing(device)) // len(by_device(slices)[device])
 
@@ -185,12 +192,13 @@ class StepMemory(NoStepMemory):
         return self._evaluation.cut(name, args, kwargs, self._static_memory)
 
     def leave_micro_batches(self, name: str, reason: str) -> bool:
-        """What was chosen here is taken back; what was asked for stays."""
+        """Takes back micro-batches that were chosen here; a number that the user gave stays."""
         cuts = self._micro_batches if name == "training_step" else self._evaluation
         return cuts.leave(name, reason)
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Rehearsals and repetitions of a step that fetches by itself fetch what the step fetches."""
+        """The arguments, whose ``dataloader_iter`` gives every run of a step the same batches."""
+        # A dataloader_iter cannot be asked for the same batch twice.
         if self._plans and fetches_by_itself(args[0]):
             return RewindableBatches(args[0]), *args[1:]
         return args
@@ -202,9 +210,11 @@ class StepMemory(NoStepMemory):
             PlanError: a budget cannot be met.
         """
         self._step = StepInput(slices, args, kwargs)
+        # Shifts first: a plan is made for the parts that each device has by then.
         if self._shifts_open:
             self._shift_what_does_not_fit(self._step)
         if self._needs_plan(slices):
+            # As the step itself would begin, so that a profile takes the same branches.
             self._session.replicas.python_state.share()
             self._plan(self._step)
         self._planning.confirm(self._session.replicas, slices, self._static_memory)
@@ -219,9 +229,12 @@ class StepMemory(NoStepMemory):
             self._out_of_memory.begin_step(self._session.replicas)
 
             def again() -> Any:
+                # Asked when it runs again, not when it is made: a tighter plan may
+                # have cut the step meanwhile.
                 known = self._step or StepInput(slices, args, kwargs)  # whose slices may be cut further by then
                 return forward(known.slices, args, kwargs)
 
+            # By hand, optimizers may have stepped before memory ran out, which nothing takes back.
             repeat = again if self._session.module.automatic_optimization else None
             return self._out_of_memory.guarded(partial(forward, slices, args, kwargs), self._tighten, repeat)
 
@@ -237,10 +250,13 @@ class StepMemory(NoStepMemory):
         if known is None or not can_repeat:
             self._out_of_memory.guarded(backward, self._tighten, None)
             return
+        # Read before the backward: the repetition merges anew, and its
+        # leaves have no gradients yet.
         gradients = step.pending_gradients()
 
         def again() -> None:
             now = self._step or known
+            # The failed backward has freed part of the graphs, so forward runs as well.
             session.training.repeat_forward(now.slices, now.args, now.kwargs)
             # All slices of a merged loss begin with its gradient, however many there are now.
             cut_further = now is not known
@@ -276,10 +292,12 @@ class StepMemory(NoStepMemory):
         session = self._session
         replicas = session.replicas
         chooser = self._micro_batches
+        # The number is the user's; or micro-batches were found not to be what one device gives.
         is_named = session.options.micro_batches != "auto"
         if is_named or chooser.is_left or chooser.why_in_one_piece(self._slices_of_devices(step.args[0])):
             return False
         while True:
+            # Single rows cannot be cut any further.
             rows = [max(one.num_rows for one in here) for here in by_device(step.slices).values()]
             if max(rows) < 2:
                 return False
@@ -296,6 +314,7 @@ class StepMemory(NoStepMemory):
     def _recut(self, step: StepInput, numbers: list[int]) -> StepInput | None:
         """Cuts the slices of the step that runs, and rehearses it; what it runs on then, if they stay cut."""
         session = self._session
+        # Noted before the rehearsal, which may take the number back by way of the chooser.
         self._micro_batches.raised_to(max(numbers))
         if not session.cut_slices(numbers):
             return None
@@ -307,7 +326,7 @@ class StepMemory(NoStepMemory):
     # ---- what the first batch decides ----
 
     def _shift_what_does_not_fit(self, step: StepInput) -> None:
-        """The first batch tells what a step keeps; before its first allocation, ``shifts="auto"`` is decided."""
+        """Decides ``shifts="auto"`` by what the first step would keep, before it runs."""
         session = self._session
         replicas = session.replicas
         self._shifts_open = False
@@ -315,19 +334,24 @@ class StepMemory(NoStepMemory):
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
             shift_what_does_not_fit(replicas, step.slices, run, session.strategy.optimizers)
+        # Hooks between steps were entered at launch, before anything was known of these shifts.
         note_shifts(replicas.replicas, self._hooks_mode)
 
     def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
+        # Asked by all, also by those that need none: is_open notes what the last step has saved.
         mine = self._planning.is_open(self._session.replicas, slices)
+        # Then only a process that ran out of memory plans, which the others know
+        # nothing of and cannot answer.
         if not self._planning.budget_given:
             return mine
         return self._session.strategy.reduce_boolean_decision(mine, all=False)
 
     def _plan(self, step: StepInput, source: str = "") -> None:
-        """A batch that is larger than any before is profiled on a stand-in, before its step allocates anything."""
+        """Profiles the step on a shadow, before it allocates anything, and plans its memory."""
         replicas = self._session.replicas
         cut = self._session.micro_batches
+        # A share of the step's time, which the plan is announced with.
         self._planning.runs_forward_twice = cut is not None and cut.two_passes is not None and replicas.cuts_slices
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
@@ -340,6 +364,8 @@ class StepMemory(NoStepMemory):
         Raises:
             PlanError: the budget cannot be met.
         """
+        # With shifts="auto" it is the first batch that decides which parts are where, so there is
+        # no profile of any device before.
         if not self._planning.budget_given or self._shifts_open:
             return
         session = self._session
@@ -355,6 +381,7 @@ class StepMemory(NoStepMemory):
         if example is None:
             return
         batch = before_batch_transfer(module, precision.convert_input(example))
+        # As Lightning calls it: a step that takes no index gets none.
         index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
         try:
             args = (batch, *index)
@@ -372,12 +399,15 @@ class StepMemory(NoStepMemory):
             )
             raise
         finally:
+            # An example batch is no batch of the run: a first batch that is smaller must
+            # not count as a short one.
             replicas.partition.forget_usual_rows()
 
     def _static_memory(self, slices: Sequence[BatchSlice]) -> StaticMemory:
         """What a step of ``slices`` needs on every device beside its activations."""
         session = self._session
         replicas = session.replicas
+        # A device without a slice sends no gradients, so its share of the reduction is not counted.
         active = {replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices}
         return StaticMemory(
             slices,
@@ -396,10 +426,14 @@ class StepMemory(NoStepMemory):
         """The training step of a stand-in, whose logs are not read: ``run(module, rows, num_rows)``."""
         session = self._session
         strategy = self._session.strategy
+        # Optimizers hold the owners' parameters, which with
+        # reducer="colocate" are spread over devices.
         guest = ManualGuest(strategy, session.module, session.step.owner_parameters, session.replicas.devices)
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
             for iterator in peeked:
+                # Every profile of the same step gets the same items, and the
+                # step itself gets them again.
                 iterator.rewind(is_tried=True)
             batch_slice = BatchSlice(Replica(0, module.device, module), num_rows, rows)
             try:
@@ -408,6 +442,8 @@ class StepMemory(NoStepMemory):
                 with guest.visit(module):
                     return run_step(module, batch_slice)
             except BaseException as error:
+                # A tried step may be the first to fail, and its error ends the run: it
+                # gets the notes of a real one.
                 annotate(error, module, module.device, FirstNaN())
                 raise
 
