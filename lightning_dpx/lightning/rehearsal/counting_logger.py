@@ -13,9 +13,12 @@ def counting_logger(original: Logger, calls: list[str]) -> Logger:
         original: The user's, whose class it has, and whose plain attributes (a folder, a version) it shows.
         calls: Gets the name of every method that is called, of the logger or of its experiment.
     """
+    # Steps ask isinstance(self.logger, TensorBoardLogger), and must take the
+    # branch they take in the run.
     kind = type(original)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     try:
+        # Without __init__, which would open files or a connection.
         stand_in: Any = object.__new__(type(kind.__name__, (_Counts, kind), names))
     except TypeError:  # a class that allows no other to be made from it
         stand_in = object.__new__(_Counts)
@@ -27,6 +30,7 @@ class _Counts(Logger):
     """Answers for all that a logger is asked."""
 
     def __getattribute__(self, name: str) -> Any:
+        # Python's own protocol, and the attributes of the stand-in itself.
         if name.startswith("_"):
             return super().__getattribute__(name)
         if name == "experiment":
@@ -59,6 +63,8 @@ class _CountingExperiment:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
+            # As of any object: copy and pickle ask for names such as __deepcopy__, and would
+            # take an answer for a method.
             raise AttributeError(name)
         return _counted(self._calls, name)
 

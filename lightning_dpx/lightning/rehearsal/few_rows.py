@@ -47,10 +47,13 @@ class FewRows:
         """A few rows of the batch in parts; cut as the batch is, whose few rows alone might be read otherwise."""
         batch = self._batch
         rest = self._num_rows - sum(sizes)
+        # All rows: a batch that cannot be cut can be run as one device does.
         if not rest and len(sizes) == 1:
             return [batch]
+        # By parts of what is left, so that any batch has such rows, however many it has.
         skipped = int(self.skipped * rest)
         every = [skipped, *sizes, rest - skipped]
+        # Slicers of the user are never asked for empty parts.
         parts: list[Any] = self._replicas.slicer.read(batch).cut([size for size in every if size])
         first = 1 if skipped else 0
         return parts[first : first + len(sizes)]

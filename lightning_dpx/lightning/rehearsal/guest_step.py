@@ -69,10 +69,14 @@ class ManualGuest:
         strategy = self._strategy
         trainer: Any = shadow.trainer
         with disable_current_modes(), torch.no_grad():
+            # Let go of here: they were kept past the end of the last run.
             vars(shadow).pop(_HELD, None)
             state = StepSnapshot(shadow, [], self._devices, parameters=False)
             for attributes, key, value in _HIDDEN.get(shadow, ()):
+                # The containers are written when copies of optimizers take their place,
+                # and these are the user's.
                 attributes[key] = copy.copy(value) if type(value) in (list, dict) else value
+            # Kept to be put back: the tensors themselves, whose memory the real module shares.
             values = [parameter.data for parameter in shadow.parameters()]
             for parameter, value in zip(shadow.parameters(), values, strict=True):
                 parameter.data = value.clone()

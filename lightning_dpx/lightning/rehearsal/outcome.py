@@ -60,16 +60,18 @@ class Outcome:
     unstable: frozenset[str] = frozenset()
 
     def settle_numbers(self) -> None:
-        """Of numbers that several rules fit still, and that may be added to or set, none is put together.
+        """Drops the rules of numbers that may be added to or set: several rules still fit them.
 
         Where others than the first slice have added nothing, the step is rehearsed again as soon as one does.
         """
+        # A number that is set and one that is added to look alike where it was zero before.
         for path in self.judge.numbers_among(self.findings):
             rules = self.findings[f"self.{path}"].rules
             kinds = {rule.kind for rule in rules}
             adds_nothing = "first" in kinds and not kinds.isdisjoint({"added", "sum"})
             if not adds_nothing and ("added" not in kinds or len(kinds) == 1):
                 continue
+            # Left open, so that the value of the first replica stays until more is known.
             del self.findings[f"self.{path}"]
             self.judge.settle(path, ())
             if adds_nothing:
@@ -84,11 +86,12 @@ class Outcome:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether other rows could: several rules fit, of values that were not zero."""
+        """Whether other rows could show more: several rules fit, of values that were not zero."""
         return any(len(one.rules) > 1 and one.rules[0].kind != "by type" for one in self._unsure)
 
     @property
     def _unsure(self) -> list[Finding]:
+        # What changes from run to run stays unsure on any rows.
         found = (*self.findings.values(), *self.logged.values())
         return [one for one in found if not one.is_sure and one.path not in self.unstable]
 

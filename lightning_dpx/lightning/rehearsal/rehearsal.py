@@ -86,7 +86,7 @@ class Rehearsal:
         return self._sliced.metric_rules
 
     def run(self) -> Outcome:
-        """What was found.
+        """Rehearses the step on a few rows, and says what was found.
 
         Raises:
             NotRehearsed: nothing could be.
@@ -99,7 +99,7 @@ class Rehearsal:
     def look_again(
         self, part: float, earlier: tuple[dict[str, Finding], dict[str, Finding]], rules: MergeRules
     ) -> Outcome:
-        """What is found on a few other rows, together with the rules that earlier ones have shown.
+        """Rehearses on a few other rows; the outcome is that of earlier rows and these together.
 
         Args:
             part: Of the rows that are not taken, the part in front of those that are.
@@ -112,6 +112,8 @@ class Rehearsal:
         """
         self._looks_again = True
         self._rows.skipped = part
+        # The question of metrics has been answered by the first rehearsal, and
+        # steps run by that answer.
         self._sliced.gives_slices = rules.metrics_give_slices
         try:
             with torch.no_grad():  # it takes as much memory as a few rows do
@@ -121,6 +123,7 @@ class Rehearsal:
                 raise
             # A step with a backward of its own (a gradient penalty) runs with graphs only.
             outcome = self._visited(lambda: self._on_rows(1))
+        # What one look finds may fit by chance: rules count only together with those of before.
         findings, logged = earlier
         rows, sizes, stage = outcome.comparison.rows, outcome.comparison.sizes, outcome.comparison.stage
         before = Outcome(
@@ -137,9 +140,12 @@ class Rehearsal:
                 outcome = look()
                 self._check_iterators()
                 return outcome
+            # A step that was refused an item may fail in any way because
+            # of it, so that comes first.
             except (NotRehearsed, SlicesFail, ParametersAppear):
                 self._check_iterators()
                 raise
+            # Not a fault of the step: other processes may not rehearse at this moment.
             except CollectiveInRehearsal as error:
                 raise NotRehearsed(f"it calls torch.distributed itself ({error}).") from None
             except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
@@ -151,6 +157,7 @@ class Rehearsal:
 
     def _on_own_values(self) -> Outcome | None:
         """What is found where micro-batches wait for no value of a metric; ``None`` if it is not as on one device."""
+        # Waiting costs memory: micro-batches that meet in a metric are all held at once.
         if not (self._sliced.gives_slices and self._step.session.metrics):
             return None
         with suppress(NotRehearsed, SlicesFail):
@@ -162,13 +169,17 @@ class Rehearsal:
 
     def _on_all_rows(self) -> Outcome:
         """What is found on a few rows, and on more and other ones where those show too little."""
+        # The second try, after one with values of metrics, begins with the same rows as the first.
         self._rows.skipped = 0.0
         self._sliced.has_waited = False
         outcome = self._on_rows(1)
         if not outcome.is_sure:
+            # More rows are a bonus: what the first ones have shown stands,
+            # whatever becomes of these.
             with suppress(NotRehearsed, SlicesFail, ParametersAppear, torch.OutOfMemoryError):
                 outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
         for part in _OTHER_PARTS:
+            # Asked each time, as every further look may leave one rule only.
             if outcome.is_ambiguous:
                 self._rows.skipped = part
                 with suppress(NotRehearsed, SlicesFail, ParametersAppear):
@@ -177,15 +188,19 @@ class Rehearsal:
 
     def what_micro_batches_change(self, outcome: Outcome) -> str:
         """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""
+        # Norms run in eval mode on both sides, so the comparison does not show
+        # what cutting further changes.
         if self._step.norms:
             return f"{NOT_ALIKE}{', '.join(self._step.norms[:3])} would normalize by micro-batch."
+        # Held at once they need the memory of the step in one piece, which
+        # is what they should save.
         if self._sliced.has_waited:
             return "they wait for each other in the step (a collective, or a metric's value), so all are held at once."
         found = outcome.comparison
         return f"{NOT_ALIKE}on {found.rows} rows, {found.summary()}." if found.differences else ""
 
     def _check_iterators(self) -> None:
-        """What came of a rehearsal says nothing about a step that takes items which cannot be given back.
+        """Refuses what came of a step that takes items from iterators, which cannot be given back.
 
         Raises:
             SlicesFail: it does.
@@ -202,9 +217,10 @@ class Rehearsal:
             ) from None
 
     def _refine(self, first: Outcome, second: Outcome) -> Outcome:
-        """Both together: rules fit on all rows that were tried, or are none."""
+        """The outcome of both together: a rule must fit on all rows that were tried."""
         findings = refined(first.findings, second.findings)
         logged = refined(first.logged, second.logged)
+        # Differences of values follow from rules, and are worked out anew from the rules of both.
         of_values = ("logged value", "output", "kept value")
         seen_later = [one for one in second.comparison.differences if one[0] not in of_values]
         seen_at_once = [one for one in first.comparison.differences if one[0] not in of_values]
@@ -212,6 +228,7 @@ class Rehearsal:
         comparison = base.comparison
         comparison.differences = seen_at_once or seen_later
         comparison.changed |= first.comparison.changed | second.comparison.changed
+        # Notes on rules and on values that were skipped are written again by the comparer below.
         comparison.notes = [note for note in comparison.notes if "put together" not in note]
         comparison.skipped = [text for text in comparison.skipped if not text.startswith(of_values)]
         comparer = Comparer(self._step.tolerance, base.unstable)
@@ -232,13 +249,14 @@ class Rehearsal:
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
             if sum(sizes) == self._step.call.num_rows or self._looks_again:
+                # All rows were tried already; or it is a look, which takes a few rows and no more.
                 raise NotRehearsed(f"on {sum(sizes)} rows it raises {in_one_line(error)}") from None
             sizes = self._rows.real_sizes  # a step that needs more rows than a few
             whole = self._whole.observe(sum(sizes))
         return self._with_slices(whole, sizes)
 
     def _observe_whole(self, num_rows: int) -> Observation:
-        """Rows that fit in micro-batches need not fit in one piece; with what backward needs on the host they may."""
+        """Runs rows as one device; where they do not fit, what backward needs is on the host."""
         try:
             return self._whole.observe(num_rows)
         except torch.OutOfMemoryError as error:
@@ -246,17 +264,21 @@ class Rehearsal:
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         gc.collect()  # as shadows do, in circles
+        # From here on for every run of this rehearsal: slices hold as much as the whole.
         self._step.saves_on_host = True
         return self._whole.observe(num_rows)
 
     def _with_slices(self, whole: Observation, sizes: tuple[int, ...]) -> Outcome:
         """What is found beside what one device has done."""
+        # By hand, optimizers write parameters inside of the step, as they should.
         if self._step.guest.written and not self._step.by_hand:
             raise _writes_parameters(self._step.guest.written)
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
+        # A collective of the step needs one shape on all ranks, and slices
+        # here are unequal on purpose.
         except UnequalShapesError as error:
             traceback.clear_frames(error.__traceback__)
             if len(set(sizes)) == 1:
@@ -269,6 +291,8 @@ class Rehearsal:
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):  # or there is no room for it
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
+        # A step by hand returns no loss that could be compared, so the new
+        # weights decide between both.
         if self._step.by_hand and self._loss_reduction == "auto" and self._differs(whole, sliced, judge, sizes):
             by_sum = self._sliced.observe(sizes, whole, "sum")
             if not self._differs(whole, by_sum[1], by_sum[0], sizes):
@@ -277,10 +301,13 @@ class Rehearsal:
             once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
             judge.draws_once = once
             judge.draws_by_rows = by_rows
+        # A step that draws for the first time later on is checked again, so any draw counts here.
         judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
         comparison = self._compare(whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
         may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._module)
+        # Two more runs of one device, so only where the code names gradients or
+        # something differs already.
         if (may_read or comparison.differences) and not self._looks_again and self._reads_old_gradients(whole, sizes):
             raise SlicesFail(
                 "It reads gradients that the step before has left in .grad, which the first replica alone has.",
@@ -289,6 +316,8 @@ class Rehearsal:
         if comparison.differences:
             unstable = self._unstable(whole, sliced, comparison)
         if unstable:
+            # The second judge knows what is unstable, and has not seen the
+            # draws that the first one has.
             draws_once = judge.draws_once
             draws_by_rows = judge.draws_by_rows
             draws = judge.draws
@@ -301,6 +330,8 @@ class Rehearsal:
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
         # A decayed count grows like any other from zero, a number that is set looks like one that is added to it, and a
         # running minimum that begins at infinity is the first loss.
+        # A second step costs as much as the first, and what keeps nothing has
+        # no second one that differs.
         goes_on = comparison.kept or judge.settings or "sum" in judge.buffers.values()
         if goes_on and trained_alike and not (unstable or self._step.by_hand or self._looks_again):
             self._compare_second_steps(judge, sizes, comparison, whole)
@@ -315,6 +346,8 @@ class Rehearsal:
     def _unstable(self, whole: Observation, sliced: Observation, comparison: Comparison) -> frozenset[str]:
         """What differs because it differs from run to run, on one device as well."""
         alike = drew_alike(whole, sliced)
+        # Other numbers on purpose, unless slices drew those of one device:
+        # then nothing is due to draws.
         again = self._whole.observe(comparison.rows, other_draws=not alike)
         unstable = unstable_between(whole, again, self._step.tolerance)
         if alike or not (whole.drew or whole.left_alone or again.left_alone):
@@ -329,29 +362,33 @@ class Rehearsal:
         if self._step.by_hand or not self._step.trains:
             return False
         again = self._whole.observe(sum(sizes))
+        # A step that two equal runs do not agree on says nothing about what gradients change.
         if unstable_between(whole, again, self._step.tolerance):
             return False
         without = self._whole.observe(sum(sizes), after_a_step=False)
         return bool(unstable_between(whole, without, self._step.tolerance))
 
     def _on_equal_slices(self, sizes: tuple[int, ...]) -> Outcome:
-        """A step whose collectives need tensors of one shape; batches that cannot be cut evenly stay whole then."""
+        """Rehearses on equal slices; batches that cannot be cut evenly stay whole from then on."""
+        # The smallest size, so that there are enough rows for all of them.
         equal = (min(sizes),) * len(sizes)
         self.needs_equal_slices = True
         whole = self._whole.observe(sum(equal))
         return self._with_slices(whole, equal)
 
     def _on_real_slices(self, failure: Exception, sizes: tuple[int, ...]) -> Outcome:
-        """Slices of a few rows fail; if those of the batch do, too, the stage cannot run in slices.
+        """Rehearses on the slices of the whole batch, after those of a few rows have failed.
 
         Raises:
             SlicesFail: they do.
         """
         if isinstance(failure, torch.OutOfMemoryError) or self._looks_again:
             raise failure
+        # A few rows may be too few for a slice; those of the batch are what the run will have.
         if sizes != self._rows.real_sizes:
             whole = self._whole.observe(self._step.call.num_rows)
             return self._with_slices(whole, self._rows.real_sizes)
+        # These two have a remedy of their own, which the general advice would hide.
         if isinstance(failure, SharedWriteError):
             raise _writes_parameters([failure.name])
         if isinstance(failure, GatherError):
@@ -367,7 +404,7 @@ class Rehearsal:
     def _compare_second_steps(
         self, judge: JudgingRules, sizes: tuple[int, ...], out: Comparison, first: Observation
     ) -> None:
-        """What a step keeps may be of a slice by design; unless the next step uses it, or adds to it."""
+        """Compares second steps: they show whether what a step keeps is used, or added to."""
         try:
             whole = self._whole.observe(sum(sizes), num_steps=2)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
@@ -375,6 +412,8 @@ class Rehearsal:
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
             traceback.clear_frames(error.__traceback__)
             out.skipped.append(f"a second step ({in_one_line(error)})")
+            # A sum of one step may be a decayed one, which begins alike; without a
+            # second step it is not trusted.
             judge.buffers = {name: rule for name, rule in judge.buffers.items() if rule != "sum"}
             return
         try:
@@ -393,6 +432,8 @@ class Rehearsal:
                 f"A second step runs on the whole batch, but on a slice it raises {in_one_line(error)}",
                 "For all devices to take part, let a step use nothing that the last one kept of its rows.",
             ) from None
+        # What is added to differs in a second step from what is set, while in a
+        # first one both are alike.
         for path in judge.unsettled:
             fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
             if path in whole.changed_numbers:
@@ -415,9 +456,11 @@ class Rehearsal:
             del judge.buffers[name]
             text = f"self.{name} comes together from slices in a first step, and not in a second"
             out.differences.append(("kept", text))
+        # State was compared after the first step, and what steps keep differs by design.
         whole.state = {}
         sliced.state = {}
         second = self._compare(whole, sliced, again, sizes, frozenset())
+        # A kind that differs in the first step already is no news of the second.
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
         if second.differences and out.kept:

@@ -47,11 +47,12 @@ class Rehearsals:
         self._found: dict[Key, tuple[dict[str, Finding], dict[str, Finding]]] = {}
         self._again: dict[Key, int] = {}  # how often a stage was rehearsed again
         self._spot_checks = SpotChecks()
+        # Not emptied by forget: a second fit of the same strategy need not say the same again.
         self._said: set[str] = set()
         self._agreed = False
 
     def forget(self) -> None:
-        """The run is over."""
+        """Forgets what a run has found, so that the next one rehearses anew."""
         self._done.clear()
         self._rules.clear()
         self._found.clear()
@@ -60,7 +61,7 @@ class Rehearsals:
         self._agreed = False
 
     def reopen(self, name: str) -> None:
-        """The next step of this stage is rehearsed, as its first one was."""
+        """Has the next step of this stage rehearsed, as its first one was."""
         for key in [key for key in self._done if key[0] == name]:
             self._done.discard(key)
             self._found.pop(key, None)
@@ -79,6 +80,7 @@ class Rehearsals:
         rules = dict(self._rules)
         if judge is not None:
             rules[call.name, call.dataloader_idx] = judge
+        # A rehearsal that fails half-way leaves no rule behind.
         with overridden(self, _rules=rules):
             yield
 
@@ -94,10 +96,12 @@ class Rehearsals:
         """
         idx = args[2] if name != "training_step" and len(args) > 2 else 0
         key = name, idx
+        # By loader: each may give batches of another kind, which a step treats by dataloader_idx.
         is_open = key not in self._done or self._is_outdated(key)
         rehearses = is_open and len(slices) > 1 and self._verify != "off"
         if rehearses:
             self._again[key] = self._again.get(key, -1) + 1
+            # Before the rehearsal, which may have the batch cut otherwise and come by here again.
             self._done.add(key)
             self._rehearse(_call_of(name, slices, args, kwargs))
         elif key in self._found and len(slices) > 1 and not self._steps_by_hand(name):
@@ -106,6 +110,7 @@ class Rehearsals:
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
+        # Also where this process rehearsed nothing: the others wait for its answer.
         if name == "training_step" and not self._agreed:
             self._agreed = True
             self._agree()
@@ -120,12 +125,14 @@ class Rehearsals:
         return key in self._rules and self._rules[key].is_outdated and self._again.get(key, 0) < _AT_MOST
 
     def _agree(self) -> None:
-        """Of several processes, all take the loss for a sum if one of them saw that it is."""
+        """Lets all processes take the loss for a sum if one of them saw that it is."""
         strategy = self._strategy
+        # Options are compared between processes at setup, so all leave here or none does.
         if self._loss_reduction != "auto" or strategy.num_processes == 1:
             return
         rules = strategy.session.step.rules
         mine = rules.loss_reduction
+        # A sum is seen where slices show it, and a process whose batch stays whole sees nothing.
         if "sum" in gather_objects("agreeing on the loss", mine):
             rules.loss_reduction = "sum"
 
@@ -137,6 +144,7 @@ class Rehearsals:
         news = self._take_news(call.name, before)
         try:
             requested: list[str] = []
+            # The dispatch mode of a rehearsal sees no operators inside of compiled code.
             with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
                 rehearsal = Rehearsal(strategy, call, self._loss_reduction, requested)
                 outcome = rehearsal.run()
@@ -145,6 +153,7 @@ class Rehearsals:
                 return
             strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return
+        # One batch goes whole, and makes them; by then replicas can be made with them.
         except ParametersAppear as made:
             self.reopen(call.name)
             strategy.session.whole_batches.give_next_whole(
@@ -161,9 +170,12 @@ class Rehearsals:
             raise
         if self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
             return
+        # Remembered by the stage: a batch that does not divide evenly has its step on one device.
         if rehearsal.needs_equal_slices:
             strategy.session.whole_batches.keep_unequal(call.name)
         rules = self._joined(key, outcome, news)
+        # Kept unless the step does something new: processes have agreed on it, and one
+        # alone must not leave that.
         if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
@@ -171,6 +183,8 @@ class Rehearsals:
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy.session.step.rules = rules
+        # Norms are left out of the comparison, and they are a difference
+        # from one device all the same.
         if self._verify == "first" and rehearsal.norms and not outcome.comparison.differences:
             norms = ", ".join(rehearsal.norms[:3])
             strategy.session.whole_batches.give_whole(
@@ -182,7 +196,7 @@ class Rehearsals:
             self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
 
     def _look_again(self, call: Call) -> bool:
-        """A rehearsed step on other rows, with the rules that were found; only what is news is told.
+        """Rehearses a checked step on other rows, with the rules that were found; tells only news.
 
         Returns whether the batch may have to be cut in another way now.
         """
@@ -202,7 +216,9 @@ class Rehearsals:
             self._say(f"dpx: {call.name}, checked before, could not be looked at again: {reason}")
             return False
         comparison = outcome.comparison
+        # What was told once is not told again at batches 2, 4, 8 and so on.
         comparison.differences = self._spot_checks.news(key, comparison.differences)
+        # What is drawn by rows after all must not be drawn alike by all slices.
         rules.draws_once -= outcome.judge.draws_by_rows
         self._narrow(key, outcome)
         if not comparison.differences:
@@ -214,20 +230,21 @@ class Rehearsals:
         return True
 
     def _narrow(self, key: Key, outcome: Outcome) -> None:
-        """Of the rules that fitted at first, those remain that fit other rows, too; not of what is still undecided."""
+        """Keeps the rules that fit other rows, too; what is still undecided is left alone."""
         rules = self.rules(*key)
         of_outputs, of_logs = self._found[key]
         for chosen_rules, before, now in (
             (rules.outputs, of_outputs, outcome.findings),
             (rules.logged, of_logs, outcome.logged),
         ):
+            # Of what was only zero nothing has been found that could be narrowed.
             for path in before.keys() & now.keys() - rules.undecided:
                 before[path] = now[path]
                 if now[path].rules and path in chosen_rules:
                     chosen_rules[path] = now[path].rules[0]
 
     def _left_micro_batches(self, call: Call, reason: str) -> bool:
-        """Micro-batches that nobody asked for are given up where there is a reason."""
+        """Gives up micro-batches that were chosen for memory, if there is a reason to."""
         if not reason:
             return False
         left: bool = self._strategy.session.memory.leave_micro_batches(call.name, reason)
@@ -250,7 +267,7 @@ class Rehearsals:
         )
 
     def after_step(self, name: str, rules: MergeRules) -> None:
-        """What a real step in slices has done that no rehearsal can have seen: lists are full by now."""
+        """Acts on what a real step did that no rehearsal can have seen: lists are full by now."""
         if not rules.lost_items:
             return
         paths = ", ".join(sorted(rules.lost_items))
@@ -265,7 +282,7 @@ class Rehearsals:
             session.whole_batches.give_whole(name, reason, advice)
 
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
-        """Where micro-batches fail, slices of several devices may not: those are rehearsed instead."""
+        """Gives up micro-batches and rehearses the slices of devices, where there are several."""
         replicas = self._strategy.session.replicas
         if not replicas.cuts_slices or len(replicas.devices) == 1:
             return False
@@ -274,11 +291,12 @@ class Rehearsals:
         sizes = replicas.sizes(call.num_rows)
         active = tuple(index for index, size in enumerate(sizes) if size)
         if len(active) > 1:
+            # Other slices than before, so nothing of the failed rehearsal says how they behave.
             self._rehearse(replace(call, active=active))
         return True
 
     def _take_news(self, name: str, rules: MergeRules) -> frozenset[str]:
-        """What a step has logged or returned for the first time since it was rehearsed, which is said here."""
+        """Takes, and announces, what a step did for the first time since it was rehearsed."""
         news = frozenset(rules.news)
         rules.news.clear()
         if news:
@@ -296,6 +314,8 @@ class Rehearsals:
         if not comparison.differences:
             if is_first:
                 self._say(comparison.line())
+        # Raised for any difference, also in a later look: the user asked for
+        # parity and not for a report.
         elif self._verify == "raise":
             raise ParityError(comparison.complaint())
         elif self._verify == "first":

@@ -56,10 +56,12 @@ class Guest:
         self, trainer: Trainer, module: nn.Module, replicas: Sequence[Replica], devices: Sequence[torch.device]
     ) -> None:
         self._trainer = trainer
+        # By the names of the user's module, which the replicas' lists of parameters follow.
         names = [name for name, _ in module.named_parameters()]
         shared: list[tuple[str, nn.Parameter]] = []
         for replica in replicas:
             shared += zip(names, replica.parameters, strict=True)
+        # Of all replicas: shadows of each share the parameters of the replica on their device.
         self._shared = SharedParameters(shared)
         self._devices = devices
         self._start = GeneratorStates(self._devices, [module])
@@ -81,12 +83,16 @@ class Guest:
         """
         trainer: Any = self._trainer
         precision = getattr(trainer.precision_plugin, "wrapped", None)  # a user's own may count what it does
+        # Before anything is exchanged below, so that their restoring puts it all back.
         attributes = [Attributes(owner) for owner in (trainer, precision) if owner is not None]
         holder = _holder_of_results(trainer)
         flags = _Flags()
         results = None if holder is None else holder._results
         try:
+            # A step may reach for self.logger.experiment, which would write to the user's files.
             trainer.loggers = [counting_logger(logger, self.logger_calls) for logger in trainer.loggers]
+            # Lightning calls on_before_backward and on_before_optimizer_step of all
+            # callbacks in such a step.
             if calls_hooks:
                 trainer.callbacks = []
             if holder is not None:  # submodules that log by themselves
@@ -112,8 +118,11 @@ class Guest:
         self.logger_calls.clear()
         self._start.restore()
         if other_draws:
+            # After the common start, so that other numbers are the same
+            # others in each process and run.
             advance([shadow])
         self._run_start = GeneratorStates(self._devices, [shadow])
+        # The dispatch mode sees writes by operators only.
         places = _places_of(shadow)
         try:
             yield
@@ -132,6 +141,7 @@ class Guest:
                 left_alone += mode.left_alone
                 dtypes |= mode.dtypes
             if now.differs_outside_torch(self._run_start):
+                # No dispatch mode sees those draw, so their states are compared.
                 left_alone.append("a generator of Python or NumPy")
             self.left_alone = list(dict.fromkeys(left_alone))
             self.drew = any(mode.drew for mode in self._modes)
@@ -172,7 +182,7 @@ class ShadowReplicas(ReplicaSet):
     saves_on_host = False
 
     def run(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
-        """As of all replicas."""
+        """Runs a stage as all replicas do, under the eyes of the guest."""
 
         def watched(batch_slice: BatchSlice) -> Any:
             with self.guest.in_step(stage), save_on_cpu() if self.saves_on_host else nullcontext():
@@ -235,11 +245,13 @@ def make_shadow(
     guard_iterators(shadow, iterators, requested)
     set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
     if own_parameters:
+        # Memory of its own: its optimizers really write it.
         for parameter in shadow.parameters():
             parameter.data = parameter.data.clone()
     norms = batch_norms_by_slice(shadow)
     for name in norms:
         norm = shadow.get_submodule(name)
+        # Without running statistics batch norm normalizes by its slice in either mode.
         norm.training = norm.running_mean is None
     return shadow, norms
 
@@ -251,6 +263,8 @@ def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str,
     for replica in replicas.primaries:
         parameters: dict[str, nn.Parameter] = {}
         for (name, own), real in zip(named, replica.parameters, strict=True):
+            # By like_parameter, which keeps hooks of the user and flags, and
+            # gives a gradient of its own.
             parameters[name] = like_parameter(own, real.detach())
         shared.append(parameters)
     return shared
@@ -259,8 +273,10 @@ def shared_parameters(replicas: ReplicaSet, shadow: nn.Module) -> list[dict[str,
 def pointing_at_shadow(strategy: Any, shadow: nn.Module) -> dict[str, Any]:
     """The attributes by which a strategy, and through it the trainer, has ``shadow`` for its module, on one device."""
     attributes: dict[str, Any] = {"_lightning_module": shadow, "_model": shadow}
+    # ActivationPlanner profiles steps by hand under other strategies, which know no sessions.
     if "ranks" in vars(strategy):  # a strategy of ours
         attributes |= {"session": strategy.one_device, "ranks": strategy.ranks.of_shadow(1)}
+    # Only what the strategy has set itself: other strategies may not have both.
     return {name: value for name, value in attributes.items() if name in vars(strategy)}
 
 
@@ -284,6 +300,7 @@ def with_copied_optimizers(
     """
     shadow: Any = shadows[0]
     mine = mine or list(shadow.parameters())
+    # The Trainer stands for itself, or a scheduler that leads to it would copy the run.
     pairs = [*zip(owners, mine, strict=True), (module, shadow), (shadow.trainer, shadow.trainer)]
     configured = list(optimizers_of(strategy))
     configs = list(strategy.lr_scheduler_configs)
@@ -300,6 +317,7 @@ def with_copied_optimizers(
     real = list(distinct.values())
     optimizers = [one for one in real if isinstance(one, Optimizer)]
     schedulers = [one for one in real if isinstance(one, LRScheduler)]
+    # All in one call: they share a memo, so that a scheduler finds the copy of its own optimizer.
     copies, others = copy_optimizers(optimizers, [*configs, *schedulers], pairs)
     counterparts = dict(zip(map(id, [*optimizers, *schedulers]), [*copies, *others[len(configs) :]], strict=True))
     chosen = [counterparts[id(_unwrapped(one))] for one in configured]
@@ -309,6 +327,7 @@ def with_copied_optimizers(
             counterparts[id(one)] = wrap_optimizer(counterparts[id(_unwrapped(one))], strategy)
     for child in children:
         _exchange(vars(child), counterparts)
+    # A scaler in the wrapped plugin changes its scale in every step.
     precision = copy.copy(strategy.precision_plugin)
     if "wrapped" in vars(precision):
         precision.wrapped = copy.deepcopy(precision.wrapped)
@@ -343,6 +362,7 @@ def _exchange(attributes: dict[str, Any], counterparts: Mapping[int, Any]) -> No
     for key, value in list(attributes.items()):
         if id(value) in counterparts:
             attributes[key] = counterparts[id(value)]
+        # In place, as other attributes may name the same list; a tuple cannot be written.
         elif type(value) is list and any(id(one) in counterparts for one in value):
             value[:] = [counterparts.get(id(one), one) for one in value]
         elif type(value) is tuple and any(id(one) in counterparts for one in value):
@@ -373,6 +393,7 @@ def copy_optimizers(
     for optimizer, duplicate in zip(optimizers, copied, strict=True):
         for key, value in vars(optimizer).items():
             if key != "step":
+                # Hooks may be bound to anything, and to copy that would copy it along.
                 vars(duplicate)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
         _follow_parameters(duplicate, optimizer)
     return copied, copy.deepcopy(list(schedulers), memo)

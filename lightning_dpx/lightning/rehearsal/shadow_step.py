@@ -84,7 +84,8 @@ class ShadowStep:
         self.tolerance = _tolerance_of(strategy, module, call)
 
     def adopt_precision(self) -> None:
-        """A run has shown in which dtypes the step computes."""
+        """Takes the tolerance from the dtypes that a run has shown the step to compute in."""
+        # Autocast inside of the step, or a loss in other digits, shows only when operators run.
         seen = self.guest.dtypes.intersection(_ROUNDING)
         self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
@@ -97,11 +98,14 @@ class ShadowStep:
         try:
             shadow, self.norms = make_shadow(self.replicas, self._requested, own_parameters=self.by_hand)
         except ReplicationError as error:
+            # The advice in the error is about replicas; without a rehearsal the
+            # step trains all the same.
             raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
         return shadow
 
     def replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:
         """Replicas of a shadow, which run under the guest's eyes."""
+        # A rehearsal is of this process alone, and ends long before replicas could drift apart.
         options = {"beyond": None, "check_every": 0, **changes}
         metrics = ReplicaMetrics(shadow, number=self.strategy.options.number_rule)
         replicas = new_replicas(self.strategy, shadow, devices, metrics, ShadowReplicas, **options)
@@ -110,6 +114,7 @@ class ShadowStep:
         metrics.dim = replicas.output_dim
         replicas.guest = self.guest
         replicas.saves_on_host = self.saves_on_host
+        # The first replica is the shadow itself, which has its Trainer.
         for replica in replicas.replicas[1:]:
             copied: Any = replica.module
             set_trainer(copied, trainer_of(shadow))  # LightningModule drops it from its copies
@@ -130,6 +135,8 @@ class ShadowStep:
         strategy = self.strategy
         attributes = pointing_at_shadow(strategy, shadow)
         if session is not None:
+            # A step that asks for its rank or gathers meets the replicas of the
+            # shadow, not the real ones.
             attributes |= {"session": session, "ranks": strategy.ranks.of_shadow(len(session.replicas.replicas))}
         if self.by_hand:
             attributes |= self._optimizers_for(shadow, session, seen)
@@ -146,6 +153,7 @@ class ShadowStep:
         modules = [shadow] if session is None else [replica.module for replica in session.replicas.replicas]
         owners = self.session.step.owner_parameters
         copies = with_copied_optimizers(strategy, self._module, modules, owners, mine)
+        # Optimizers hold owners, which may be on other devices than the shadow's own parameters.
         names = {id(own): name for (name, _), own in zip(shadow.named_parameters(), mine, strict=True)}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
@@ -153,15 +161,18 @@ class ShadowStep:
                 for parameter in group["params"]:
                     name = names.get(id(parameter))
                     if name is not None and parameter.grad is not None:
+                        # A step by hand may step several times, and each of them
+                        # is compared with its like.
                         number = sum(key.partition("@")[0] == name for key in seen.gradients)
                         seen.gradients[f"{name}@{number}"] = host_copy(parameter.grad)
 
         for optimizer in copies["_optimizers"]:
+            # Before a step, as a step by hand often zeroes its gradients right after it.
             optimizer.register_step_pre_hook(note)
         return copies
 
     def context(self) -> Any:
-        """That of the precision plugin, round a step."""
+        """The context of the precision plugin around a step."""
         precision = self.strategy.precision_plugin
         return precision.train_step_context() if self.trains else precision.val_step_context()
 
@@ -177,10 +188,13 @@ class ShadowStep:
             if isinstance(loss, torch.Tensor):
                 forget_gradients(owners)  # Lightning zeroes them between a step and its backward
                 if loss.requires_grad:
+                    # A backward may draw as well: a recomputed dropout, or a hook of the user's.
                     with self.guest.in_step("backward"):
                         shadow.backward(loss)
                     if step is not None:
                         step.backward(last=True)
+                        # Summed as in the run, so that what is compared has passed through the
+                        # strategy's own reduction.
                         step.reduce()
                 seen.loss = loss.detach().cpu()
             seen.gradients = {
@@ -192,56 +206,61 @@ class ShadowStep:
     def state(self, shadow: Any) -> dict[str, Any]:
         """Python state and buffers of a shadow, and what its code reaches outside of it."""
         values = chain(self.guest.surroundings.values(), self._settings())
+        # The prefix keeps globals apart from attributes of the same name.
         outside = ((f"{OUTSIDE}{path}", value) for path, value in values)
         return python_state(chain(attributes_of(shadow), outside))
 
     def _settings(self) -> Iterable[tuple[str, Any]]:
-        """Of optimizers that steps share; steps by hand have copies of theirs."""
+        """The settings of optimizers that steps share; steps by hand have copies of theirs."""
         if self.by_hand:
             return ()
         strategy = self.strategy
         return plain_settings(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
 
     def leave_gradients(self, owners: Iterable[torch.Tensor]) -> None:
-        """A step begins with the gradients of the one before, where optimizers take them; any numbers will do."""
+        """Gives owners gradients, as a step before would have left them; any numbers will do."""
         if self.trains and not self.by_hand:
             for parameter in owners:
+                # Not zeros: to read zeros may make no difference where real gradients would.
                 parameter.grad = parameter.detach() + 0.01 if parameter.requires_grad else None
 
     def watch_batch(self, rows: Any) -> BatchWrites:
         """Sees what the next run writes into its batch, if hooks of the real run look at that."""
         writes = BatchWrites()
+        # To look for writes takes time that is lost where no hook would read them.
         if self.session.batch_writes.is_watched:
             writes.show(rows)
         return writes
 
     def note_writes(self, writes: BatchWrites, replicas: ReplicaSet, rules: MergeRules, seen: Observation) -> None:
-        """What was written is compared as a logged value is.
+        """Notes what a step wrote into its batch, to be compared as a logged value is.
 
         Raises:
             SlicesFail: it cannot be put together.
         """
         problem = writes.finish(rules, self.strategy.root_device, replicas.output_dim)
         if problem is not None:
+            # Hooks that see the whole batch would find what slices wrote, and
+            # it does not make one batch.
             raise SlicesFail(*unlike_one_batch(problem))
         for name, value in writes.values.items():
             seen.logged[name] = Logged(value=value, reduce_fx="mean", batch_size=None)
 
     def note_draws(self, seen: Observation) -> None:
-        """The random numbers of the last run."""
+        """Notes the random numbers that the last run drew."""
         seen.draws = self.guest.draws
         seen.draws_of_steps = self.guest.draws_of_steps
         seen.left_alone = self.guest.left_alone
 
 
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """A shadow is in reference cycles and may live on for a while; what is large must not."""
+    """Drops gradients now: a shadow is in reference cycles, and may live on for a while."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def recording(log: StepLog, shadow: Any) -> AbstractContextManager[None]:
-    """What is logged on the whole batch's behalf; the replicas' own logs take its place while their steps run."""
+    """Records what is logged for the whole batch; replicas record their own in their steps."""
 
     def record(*args: Any, **options: Any) -> None:
         log.record(*args, **options)
@@ -262,17 +281,20 @@ def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: I
     dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
     dtypes.append(torch.float32 if not dtypes else dtypes[0])
     dtypes.extend(seen)
+    # Gradients in fewer digits on the way differ from those of one device by that rounding.
     if strategy.options.wire_dtype is not None:
         dtypes.append(strategy.options.wire_dtype)
     context = copy.copy(strategy.precision_plugin.wrapped).train_step_context()  # a user's own may count its calls
     kind = strategy.root_device.type
     with context:
+        # Asked inside of the context, as a precision plugin may be any class that enters autocast.
         if torch.is_autocast_enabled(kind):
             dtypes.append(torch.get_autocast_dtype(kind))
     eps = {dtype: torch.finfo(dtype).eps for dtype in dtypes}
     coarsest = max(eps, key=lambda dtype: eps[dtype])
     if kind == "cuda" and coarsest == torch.float32 and _uses_tf32():
         coarsest = torch.float16  # ten bits of mantissa, as TF32
+    # Rounding grows with how many numbers are added up, of which the largest tensor is a bound.
     numbers = [leaf.numel() for leaf in tree_leaves(call.args[0]) if isinstance(leaf, torch.Tensor)]
     largest = max((parameter.numel() for parameter in module.parameters()), default=1)
     return Tolerance.of(coarsest, max([largest, *numbers]))

@@ -38,8 +38,10 @@ class SlicedRun:
     def __init__(self, step: ShadowStep, rows: FewRows) -> None:
         self._step = step
         self._rows = rows
+        # To begin with, as micro-batches that need not wait for each other save most memory.
         self.gives_slices = not step.by_hand and step.replicas.cuts_slices
         self.has_waited = False
+        # A copy: what a rehearsal learns counts only once it ends well.
         self.metric_rules = copy.deepcopy(step.session.metrics.rules_by_path())
 
     def observe(
@@ -70,6 +72,7 @@ class SlicedRun:
             loss_reduction="sum" if loss_reduction == "sum" else "mean",
             unstable=unstable,
         )
+        # Every judge begins without findings, but this was decided for the whole rehearsal.
         judge.metrics_give_slices = self.gives_slices
         shadow = step.make_shadow()
         replicas = self._replicas_of(shadow)
@@ -78,6 +81,8 @@ class SlicedRun:
         seen = Observation()
         replicas.metrics.take_rules(self.metric_rules)
         with ExitStack() as stack:
+            # First in and last out: replicas are closed and graphs let go
+            # before anything is put back.
             stack.enter_context(step.guest.run(shadow))
             stack.callback(replicas.close)
             stack.callback(training.close)
@@ -85,31 +90,38 @@ class SlicedRun:
             for replica in replicas.replicas:
                 stack.callback(forget_gradients, list(replica.module.parameters()))  # also where the step raises
             for rules in (*earlier, judge):
+                # Arguments are learned from the step that is judged;
+                # earlier ones only lead up to it.
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
                 for replica in replicas.replicas:
                     forget_gradients(replica.module.parameters())
+                # On the owners alone, as after a real step.
                 step.leave_gradients(training.owner_parameters)
                 training.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
                 merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
                 with step.pointing_at(shadow, session, rules, seen):
+                    # A batch of its own, which nothing but these writes has touched.
                     writes = step.watch_batch(self._rows.whole(sum(sizes)))
                     session.batch_writes = writes
                     with recording(merged_log, shadow):
                         final = self._forward(session, slices)
+                    # Before anything is compared: what failed is a reason, and not a difference.
                     self._check_left_whole(session.whole_batches)
                     seen.logged = {path_of(key): logged_value(*entry) for key, entry in merged_log.entries.items()}
                     step.note_writes(writes, replicas, rules, seen)
                     step.finish(seen, final, shadow, training.owner_parameters, training)
         step.note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
+        # Over all runs of a rehearsal: one that waited is enough to hold all micro-batches at once.
         self.has_waited |= replicas.has_met
         return judge, seen
 
     def _replicas_of(self, shadow: Any) -> Any:
-        """As the real ones are: on their devices, with as many micro-batches, shifted alike."""
+        """Replicas like the real ones: on their devices, cut into as many, shifted alike."""
         step = self._step
         forget_shift(shadow)  # of the first replica; each gets its own
+        # By hand, optimizers write the parameters, so replicas of the shadow have their own.
         parameters = () if step.by_hand else shared_parameters(step.replicas, shadow)
         micro_batches = step.replicas.partition.micro_batches
         devices = list(step.replicas.devices)
@@ -125,11 +137,12 @@ class SlicedRun:
 
     def _training_step(self, replicas: ReplicaSet) -> TrainingStep:
         options = self._step.strategy.options
+        # A reducer object is set up for the replicas of the real step.
         reducer = options.reducer if isinstance(options.reducer, str) else "auto"
         return TrainingStep(replicas, reducer, "mean", options.wire_dtype, options.gradient_buckets, None)
 
     def _check_left_whole(self, found: WholeBatches) -> None:
-        """What a step on slices has found out may be a reason against slices.
+        """Raises the reason against slices that the step itself has found, if there is one.
 
         Raises:
             SlicesFail: it is.

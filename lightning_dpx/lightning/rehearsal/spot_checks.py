@@ -28,6 +28,7 @@ class SpotChecks:
 
     def is_due(self, key: Key) -> bool:
         """Counts a batch after the first, and says whether its step is looked at again."""
+        # The first batch was rehearsed, which counts it.
         number = self._batches.get(key, 1) + 1
         self._batches[key] = number
         return number & (number - 1) == 0

@@ -37,11 +37,13 @@ class Attributes:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
+        # The values themselves and no copies: a callback may hold data
+        # that would take long to copy.
         self._values = dict(vars(owner))
         self._contents = [_Content(value) for value in self._values.values() if is_small_container(value)]
 
     def restore(self) -> None:
-        """All attributes are what they were."""
+        """Puts all attributes back to what they were."""
         now = vars(self._owner)  # a signal handler may ask for attributes meanwhile, so none is taken away for long
         for key in [key for key in now if key not in self._values]:
             del now[key]
@@ -57,9 +59,11 @@ class _Content:
 
     def __init__(self, container: Any) -> None:
         self._container = container
+        # One container deep: what a callback or a data set holds may be very much.
         self._held = copy.copy(container)
 
     def restore(self) -> None:
+        # The same object is filled again, as others may hold it too.
         container = self._container
         container.clear()
         container.extend(self._held) if isinstance(container, list | deque) else container.update(self._held)
@@ -80,7 +84,9 @@ class _Named:
         return space.get(self._key, _MISSING)
 
     def restore(self) -> None:
+        # By identity: equality of foreign values may be slow, or no bool.
         if self.value is not self._value:
+            # The dict of a class cannot be written; the globals of a file can.
             if isinstance(self._space, type):
                 setattr(self._space, self._key, self._value)
             else:
@@ -99,6 +105,7 @@ class _Tensor:
 
     def restore(self) -> None:
         tensor = self._tensor.detach()
+        # Only where it was written, which the version counter tells at no cost.
         if version_counter(tensor) != self._version and tensor.shape == self._held.shape:
             tensor.copy_(self._held)
             self._version = version_counter(tensor)
@@ -114,16 +121,19 @@ class _ReachedByCode:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # In order and once each: many submodules are of one class.
         classes = dict.fromkeys(type(child) for child in module.modules())
         self._state = ObjectState((), copies=True, classes=classes, only_own=True)
         self._marks = self._state.marks()
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._tensors: list[_Tensor] = []
+        # A data set in a global may be too large to be there twice.
         left = _MOST_BYTES
         for tensor in self._state.tensors():
             if id(tensor) not in own and _can_be_kept(tensor) and tensor.nbytes <= left:
                 left -= tensor.nbytes
                 self._tensors.append(_Tensor(tensor))
+        # Only those that were empty: results of before cannot be told from those of the rehearsal.
         self._empty_caches = [cache for cache in self._state.caches if not cache.cache_info().currsize]
 
     def restore(self) -> None:
@@ -160,6 +170,7 @@ class Surroundings:
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""
         for path, owner in self._objects.items():
+            # What can be compared at little cost; all attributes are put back, whatever they are.
             yield from ((f"{path}.{key}", value) for key, value in vars(owner).items() if _is_plain(value))
         for path, named in self._named.items():
             if _is_plain(value := named.value):
@@ -168,12 +179,14 @@ class Surroundings:
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:
     """Whether to keep a copy of a tensor that the user's code names."""
+    # Others may hold several tensors behind one, which copy_ would not put back as they were.
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain and not tensor.is_inference() and not tensor.is_meta
 
 
 def is_small_container(value: Any) -> bool:
     """Whether to keep a copy of what ``value`` holds."""
+    # The exact types: a subclass may do more than hold items when it is cleared and filled.
     return type(value) in _CONTAINERS and len(value) <= _LARGEST_CONTAINER
 
 
@@ -189,10 +202,12 @@ def _objects_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     """Objects of the user's classes that a step reaches through its trainer."""
     found = [(f"trainer.callbacks[{index}]", callback) for index, callback in enumerate(trainer.callbacks)]
     found.append(("trainer.datamodule", getattr(trainer, "datamodule", None)))
+    # Loaders are found at the loop that runs; before it begins there are none.
     loop = active_loop(trainer)
     combined = None if loop is None else combined_loader(loop)
     for index, loader in enumerate([] if combined is None else combined.flattened):
         found.append((f"the data set of loader {index}", getattr(loader, "dataset", None)))
     for path, owner in found:
+        # Lightning's own callbacks, such as the progress bar, are not called in a rehearsal.
         if owner is not None and hasattr(owner, "__dict__") and not is_library(type(owner)):
             yield path, owner

@@ -59,33 +59,43 @@ class WholeRun:
         """
         step = self._step
         shadow = step.make_shadow()
+        # Replicas of one: the step runs by the code that runs slices, so that only the cut differs.
         replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
         seen = Observation(state_before=step.state(shadow))
+        # A step that makes a layer when it first knows its width adds names.
         known = {name for name, _ in shadow.named_parameters()}
         with ExitStack() as stack:
             stack.enter_context(step.pointing_at(shadow, None, None, seen))
             stack.enter_context(step.guest.run(shadow, other_draws=other_draws))
             stack.callback(replicas.close)
             stack.callback(forget_gradients, list(shadow.parameters()))  # also where the step raises
+            # Each begins without the gradients of the one before, or with
+            # some where a real step would.
             for _ in range(num_steps):
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())
+                # Copied for each step, which may write it in place.
                 batch_slice = BatchSlice(replicas.root, num_rows, self._rows.whole(num_rows))
                 writes = step.watch_batch(batch_slice.batch)
                 log = StepLog(batch_slice)
+                # Looked for anew before each step, as one may make lists
+                # that the next one appends to.
                 lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
                 numbers = numbers_of(own_attributes_of(shadow))
                 with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
                     call = partial(self._call, log, writes)
                     seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
                 with recording(log, shadow):
+                    # training_step_end and its like see the outputs of all rows, and may log.
                     final = step.session.finished(step.call.name, seen.output)
                 grown = lists.grown(find_lists(attributes_of(shadow)))
+                # Graphs would keep all activations of this run until it is compared.
                 seen.appended = {place: without_graphs(items) for place, items in grown.items()}
                 seen.numbers = numbers_of(own_attributes_of(shadow))
                 seen.changed_numbers = changed_numbers(numbers, seen.numbers)
                 seen.logged = {path_of(key): logged_value(*entry) for key, entry in log.entries.items()}
+                # One device needs no rules, as there is one slice.
                 step.note_writes(writes, replicas, MergeRules(), seen)
                 step.finish(seen, final, shadow, list(shadow.parameters()))
         made = [name for name, _ in shadow.named_parameters() if name not in known]

@@ -34,6 +34,7 @@ class Comparer:
         self.values("logged value", judge.logged_findings, out)
         for name, text in judge.batch_sizes.items():
             out.differences.append(("logged value", f"logged value '{name}': {text}"))
+        # A name that only one side logs has no finding, and would pass unseen.
         missing = [repr(name) for name in whole.logged if name not in sliced.logged]
         missing += [repr(name) for name in sliced.logged if name not in whole.logged]
         if missing:
@@ -42,6 +43,8 @@ class Comparer:
         self.values("output", judge.findings, out)
         self.values("kept value", judge.kept_findings, out)
         self._state(whole, sliced, judge.left_apart, out)
+        # The first replica alone may call the logger, as on rank zero;
+        # then there are as many calls.
         if len(whole.logger_calls) != len(sliced.logger_calls):
             names = ", ".join(dict.fromkeys([*whole.logger_calls, *sliced.logger_calls]))
             times = [f"{len(one.logger_calls)} time{'s' * (len(one.logger_calls) > 1)}" for one in (whole, sliced)]
@@ -58,6 +61,7 @@ class Comparer:
                 return
             out.differences.append(("loss", "the loss is None on one device or in slices, but not on both"))
             return
+        # In double, so that the comparison adds no rounding; a loss of one element has any shape.
         losses = whole.loss.double().reshape(()), sliced.loss.double().reshape(())
         error = difference(*losses, self._tolerance, terms=judge.largest_loss)
         if error <= self._tolerance.relative:
@@ -68,6 +72,7 @@ class Comparer:
         if "loss" in self._unstable:
             out.skipped.append("loss (it depends on random draws)")
             return
+        # Both ways are shown: which of them is nearer tells what kind of loss it is.
         numbers = [f"{value:.6g} as the {name}" for name, value in judge.losses.items()]
         of_slices = " and ".join(numbers) or f"{float(sliced.loss):.6g}"
         text = f"the loss is {float(whole.loss):.6g} on one device, {of_slices} of the slices'"
@@ -80,6 +85,7 @@ class Comparer:
         wrong = {name: error for name, error in errors.items() if error > self._tolerance.relative}
         out.counts[kind] = len(errors) - len(wrong)
         out.largest = max([out.largest, *(error for name, error in errors.items() if name not in wrong)])
+        # Before what is unstable is left out: that is looked for among all that is apart.
         out.apart.update(f"{kind}:{name}" for name in wrong)
         skipped = [name for name in wrong if f"{kind}:{name}" in self._unstable]
         if skipped:
@@ -96,6 +102,7 @@ class Comparer:
         self, kind: str, whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
         both = [*whole.values(), *sliced.values()]
+        # A gradient that is zero but for rounding is judged by the size of its neighbors.
         scale = max((_largest(value) for value in both), default=0.0)
         errors = {}
         for name in dict.fromkeys([*whole, *sliced]):
@@ -109,15 +116,18 @@ class Comparer:
         """New weights may differ where a normalizing optimizer blew up the rounding of a gradient that is zero."""
         if not whole.weights:
             return
+        # Adam divides a gradient by its own size, so mere rounding moves a weight by a whole step.
         gradients = self._errors("gradient", whole.gradients, sliced.gradients)
         rounding = {name for name in whole.weights if _explained(name, gradients, self._tolerance)}
         mine = {name: value for name, value in whole.weights.items() if name not in rounding}
         theirs = {name: value for name, value in sliced.weights.items() if name not in rounding}
         self._tensors("new weight", mine, theirs, out)
+        # They count as alike: their gradients were compared, and agree.
         out.counts["new weight"] += len(rounding)
 
     def values(self, kind: str, findings: Mapping[str, Finding], out: Comparison) -> None:
         """Of what is logged or returned, by what was found."""
+        # Containers come together by their items, which are counted and named themselves.
         leaves = [found for found in findings.values() if not found.rules or found.rules[0].kind != "children"]
         wrong = [found for found in leaves if not found.rules]
         unseen = [found for found in leaves if found.path in self._unstable]
@@ -129,6 +139,7 @@ class Comparer:
             named = ", ".join(_name_of(found.path) for found in unseen[:NAMED])
             out.skipped.append(f"{kind} {named} (random draws)")
         for found in good:
+            # Rules that a user would not expect, and that may fit a few rows by chance.
             if found.rules[0].kind in ("quadratic mean", "geometric mean", "first", "last"):
                 out.notes.append(
                     f"{kind} {_name_of(found.path)} is put together as the {found.rules[0].kind} of slices"
@@ -154,12 +165,16 @@ class Comparer:
             start, mine, theirs = (one.get(path) for one in (whole.state_before, whole.state, sliced.state))
             if not relations.same(start, mine) or not relations.same(start, theirs):
                 out.changed.add(path)
+            # What no side has changed is no news, so it counts on neither.
             if relations.same(mine, theirs) or grew_alike(start, mine, theirs, self._tolerance):
                 good += not relations.same(start, mine)
                 continue
             out.apart.add(f"state:{path}")
+            # The list behind it was told with the rule that it lacks.
             if path in told:
                 continue
+            # Numbers in tensors differ with the rows that a slice has; another
+            # structure is another behavior.
             of_a_slice = relations.of_a_slice(mine, theirs)
             if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
                 continue
@@ -229,6 +244,7 @@ def _explained(name: str, gradients: Mapping[str, float], tolerance: Tolerance) 
 
 
 def _largest(value: torch.Tensor) -> float:
+    # An infinite gradient would make every other one look like rounding.
     finite = value[value.isfinite()] if value.is_floating_point() else value
     return float(finite.abs().max()) if finite.numel() else 0.0
 

@@ -52,6 +52,7 @@ class JudgingRules(MergeRules):
         self.appended = {place: len(items) for place, items in whole.appended.items()}
         self.growing = set(self.appended)
         self.left_apart: set[str] = set()  # attributes that lead to lists whose items do not come together
+        # By the path that replicas ask with, item by item.
         self._appended_at: dict[str, Any] = {}
         for place, items in whole.appended.items():
             self._appended_at.update({f"{place}.{index}": item for index, item in enumerate(items)})
@@ -67,6 +68,7 @@ class JudgingRules(MergeRules):
         """Decides, then merges."""
         whole = self._whole.output
         if (
+            # The step merges losses by itself, and asks for the rest of what slices return.
             isinstance(whole, Mapping)
             and "loss" in whole
             and not (isinstance(parts[0], Mapping) and "loss" in parts[0])
@@ -83,6 +85,7 @@ class JudgingRules(MergeRules):
         search = Search(weights=weights, tolerance=self._tolerance, unstable=self._unstable)
         found = search.examine(self._appended_at[path], parts, path)
         self.kept_findings.update({one.path: one for one in found})
+        # Raised and not only noted: the list is then left apart, each replica's items as they are.
         if not all(one.rules for one in found):
             raise GatherError("no way of putting them together gives what one device appends")
         self.outputs |= chosen(self.kept_findings)
@@ -92,6 +95,7 @@ class JudgingRules(MergeRules):
         """Decides, then merges."""
         whole = self._whole.numbers[path]
         fitting: tuple[Rule, ...] = ()
+        # A number that differs from run to run would fit a rule by chance only.
         is_stable = not {f"state:{path}", f"structure:{path}"} & self._unstable
         if all(self._is_alike(whole, part) for part in parts):
             self.equal_numbers.add(path)
@@ -116,6 +120,7 @@ class JudgingRules(MergeRules):
         of_whole = increments([whole], before) if is_finite else None
         if added is not None and of_whole is not None:
             found = search.examine(of_whole[0], added, name)
+            # Whether it is added to or set, a second step tells; until then it counts as added.
             if any(rule.kind == "sum" for one in found for rule in one.rules):
                 fitting.insert(0, Rule(kind="added"))
         if not self._is_alike(whole, parts[0]):
@@ -123,6 +128,7 @@ class JudgingRules(MergeRules):
         # The first slice's will do, unless it does by chance: others may have added nothing, or have less of it.
         if all(self._is_alike(whole, part) for part in parts):
             fitting = [rule for rule in fitting if rule.kind in ("added", "sum")]
+        # Without a rule it is the number of the first replica anyway.
         if not fitting:
             return ()
         fitting.append(Rule(kind="first"))
@@ -136,6 +142,7 @@ class JudgingRules(MergeRules):
         self.outputs.pop(name, None)
         if fitting:
             by_chance = not _BY_CHANCE.isdisjoint(rule.kind for rule in fitting)
+            # Rules that never fit by chance agree on other rows as well, however many they are.
             is_sure = len(fitting) == 1 or not by_chance
             self.kept_findings[name] = Finding(path=name, rules=tuple(fitting), is_sure=is_sure)
             self.outputs[name] = fitting[0]
@@ -186,6 +193,7 @@ class JudgingRules(MergeRules):
         """Decides, then merges."""
         known = self._whole.logged.get(path)
         if known is not None and known.batch_size is not None and known.batch_size != sum(sizes):
+            # A constant that the user names is no count of rows, and must not be added up.
             if all(size == known.batch_size for size in sizes):
                 self.same_batch_sizes.add(path)
             else:
@@ -201,6 +209,8 @@ class JudgingRules(MergeRules):
     def buffer_rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
         """The first replica's, unless another rule makes of it what one device did."""
         whole = self._whole.state.get(name)
+        # A buffer that one device does not have, or has as something else, is left
+        # to the comparison of state.
         if not isinstance(whole, torch.Tensor):
             return "first"
         largest = value("max")
@@ -230,11 +240,14 @@ class JudgingRules(MergeRules):
             return self.loss_reduction
         target = whole.double().reshape(())
         self.largest_loss = max(map(float, map(torch.abs, values)))
+        # In relation to the largest loss of a slice: losses that cancel out
+        # leave roundings of their size.
         fits = {
             name: difference(target, torch.tensor(value, dtype=torch.float64), self._tolerance, terms=self.largest_loss)
             <= self._tolerance.relative
             for name, value in self.losses.items()
         }
+        # What it began with is kept where both fit, as of a loss of zero.
         if self._decides and not fits[self.loss_reduction]:
             other = next((name for name, fitting in fits.items() if fitting), None)
             self.loss_reduction = other or self._nearest(float(target))
@@ -273,11 +286,14 @@ def refined(first: Mapping[str, Finding], second: Mapping[str, Finding]) -> dict
     result = dict(first)
     for path, found in second.items():
         earlier = first.get(path)
+        # A rule that failed once has failed; zeros say nothing, so what is
+        # seen later takes their place.
         if earlier is None or not found.rules or not earlier.rules or earlier.rules[0].kind == "by type":
             result[path] = found if earlier is None or earlier.rules else earlier
             continue
         if found.rules[0].kind == "by type":
             continue
+        # In the order of the earlier ones, which have merged results already.
         both = tuple(rule for rule in earlier.rules if rule in found.rules)
         text = "" if both else "no way of putting slices together gives it on all rows that were tried"
         is_sure = len(both) == 1 or earlier.is_sure or found.is_sure

@@ -79,6 +79,7 @@ def python_state(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
         named: Attributes by path.
     """
     freezer = _Freezer()
+    # One freezer for all attributes: many of them may lead to the same configuration.
     return {path: freezer.frozen(value, _DEEPEST) for path, value in named}
 
 
@@ -91,13 +92,17 @@ class _Freezer:
     def frozen(self, value: Any, depth: int) -> Any:
         """What ``value`` holds, through so many containers and objects."""
         if isinstance(value, torch.Tensor):
+            # A copy, as the step goes on to write the tensor; on the host, where it
+            # takes no room from the step.
             return host_copy(value)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             return value
         if hasattr(type(value), "dtype") and hasattr(type(value), "copy"):  # asked of the type: others answer slowly
             return value.copy()
+        # Still compared by its class, so that an exchange for another kind of object is seen.
         if depth == 0:
             return type(value).__name__
+        # By depth as well, as less of an object is seen from farther away.
         key = id(value), depth
         if key not in self._known:
             self._known[key] = value, self._content(value, depth - 1)
@@ -111,10 +116,13 @@ class _Freezer:
         if isinstance(value, dict):
             return {str(key): self.frozen(item, depth) for key, item in value.items()}
         if isinstance(value, set | frozenset):
+            # The repr of other objects has their address, which differs from copy to copy.
             is_plain = all(isinstance(item, str | int | float | tuple) for item in value)
             return sorted(map(repr, value)) if is_plain else None
+        # Submodules are looked at by their own names, and functions have no state to compare.
         if isinstance(value, torch.nn.Module) or callable(value) or not hasattr(value, "__dict__"):
             return type(value).__name__
+        # Lightning and this package lead to all of a run, such as by a Trainer.
         if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
             return type(value).__name__
         return {key: self.frozen(item, depth) for key, item in vars(value).items()}
@@ -125,6 +133,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach()
     if dense.layout != torch.strided and not dense.is_nested:
         dense = dense.to_dense()
+    # On the host already, it would be the very tensor that the step writes.
     return dense.to("cpu", copy=True)
 
 
@@ -142,6 +151,7 @@ def attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
 
 def own_attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
     """The same, but for what metrics and torch look after: metrics' states, and buffers."""
+    # All that every LightningModule has: Lightning and torch keep books of their own there.
     private = private_attributes()
     children = list(module.named_modules())
     inside_metrics = tuple(f"{path}." for path, child in children if path and isinstance(child, Metric))

@@ -54,6 +54,7 @@ class Comparison:
 
     @property
     def _all_notes(self) -> list[str]:
+        # A difference of that kind says the same, and more.
         if not self.kept or "kept" in dict(self.differences):
             return self.notes
         named = and_more(", ".join(self.kept[:NAMED]), self.kept)
@@ -70,6 +71,8 @@ class Comparison:
                 described.append(f"{count} {kind}{plural}")
         skipped = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
         notes = "".join(f". {note}" for note in self._all_notes)
+        # A step may do nothing that can be compared, which must not read
+        # like a check that has failed.
         if not described:
             nothing = f"{self.stage} returns, logs and changes nothing" if not self.skipped else self.stage
             return f"dpx: checked on {self.rows} rows: {nothing}{skipped}{notes}."
@@ -84,6 +87,7 @@ class Comparison:
 
     def complaint(self) -> str:
         """What differs, and the ways out."""
+        # With the sizes, a user can cut the same rows by hand and see the difference.
         cut = ", ".join(map(str, self.sizes[:-1])) + f" and {self.sizes[-1]}"
         notes = "".join(f" {note}." for note in self._all_notes)
         kinds = dict.fromkeys(kind for kind, _ in self.differences)

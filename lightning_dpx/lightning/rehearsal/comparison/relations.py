@@ -33,18 +33,22 @@ class Relations:
         return self._of(one, two) is not _Relation.OTHER
 
     def _of(self, one: Any, two: Any) -> "_Relation":
+        # Observations hold plain lists and dicts only, whatever the containers were.
         if type(one) is not type(two) or not isinstance(one, list | dict):
             return self._of_leaves(one, two)
+        # Ids are safe as keys while the observations, which hold both, are compared.
         key = id(one), id(two)
         if key not in self._known:
             pairs = pairs_of(one, two)
             found = _Relation.SAME if len(pairs) == len(one) == len(two) else _Relation.OTHER
             for _, mine, theirs in pairs:
+                # The relation of containers is the worst one of their items.
                 found = max(found, self._of(mine, theirs))
             self._known[key] = found
         return self._known[key]
 
     def _of_leaves(self, one: Any, two: Any) -> "_Relation":
+        # First, as it is the usual answer and takes no tensor; 1 and True are not the same.
         if type(one) in _PLAIN and type(two) is type(one) and one == two:
             return _Relation.SAME
         if all(error <= self._tolerance.relative for _, error in compare_trees(one, two, self._tolerance)):
@@ -85,9 +89,11 @@ def grew_alike(before: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> bo
         return False
     mine = whole[len(before) :]
     theirs = sliced[len(before) :]
+    # As many as one device has were compared item by item before.
     if not mine or len(theirs) % len(mine) or len(theirs) == len(mine):
         return False
     num_slices = len(theirs) // len(mine)
+    # Equal weights do, as only rules that join or compare are looked for.
     weights = Weights(rows=[1] * num_slices, of_loss=[1] * num_slices)
     search = Search(weights=weights, tolerance=tolerance)
     for index, item in enumerate(mine):
