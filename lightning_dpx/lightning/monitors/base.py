@@ -27,6 +27,7 @@ class Pace:
     """
 
     def __init__(self, every_n_steps: int | None) -> None:
+        # A bool is an int to Python, and True would measure every step.
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and (not whole or every_n_steps < 1):
             raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
@@ -34,12 +35,13 @@ class Pace:
         self._steps = 0
 
     def restart(self) -> None:
-        """A new fit begins."""
+        """Begins to count anew, for another fit."""
         self._steps = 0
 
     def step(self, trainer: Trainer) -> bool:
         """Counts a step; whether it is measured."""
         self._steps += 1
+        # A log_every_n_steps of 0 turns logs off, and nothing can be divided by it.
         every = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]
         return self._steps <= WARM_UP or (every > 0 and self._steps % every == 0)
 
@@ -51,13 +53,14 @@ def check_file(save_to: str | Path | None) -> Path | None:
         ConfigurationError: it is neither CSV nor JSON.
     """
     path = None if save_to is None else Path(save_to)
+    # When the callback is made, not hours later when fit ends and the rows are written.
     if path is not None and path.suffix not in (".csv", ".json"):
         raise ConfigurationError(f"save_to={str(save_to)!r} is not allowed; name a .csv or a .json file.")
     return path
 
 
 def check_writable(name: str, path: Path | None) -> None:
-    """Before training, that a file can be written after it.
+    """Checks before training that a file can be written after it.
 
     Args:
         name: The argument that named the file.
@@ -68,11 +71,13 @@ def check_writable(name: str, path: Path | None) -> None:
     """
     if path is None:
         return
+    # The root exists in any case, so there is always one.
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir():
         reason = "that is a folder"
     elif not folder.is_dir():
         reason = f"{folder} is no folder"
+    # Asked of the system without opening the file, which would empty a report of an earlier fit.
     elif path.exists() and not os.access(path, os.W_OK):
         reason = "the file may not be written"
     elif not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
@@ -83,20 +88,23 @@ def check_writable(name: str, path: Path | None) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of equal keys, as CSV with a header or as a JSON list."""
+    """Writes rows of equal keys, as CSV with a header or as a JSON list."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1))
         return
+    # As the csv module wants it: with translated line ends, Windows would have blank rows between.
     with path.open("w", newline="") as file:
+        # A fit without a measured step still leaves a file that tools can read.
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["step"])
         writer.writeheader()
         writer.writerows(rows)
 
 
 def log_figures(trainer: Trainer, figures: dict[tuple[str, ...], float], step: int) -> None:
-    """To every logger, under ``dpx/...``; the names hold nothing that a logger would replace."""
+    """Gives figures to every logger, under ``dpx/...``, in names that none of them changes."""
     for logger in trainer.loggers:
+        # Loggers group figures by different signs, and replace those that they do not allow.
         named = {logger.group_separator.join(("dpx", *parts)): value for parts, value in figures.items()}
         logger.log_metrics(named, step=step)
 
@@ -124,10 +132,12 @@ def format_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]])
 
 def show_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table on rank 0: with rich on a terminal that has it, as plain text otherwise."""
+    # Imported here, as rich is no requirement and takes a while to import.
     if RICH_IS_AVAILABLE:
         from rich.console import Console
         from rich.table import Table
 
+        # On stderr, where logging writes: standard output belongs to the user's program.
         console = Console(stderr=True)
         if console.is_terminal:
             table = Table(*heads, title=title)
@@ -138,6 +148,7 @@ def show_rows(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -
     rank_zero_info(format_rows(title, heads, rows))
 
 
+# A table by rich does not pass through rank_zero_info.
 @rank_zero_only
 def _print_once(console: Any, table: Any) -> None:
     console.print(table)

@@ -97,6 +97,7 @@ class DeviceMemoryMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before; looks whether its files can be written."""
+        # A run of many hours must not end with a file that cannot be written.
         check_writable("save_to", self._path)
         check_writable("report", self._page)
         self.last = {}
@@ -107,17 +108,20 @@ class DeviceMemoryMonitor(Callback):
         self._pace.restart()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Begins to measure a step, if its turn has come."""
         self._measuring = self._pace.step(trainer)
         if not self._measuring:
             return
         self._note_peaks()  # of the steps since the last one that was measured
+        # Looked for in every measured step, as parts may be shifted after the first batch.
         used: list[torch.device] = []
         for module in replica_modules(trainer, pl_module):
             used += _devices_of(module)
+        # Strategies of one device have no list of them.
         own = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
         self.devices = distinct_devices([*own, *used])
         self.last = {device: DeviceMemory() for device in self.devices}
+        # What is there before forward is subtracted, so that the rest is what forward has left.
         self._idle = {device: allocated_and_peak(device)[0] for device in self.devices}
         self._begin_phase()
 
@@ -127,13 +131,15 @@ class DeviceMemoryMonitor(Callback):
             return
         for device, allocated in self._end_phase("forward").items():
             memory = self.last[device]
+            # A step by hand has several backwards, of which the largest counts.
             memory.activations = max(memory.activations, allocated - self._idle[device])
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gradients are on their owners."""
+        """Measures the backward, and the gradients that are on their owners by now."""
         if not self._measuring:
             return
         self._end_phase("backward")
+        # Counted now, as a step by hand may set gradients to None before it ends.
         found: list[torch.Tensor] = []
         for module in replica_modules(trainer, pl_module):
             found += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
@@ -144,7 +150,7 @@ class DeviceMemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The optimizer has stepped."""
+        """Measures the optimizer's step, and reports all of it."""
         if not self._measuring:
             return
         self._measuring = False
@@ -152,12 +158,15 @@ class DeviceMemoryMonitor(Callback):
         self._weigh(trainer, pl_module)
         for device, memory in self.last.items():
             memory.allocated = allocated[device]
+            # Each phase has reset the allocator's own peak, so that of the
+            # step is put together here.
             memory.peak = max(memory.peak_by_phase.values())
             self._note_peak(device, memory.peak)
         self._report(trainer, pl_module)
 
     def _weigh(self, trainer: Trainer, module: LightningModule) -> None:
-        """What walks over all parameters."""
+        """Measures what takes a walk over all parameters."""
+        # The Trainer tears the strategy down before it calls on_fit_end.
         self._plans = memory_plans(trainer)
         modules = replica_modules(trainer, module)
         parameters = bytes_by_device(chain.from_iterable(replica.parameters() for replica in modules))
@@ -176,11 +185,13 @@ class DeviceMemoryMonitor(Callback):
             memory.micro_batches = micro_batches_on(trainer, device)
             planned, memory.budget = planned_activations(trainer, device)
             static = memory.parameters + memory.buffers + memory.gradients + memory.optimizer
+            # A plan is for activations alone, and peaks are of all that is there.
             memory.planned = static + planned if planned else 0
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file and prints the table."""
         self._note_peaks()
+        # One file for all processes, which rank zero writes for its own devices.
         if self._path is not None and trainer.is_global_zero:
             write_rows(self._path, self._rows)
         if not self.last or not trainer.is_global_zero:
@@ -188,13 +199,15 @@ class DeviceMemoryMonitor(Callback):
         if self._table:
             show_rows(*table_of(self.last, self.highest))
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        # The page was asked for, and an error says what is missing; pictures
+        # for TensorBoard are a bonus.
         if self._page is not None or (boards and find_spec("matplotlib")):
             draw_report(
                 steps_taken(trainer), self.last, table_of(self.last, self.highest), self._plans, boards, self._page
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """What was measured until then is what one wants to see after running out of memory."""
+        """Reports what was measured until then, which tells most after running out of memory."""
         if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
             self.on_fit_end(trainer, pl_module)
 
@@ -221,6 +234,7 @@ class DeviceMemoryMonitor(Callback):
     def _note_peak(self, device: torch.device, peak: int) -> None:
         self.highest[device] = max(self.highest.get(device, 0), peak)
         total = self.last[device].total
+        # Without a limit a device is never nearly full.
         full = self._warn_at < 1 and total and peak > self._warn_at * total
         if full and device not in self._warned:
             self._warned.add(device)
@@ -240,6 +254,8 @@ class DeviceMemoryMonitor(Callback):
         if self._prog_bar:
             for device, memory in self.last.items():
                 name = f"{short_name(device)} GiB"
+                # Not to the loggers, which get all figures below; the batch size is named, or
+                # Lightning would look for one in the batch.
                 module.log(name, memory.peak / GIB, prog_bar=True, logger=False, on_step=True, batch_size=1)
         figures: dict[tuple[str, ...], float] = {}
         for device, memory in self.last.items():
@@ -252,6 +268,7 @@ class DeviceMemoryMonitor(Callback):
 
 def replica_modules(trainer: Trainer, module: LightningModule) -> list[nn.Module]:
     """The modules that hold parameters: all replicas of our strategy, the module itself under any other."""
+    # Before setup, and on one device, there are no replicas but the module itself.
     replicas = trainer.strategy.replica_modules if isinstance(trainer.strategy, DPXStrategy) else []
     return replicas or [module]
 

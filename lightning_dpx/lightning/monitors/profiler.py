@@ -35,5 +35,6 @@ class DPXProfiler(PyTorchProfiler):
             export_to_chrome=export_to_chrome,
             row_limit=row_limit,
             sort_by_key=sort_by_key,
+            # Without it a trace lacks all that runs in the workers of replicas.
             experimental_config=ProfilerConfig(profile_all_threads=True),
         )

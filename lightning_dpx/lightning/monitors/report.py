@@ -38,8 +38,10 @@ def draw_report(
         UnsupportedError: matplotlib is missing.
     """
     devices = draw_devices([_as_picture(device, memory) for device, memory in last.items()])
+    # A plan that was given has no profile, so there is nothing to draw it over.
     drawn = {device: draw_plan(profile, plan) for device, (plan, profile) in plans.items() if profile is not None}
     for board in boards:
+        # TensorBoard groups by slashes, whatever the separator of other loggers.
         board.experiment.add_figure("dpx/memory", devices, step)
         for device, figure in drawn.items():
             board.experiment.add_figure(f"dpx/plan/{short_name(device)}", figure, step)
@@ -58,17 +60,21 @@ def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, in
     if isinstance(trainer.strategy, DPXStrategy):
         return trainer.strategy.planned_activations(device)
     followed = memory_plans(trainer).get(device)
+    # The callback's budget is one for activations, and the figure here is for
+    # everything on the device.
     return (0, 0) if followed is None else (followed[0].peak or 0, 0)
 
 
 def micro_batches_on(trainer: Trainer, device: torch.device) -> int:
     """Into how many micro-batches the slices of a device are cut in training; 1 under other strategies."""
     session = trainer.strategy.session if isinstance(trainer.strategy, DPXStrategy) else None
+    # OneDevice stands for a session where nothing is cut.
     if not isinstance(session, Session) or session.micro_batches is None:
         return 1
     replicas = session.replicas
     most = 1
     for home, number in zip(replicas.devices, replicas.partition.numbers(training=True), strict=True):
+        # Replicas may share a device, and each has its own number.
         if home == device:
             most = max(most, number)
     return most
@@ -78,6 +84,7 @@ def memory_plans(trainer: Trainer) -> MemoryPlans:
     """By device, the plan that is followed under any strategy, and the step that it was made from."""
     if isinstance(trainer.strategy, DPXStrategy):
         return trainer.strategy.memory_plans
+    # Under other strategies a plan can come from the callback alone.
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ActivationPlanner) and callback.plan is not None:
             return {canonical_device(trainer.strategy.root_device): (callback.plan, callback.profile)}

@@ -110,28 +110,32 @@ class DeviceThroughputMonitor(Callback):
         self._pace.restart()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Begins to measure a step, if its turn has come."""
         self._measured = None
         if not self._pace.step(trainer):
             return
+        # A run on one device has no replicas to watch, and is timed from
+        # outside like other strategies.
         times = trainer.strategy.watch_replicas() if isinstance(trainer.strategy, DPXStrategy) else None
         if times is None:
             times = StepTimes([canonical_device(trainer.strategy.root_device)])
             times.begin([rows_to_weigh_by(batch)])
+        # What earlier steps have queued on a device must not count as work of this one.
         for device in {canonical_device(device) for device in times.devices}:
             synchronize(device)
+        # The first device has the loss and is where Lightning's part of the step runs.
         whole = Stopwatch(times.devices[0])
         whole.start()
         self._measured = _MeasuredStep(times, whole)
         self._begin("training_step")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Forward is done."""
+        """Ends the time of forward, and begins that of backward."""
         self._end()
         self._begin("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward is done."""
+        """Ends the time of backward."""
         self._end()
 
     def _begin(self, stage: str) -> None:
@@ -141,6 +145,7 @@ class DeviceThroughputMonitor(Callback):
             self._watch.start()
 
     def _end(self) -> None:
+        # A step without a loss has no backward, and one by hand has several.
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -148,7 +153,7 @@ class DeviceThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The optimizer has stepped."""
+        """Ends the measured step, and reports it."""
         measured = self._measured
         if measured is None:
             return
@@ -156,6 +161,7 @@ class DeviceThroughputMonitor(Callback):
         times = measured.times
         self._measured = None
         if isinstance(trainer.strategy, DPXStrategy):
+            # The steps until the next measured one are not timed, so they cost nothing.
             trainer.strategy.stop_watching()
         forward = times.seconds("training_step")
         backward = times.seconds("backward")
@@ -203,6 +209,6 @@ class DeviceThroughputMonitor(Callback):
             show_rows(f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s", heads, rows)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """What was measured until then."""
+        """Reports what was measured until then."""
         if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
             self.on_fit_end(trainer, pl_module)

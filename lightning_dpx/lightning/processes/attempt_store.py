@@ -40,6 +40,7 @@ def agent_store(address: str, port: int, world_size: int, timeout: float) -> Sto
         world_size: Processes.
         timeout: Seconds to wait for it.
     """
+    # Never the master: the agent has the server, and a second one could not have the port.
     return TCPStore(address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout))
 
 
@@ -55,18 +56,22 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: float) -> S
     Raises:
         CollectiveError: not all processes came in time; names their ranks where rank 0 knows them.
     """
+    # Ranks and process ids may come again in a later attempt; this name does not.
     name = uuid.uuid4().hex
+    # By a clock that no one sets back.
     end = time.monotonic() + timeout
     store.set(f"{_ROOT}/hello/{rank}", name)
     roster = _gathered(store, world_size, end) if rank == 0 else _joined(store, rank, name, end)
+    # A digest, as a roster grows with the processes and begins every key.
     return PrefixStore(f"{_ROOT}/{hashlib.sha256(roster.encode()).hexdigest()}", store)
 
 
 def _gathered(store: Store, world_size: int, end: float) -> str:
-    """On rank 0: the roster that all ranks have acknowledged."""
+    """The roster that all ranks have acknowledged, as rank 0 waits for it."""
     published = ""
     missing = list(range(world_size))
     while time.monotonic() < end:
+        # By check and not by wait, which would block until its timeout and name no rank.
         missing = [rank for rank in range(world_size) if not store.check([f"{_ROOT}/hello/{rank}"])]
         if not missing:
             names = [store.get(f"{_ROOT}/hello/{rank}").decode() for rank in range(world_size)]
@@ -75,6 +80,8 @@ def _gathered(store: Store, world_size: int, end: float) -> str:
             if roster != published:
                 store.set(f"{_ROOT}/roster", roster)
                 published = roster
+            # The very roster: an acknowledgment of an earlier one may come
+            # from a process that is lost.
             missing = [rank for rank in range(1, world_size) if not _has_acknowledged(store, rank, roster)]
             if not missing:
                 store.set(f"{_ROOT}/final", roster)
@@ -91,15 +98,17 @@ def _has_acknowledged(store: Store, rank: int, roster: str) -> bool:
 
 
 def _joined(store: Store, rank: int, name: str, end: float) -> str:
-    """On the other ranks: the first final roster that has this process in it."""
+    """The first final roster with this process in it, as the other ranks wait for it."""
     acknowledged = ""
     while time.monotonic() < end:
         if store.check([f"{_ROOT}/final"]):
             final = store.get(f"{_ROOT}/final").decode()
+            # The final roster of an earlier attempt is there as well, and has other names.
             if name in final:
                 return final
         if store.check([f"{_ROOT}/roster"]):
             roster = store.get(f"{_ROOT}/roster").decode()
+            # Again for each new roster, as a successor of another rank may have changed it.
             if name in roster and roster != acknowledged:
                 store.set(f"{_ROOT}/ack/{rank}", roster)
                 acknowledged = roster

@@ -36,6 +36,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
         CollectiveError: not all processes came in time.
     """
     failures: list[BaseException] = []
+    # A group that the user has made is left to the user when the process ends.
     ours = not distributed.is_initialized()
 
     def join() -> None:
@@ -46,10 +47,12 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
                 timeout=datetime.timedelta(seconds=timeout),
                 **_own_store(environment, timeout),
             )
+        # An error that ends a thread is printed and lost, SystemExit and the like without a word.
         except BaseException as error:  # noqa: BLE001  raised again by the caller
             failures.append(error)
 
     # A listener that is no store of torch's, and never answers, makes it wait without an end.
+    # A daemon, so that one that never returns does not keep the process from ending.
     thread = threading.Thread(target=join, name="dpx-connect", daemon=True)
     thread.start()
     thread.join(timeout + _GRACE)
@@ -59,10 +62,12 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
     elif thread.is_alive():
         why = "another program answers there"
     if why is None:
+        # Only when all are connected: from here on a lost process can be told by its silence.
         start_roll_call()
         if ours:
             atexit.register(disconnect)
         return
+    # Anything else is no matter of other processes, such as a module that cannot be imported.
     if isinstance(why, BaseException) and not isinstance(why, RuntimeError | ValueError):
         raise why
     raise CollectiveError(
@@ -73,6 +78,7 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
 
 def _own_store(environment: ClusterEnvironment, timeout: float) -> dict[str, Any]:
     """Arguments for the process group's store, where the one that it would use has seen earlier attempts."""
+    # Nothing is given: torch then makes a store of its own, which no earlier attempt has seen.
     if distributed.is_initialized() or not is_kept_by_agent():
         return {}
     world_size = environment.world_size()
@@ -92,11 +98,13 @@ def disconnect() -> None:
 
 def on_wire(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` where a process group can send it from; a copy of its own."""
+    # Always a copy: a collective writes into it, and a parameter must not change half-way.
     return tensor.to(wire_device(tensor.device), copy=True).contiguous()
 
 
 def fingerprint(module: nn.Module, **settings: Any) -> Fingerprint:
     """What must be equal on all processes."""
+    # In their order, which the buckets of gradients follow on every process.
     parameters = {name: f"{list(value.shape)} {value.dtype}" for name, value in module.named_parameters()}
     buffers = {name: f"{list(value.shape)} {value.dtype}" for name, value in module.named_buffers()}
     return {"torch": torch.__version__, **settings, "parameter": parameters, "buffer": buffers}
@@ -108,6 +116,7 @@ def agree(mine: Fingerprint) -> None:
     Raises:
         ReplicationError: on every process, with the first difference and its ranks.
     """
+    # Texts and numbers alone, so this costs little even where models turn out to differ.
     everyone = gather_objects("the comparison of what is trained", dict(mine))
     for rank, theirs in enumerate(everyone):
         difference = _first_difference(everyone[0], theirs)
@@ -126,6 +135,8 @@ def _first_difference(first: Fingerprint, other: Fingerprint) -> tuple[str, Any,
             for name in (*value, *other[key]):
                 if value.get(name) != other[key].get(name):
                     return f"{key} {name}", value.get(name, "missing"), other[key].get(name, "missing")
+            # The same names in another order would add gradients of one
+            # parameter to those of another.
             if list(value) != list(other[key]):
                 return f"the order of the {key}s", list(value), list(other[key])
         elif value != other.get(key):
@@ -146,19 +157,20 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
 
 @torch.no_grad()
 def start_equal(module: nn.Module) -> None:
-    """Parameters and buffers become those of rank 0."""
+    """Gives all processes the parameters and buffers of rank 0."""
     share("sharing the initial weights", [*module.parameters(), *module.buffers()])
 
 
 @torch.no_grad()
 def share(what: str, tensors: list[torch.Tensor]) -> None:
-    """Every tensor becomes rank 0's.
+    """Gives every tensor the values that it has on rank 0.
 
     Raises:
         CollectiveError: a process is lost.
     """
     for tensor in tensors:
         wire = on_wire(tensor.detach())
+        # Sent from a copy, as a process group cannot send from every device.
         between_processes(what, functools.partial(distributed.broadcast, wire, 0))
         tensor.copy_(wire)
 
@@ -173,6 +185,7 @@ def with_nodes(environment: ClusterEnvironment | None, num_nodes: int) -> Cluste
         return None
     if isinstance(environment, SLURMEnvironment):
         environment = _complete_slurm(environment, num_nodes)
+    # A process has all devices of its node, so there are as many processes as nodes.
     environment.set_world_size(num_nodes)
     environment.set_global_rank(environment.node_rank())
     return environment
@@ -186,6 +199,7 @@ def _complete_slurm(environment: ClusterEnvironment, num_nodes: int) -> ClusterE
     Raises:
         ConfigurationError: there are several tasks, and this process cannot tell which it is.
     """
+    # Lightning's environment reads these with no default, and would fail with a KeyError.
     missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if name not in os.environ]
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if not missing:

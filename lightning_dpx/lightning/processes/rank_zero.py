@@ -13,10 +13,13 @@ class StepAwareRank(int):
     replaced: object = None  # what was there before
 
     def __eq__(self, other: object) -> bool:
+        # The decorator asks whether rank == 0, of whatever thread runs, so
+        # the answer can depend on it.
         rank = current_rank()
         return int(self) == other if rank is None else self.first_replica + rank.rank == other
 
     def __hash__(self) -> int:
+        # A class that defines __eq__ alone would lose its hash, and with it its place as a key.
         return int.__hash__(self)
 
     def __bool__(self) -> bool:
@@ -28,13 +31,14 @@ _MISSING = object()
 
 
 def make_step_aware(user: object, process_rank: int, first_replica: int = 0) -> None:
-    """``rank_zero_only`` functions run on the first replica of all only, until :func:`forget_steps`.
+    """Lets ``rank_zero_only`` functions run on the first replica of all only, inside a step.
 
     Args:
         user: Who needs it.
         process_rank: The rank outside of steps.
         first_replica: Of this process, among those of all processes.
     """
+    # Another strategy of ours may be in a run: what was there before the first one is handed on.
     found = vars(rank_zero_only).get("rank", _MISSING)
     rank = StepAwareRank(process_rank)
     rank.first_replica = first_replica
@@ -44,9 +48,10 @@ def make_step_aware(user: object, process_rank: int, first_replica: int = 0) -> 
 
 
 def forget_steps(user: object) -> None:
-    """``user`` needs it no longer; after the last one the rank is what it was before the first."""
+    """Puts the rank back that was there before, once the last user has gone."""
     _USERS.discard(user)
     rank = vars(rank_zero_only).get("rank")
+    # Other code may have set a rank meanwhile, such as a strategy of Lightning; it stays.
     if _USERS or not isinstance(rank, StepAwareRank):
         return
     if rank.replaced is _MISSING:

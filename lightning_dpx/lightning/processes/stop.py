@@ -52,6 +52,8 @@ class CoordinatedStop(SignalConnector):
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
+        # By inheritance, so that SLURM's requeueing and the user's handlers
+        # stay Lightning's business.
         super().__init__(trainer)
         self._requested_here = False
         self._lockstep = False
@@ -73,10 +75,12 @@ class CoordinatedStop(SignalConnector):
 
     def apply(self, ranks: list[int]) -> None:
         """The run ends after this step, on all processes, as each of them calls this with the same ``ranks``."""
+        # The notice may come by gradients and by a meeting, and a run is stopped once.
         if not ranks or self.received_sigterm:
             return
         who = f"rank {', '.join(map(str, ranks))} of {distributed.get_world_size()} processes"
         self.reason = f"dpx: SIGTERM told {who} to stop; all stop together."
+        # On every rank, as a cluster may show the output of one node only.
         log.warning(f"[rank: {distributed.get_rank()}] {self.reason}")
         self.received_sigterm = True
 
@@ -87,6 +91,7 @@ class CoordinatedStop(SignalConnector):
             CollectiveError: a process is lost.
         """
         flags = torch.zeros(distributed.get_world_size())
+        # A place for each rank, so that one sum tells who it was.
         flags[distributed.get_rank()] = self._requested_here
         between_processes("asking who was told to stop", lambda: distributed.all_reduce(flags))
         self.apply(flags.nonzero().flatten().tolist())
@@ -99,7 +104,7 @@ class CoordinatedStop(SignalConnector):
             self.end()
 
     def end(self) -> None:
-        """Where nothing comes after that would end the run.
+        """Ends the run if a process was told to stop, where nothing comes later that would.
 
         Raises:
             SIGTERMException: a process was told to stop.
@@ -110,8 +115,9 @@ class CoordinatedStop(SignalConnector):
             raise SIGTERMException
 
     def begin_evaluation(self) -> None:
-        """Counts the batches of all processes: only where they are equal can all meet between them."""
+        """Compares the numbers of batches: only where all have as many can they meet in between."""
         trainer = self.trainer
+        # A sanity check runs the validation loop, with fewer batches.
         if trainer.sanity_checking:
             counts = trainer.num_sanity_val_batches
         elif trainer.testing:
@@ -120,10 +126,12 @@ class CoordinatedStop(SignalConnector):
             counts = trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches
         totals = gather_objects("counting the batches of the evaluation", sum(counts))
         self._batches = 0
+        # An iterable data set may end anywhere, and the others would wait at a meeting for
+        # a process that is through.
         self._lockstep = len(set(totals)) == 1 and totals[0] != math.inf
 
     def before_batch(self) -> None:
-        """Ends an evaluation every few batches, otherwise at its end.
+        """Meets every few batches, and ends the evaluation if a process was told to stop.
 
         Raises:
             SIGTERMException: a process was told to stop.
