@@ -40,6 +40,8 @@ class SimAccelerator(Accelerator):
         if isinstance(devices, str):
             devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
         wanted = list(range(devices)) if isinstance(devices, int) else list(devices)
+        # Where simulate() was not called, a Trainer is the first to need devices. An index that is
+        # too high is refused below, with the number of those that there are.
         if not is_loaded():
             simulate(min(max([*wanted, DEFAULT_DEVICES - 1]) + 1, MAX_DEVICES))
         count = torch.get_device_module("sim").device_count()
@@ -79,5 +81,6 @@ class SimAccelerator(Accelerator):
     @classmethod
     def register_accelerators(cls, accelerator_registry: Any) -> None:
         """Adds "sim"; doing it twice changes nothing."""
+        # The registry raises for a name that it has already.
         if "sim" not in accelerator_registry.available_accelerators():
             accelerator_registry.register("sim", cls, description="simulated devices")

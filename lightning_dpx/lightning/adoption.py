@@ -31,6 +31,7 @@ class Adoption:
         self._strategy = strategy
         self._names = names
         self._given: dict[str, Any] | None = None  # until the first Trainer asks, the user may set them
+        # Weak: a strategy that is kept must not keep a Trainer with its module and data.
         self._connector: weakref.ref[Any] | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
 
@@ -51,6 +52,7 @@ class Adoption:
             ConfigurationError: another Trainer is running with this strategy.
         """
         frame = sys._getframe(2)  # what reads the attribute, whose property calls this
+        # Anyone may read the attribute; in this one function a new Trainer reads it.
         if frame.f_code is CODE_THAT_ASKS:
             self._belong_to(frame.f_locals.get("self"))
 
@@ -61,6 +63,7 @@ class Adoption:
         if connector is None or self._connector is None or self._connector() is connector:
             return
         self._belong_to(connector)
+        # A Trainer gives these only once, when it is made, and the other one has overwritten them.
         initialize_strategy_again(connector)
 
     def _belong_to(self, connector: Any) -> None:

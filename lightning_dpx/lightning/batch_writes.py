@@ -53,6 +53,7 @@ class _Mark:
         leaves = tree_leaves(value)
         if value is not self.value or len(leaves) != len(self.leaves):
             return False
+        # The version tells writes in place, the identity tells that another tensor was put there.
         same = all(one is other for one, other in zip(leaves, self.leaves, strict=True))
         return same and list(map(_version, leaves)) == self.versions
 
@@ -119,6 +120,7 @@ class BatchWrites:
         stage = trainer.state.stage
         num_callbacks = len(trainer.callbacks)
         if stage is not self._stage[0] or num_callbacks != self._stage[1]:
+            # Callbacks may be added in the middle of a run, and each stage has hooks of its own.
             kind = self._stage = stage, num_callbacks
             if kind not in self._looked_at:
                 self._looked_at[kind] = _is_looked_at(module)
@@ -145,6 +147,7 @@ class BatchWrites:
 
     def note(self, batch_slice: BatchSlice, batch: Any, *, is_as_loaded: bool) -> None:
         """A replica's step begins; for the arguments see :class:`_Given`."""
+        # Without a hook that looks, nothing is noted in any step.
         if self._shown is _MISSING:
             return
         parts = _plain_tensors(batch)
@@ -154,6 +157,7 @@ class BatchWrites:
             given = _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects)
         else:
             given = _Given(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {})
+        # Replicas in threads note theirs at the same time.
         with self._lock:
             self._given.append(given)
 
@@ -165,14 +169,19 @@ class BatchWrites:
             device: Where.
             dim: The batch dim.
         """
+        # They were noted in the order in which threads began; rows are joined in that
+        # of the slices.
         given = sorted(self._given, key=lambda one: one.batch_slice.replica.index)
         self._given = []
         self.values = {}
         if all(one.is_untouched for one in given):
             return None
+        # One slice has all rows: the object that it has written is the one that hooks find.
         if len(given) > 1 and (problem := next(filter(None, map(_written_object, given)), None)) is not None:
             return problem
         now = [dict(_parts(one.batch, self._shown, ())) for one in given]
+        # A path that one slice has written is taken from all of them, as the others have
+        # its other rows.
         paths = dict.fromkeys(path for one, parts in zip(given, now, strict=True) for path in _written(one, parts))
         for path in paths:
             name = ".".join(["batch", *map(str, path)])
@@ -217,22 +226,28 @@ class BatchWrites:
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), type(shown)(items))
         weights = weights_of([one.batch_slice for one in given])
         if shown is _MISSING or not isinstance(shown, torch.Tensor):
+            # What has no rows, such as a number, is merged as a logged value of that name would be.
             known = rules.merge_logged(name, parts, weights, device) if rules.decides(name) else _MISSING
             if known is not _MISSING:
                 return known
+        # The step's own rules are about its outputs; values with rows are joined by
+        # their shapes alone.
         return MergeRules().merge_outputs([[part] for part in parts], weights, device, dim)[0]
 
     def _put(self, path: Path, value: Any) -> None:
         node = _at(self._shown, path[:-1])
         if not path or (isinstance(node, tuple) and value is not _MISSING):
+            # A tuple takes no other item, but its tensor can get other memory.
             _exchange(_at(self._shown, path), value)
         elif value is _MISSING:
             _remove(node, path[-1])
         elif isinstance(node, MutableMapping):
             node[path[-1]] = value
         elif isinstance(node, MutableSequence):
+            # As a slice, since the step may have appended: there is no such index yet.
             node[path[-1] : path[-1] + 1] = [value]
         else:
+            # Frozen dataclasses refuse plain assignment.
             object.__setattr__(node, path[-1], value)
 
 
@@ -248,6 +263,7 @@ def _is_looked_at(module: LightningModule) -> bool:
     """Whether a hook of the user's gets the batch after the step, or the step may run on it again."""
     trainer: Any = module.trainer
     hook = _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")
+    # The second call of a closure must find in the batch what the first one wrote there.
     runs_again = trainer.training and any(map(_calls_again, trainer.optimizers))
     return runs_again or has_hooks(module, trainer.callbacks, [hook])
 
@@ -255,11 +271,13 @@ def _is_looked_at(module: LightningModule) -> bool:
 def _calls_again(optimizer: Any) -> bool:
     """Whether an optimizer may call its closure several times for a batch."""
     plain = getattr(optimizer, "optimizer", optimizer)
+    # Of torch's own optimizers LBFGS alone calls its closure again; of others nothing is known.
     return isinstance(plain, LBFGS) or not type(plain).step.__module__.startswith("torch.optim.")
 
 
 def _plain_tensors(batch: Any) -> list[torch.Tensor] | None:
     """The parts of a list or tuple of plain tensors; ``None`` of anything else."""
+    # A subclass, such as a named tuple, is rebuilt by its own rules: see _children.
     if type(batch) not in (list, tuple):
         return None
     for part in batch:
@@ -272,6 +290,8 @@ def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
     marks = given.marks()
     for path, value in now.items():
         mark = marks.get(path)
+        # What a hook made of the batch is not in the batch that other hooks get, so all of it
+        # counts as written.
         if mark is None or not given.is_as_loaded or not mark.is_current(value):
             yield path
     yield from (path for path in marks if path not in now)
@@ -312,11 +332,13 @@ def _contents(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
             for key, value in node.items():
                 yield key, None
                 yield from _contents(value, seen)
+        # Classes, modules and functions would lead out of the batch, to the whole program.
         elif type(own) is dict and not isinstance(node, type | ModuleType | FunctionType | torch.nn.Module):
             yield from _contents(own, seen)
 
 
 def _version(value: Any) -> int:
+    # Tensors of inference mode have no version: to ask for it is an error.
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
     return version_counter(value) if is_counted else 0
 
@@ -331,6 +353,9 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 def _exchangeable(batch: Any) -> Any:
     """Containers anew, and tensors that share memory with those of the loader and can get other memory."""
     if type(batch) is torch.Tensor and batch.layout == torch.strided and not batch.requires_grad:
+        # Memory is shared, so writes in place reach the loader's tensor as on one device; `.data`
+        # of the new object can be set without it. A leaf that requires gradients must stay itself
+        # to get them.
         return batch.detach()
     if type(batch) in (list, tuple):
         return type(batch)(map(_exchangeable, batch))
@@ -352,6 +377,7 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
 
 def _parts(node: Any, shown: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """The parts of a slice that are put together one by one; ``shown`` is the same place of the whole batch."""
+    # What the whole batch does not have was made by the step, and is put together as one value.
     children = None if isinstance(node, torch.Tensor) or shown is _MISSING else _children(node)
     is_sequence = isinstance(node, Sequence) and not hasattr(node, "_fields")
     if children is None or (is_sequence and (type(node) is not type(shown) or len(node) != len(shown))):
@@ -390,6 +416,7 @@ def _remove(node: Any, key: Any) -> None:
     if isinstance(node, MutableMapping):
         node.pop(key, None)
     elif isinstance(node, MutableSequence):
+        # The step has shortened the list: everything from there on is gone.
         del node[key:]
     elif not isinstance(node, tuple):
         vars(node).pop(key, None)

@@ -36,6 +36,7 @@ class EvaluationFlow:
         session.before_evaluation_batch()
         if not session.follow_structure():
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
+        # To cut is to make replicas anew, which may fail and leave one device.
         if session.memory.cuts_evaluation(name, args, kwargs) and session.strategy.session is not session:
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         slices = session.slices.of(name, args[0])
@@ -48,6 +49,7 @@ class EvaluationFlow:
             try:
                 outputs = self.forward(name, slices, args, kwargs)
             except GatherError as error:
+                # Other processes have run this step, and would not run it again with this one.
                 if session.has_processes or session.rehearsals.rules(name, loader_index(args)).joins_state:
                     raise  # what the step has counted, it would count again
                 session.whole_batches.give_whole(name, f"{error}", "Return what has a shape of its own for every row.")
@@ -62,6 +64,7 @@ class EvaluationFlow:
         replicas = session.replicas
         rules = session.rehearsals.rules(name, dataloader_idx)
         call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
+        # Precision plugins of Lightning have one and the same context for all evaluations.
         with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):
             replicas.state.synchronize()
             if rules.decides_buffers:

@@ -30,6 +30,8 @@ def names_gradients(module: LightningModule) -> bool:
     kinds = {kind for child in module.modules() for kind in type(child).__mro__ if not is_library(kind)}
     for kind in kinds:
         for name, value in vars(kind).items():
+            # What LightningModule has beside nn.Module are hooks; those that run within a step are
+            # asked about one by one, in has_hooks().
             is_hook = name != "training_step" and hasattr(LightningModule, name) and not hasattr(Module, name)
             code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
             if code is not None and not is_hook and _names_grad(code):
@@ -39,6 +41,7 @@ def names_gradients(module: LightningModule) -> bool:
 
 def _names_grad(code: CodeType) -> bool:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    # Names of attributes are in the bytecode, so no source is needed.
     return "grad" in code.co_names or any(map(_names_grad, inner))
 
 
@@ -64,7 +67,9 @@ class LossGradient:
         precision = session.strategy.dpx_precision
         value: float | torch.Tensor = 1.0
         if precision.scaler is not None:
+            # As a tensor: get_scale() would wait for the accelerator.
             value = precision.scaler.scale(torch.ones((), device=session.strategy.root_device))
+        # Lightning divides the loss of a batch by the number of batches in its window.
         return ExpectedGradient(value=value / session.trainer.accumulate_grad_batches, is_certain=self._is_certain)
 
     @property
@@ -89,10 +94,13 @@ class LossGradient:
         if self.is_read_by_steps:
             return frozenset()
         trainer = self._session.trainer
+        # Lightning zeroes gradients before the first backward of a window, between training_step
+        # and that backward.
         begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         if not begins_window or skips_backward(trainer):
             return frozenset()
         optimizers: list[Any] = self._session.strategy.optimizers
+        # Optimizers may get groups or parameters in the middle of a fit.
         key = tuple(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
         if key != self._zeroed_of:
             self._zeroed_of = key
@@ -100,6 +108,7 @@ class LossGradient:
         return self._zeroed
 
     def _zeroed_by(self, optimizers: list[Any]) -> frozenset[int]:
+        # An own zero_grad may keep or read what is there.
         plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
         if not plain or has_hooks(self._session.module, self._callbacks, _OF_ZEROING):
             return frozenset()

@@ -14,6 +14,7 @@ from lightning_dpx.lightning.lightning_api import FABRIC_STRATEGIES
 
 def refuse_fabric() -> None:
     """Makes ``Fabric(strategy="dpx")`` an error that says what to do."""
+    # Fabric's registry raises for a name that it has already.
     if "dpx" not in FABRIC_STRATEGIES:
         FABRIC_STRATEGIES.register("dpx", _refuse, description="for a Trainer; with Fabric use ReplicaGroup")
 

@@ -51,6 +51,8 @@ class GradientHooks:
         if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
             self._replicas = replicas
             self._root_gradients = RootGradients(replicas, step)
+            # Hooks may write parameters through .data, as the critic of a Wasserstein GAN does, and
+            # no version tells.
             replicas.state.watches_writes = True
 
     def end(self) -> None:
@@ -76,6 +78,7 @@ class GradientHooks:
 
     def round_step(self, wrapped: Any) -> AbstractContextManager[None]:
         """While the precision plugin ``wrapped`` steps an optimizer."""
+        # Nothing stands between Lightning and its optimizer where no hook could look.
         if self._root_gradients is None or self._replicas is None:
             return nullcontext()
         return self._root_gradients.hooks_shown(wrapped, self._replicas.state.follow_hooks)

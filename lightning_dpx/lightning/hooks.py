@@ -69,27 +69,27 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def reducer(self) -> str | GradientReducer:
-        """As given."""
+        """The reducer that was asked for, a name or an object."""
         return self.options.reducer
 
     @property
     def workload(self) -> Workload:
-        """As given."""
+        """The workload that was asked for."""
         return self.options.workload
 
     @property
     def batch_dim(self) -> int | dict[str, int]:
-        """As given."""
+        """The batch dim that was asked for, of all inputs or by path."""
         return self.options.batch_dim
 
     @property
     def batch_slicer(self) -> Slicer | Callable[[Any, list[int]], list[Any]] | None:
-        """As given."""
+        """The slicer that was asked for; ``None`` for cutting along the batch dim."""
         return self.options.batch_slicer
 
     @property
     def micro_batches(self) -> int | list[int] | Literal["auto"]:
-        """As given."""
+        """The number of micro-batches that was asked for."""
         given: Any = self.options.micro_batches
         return given  # type: ignore[no-any-return]
 
@@ -98,6 +98,8 @@ class HookedStrategy(ParallelStrategy):
     @property
     def _accelerator(self) -> Accelerator | None:
         """Lightning's own attribute; a new Trainer looks at it first of all."""
+        # No hook tells a strategy object that a new Trainer has got it. The first thing a Trainer
+        # does with one is to read this attribute, so the read is the signal.
         self.adoption.follow_caller()
         return self._own_accelerator
 
@@ -108,6 +110,8 @@ class HookedStrategy(ParallelStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The plugin that was given, or one that writes whole files."""
+        # The base class fills in its default here, on the first read, and so does this: until then
+        # the Trainer looks at what the user gave.
         self._checkpoint_io = with_whole_files(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -122,6 +126,8 @@ class HookedStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Trainer(precision=...) reaches a strategy through this setter alone. The base constructor
+        # calls it once with None, so the options must be there before it runs.
         shifts = self.options.shifts_activations
         self._precision_plugin = wrap_precision(precision_plugin, self._after_backward, shifts=shifts)
 
@@ -141,18 +147,24 @@ class HookedStrategy(ParallelStrategy):
     @property
     def _lightning_module(self) -> "pl.LightningModule | None":
         """Lightning's own attribute; a Trainer sets it just before it looks whether the module is compiled."""
+        # A property comes before the instance dict, so the value can stay there under its own name.
+        # It is missing until the base constructor has set it.
         module: pl.LightningModule | None = vars(self).get("_lightning_module")
         return module
 
     @_lightning_module.setter
     def _lightning_module(self, module: "pl.LightningModule | None") -> None:
         vars(self)["_lightning_module"] = module
+        # Trainer.fit assigns the module and refuses a compiled one in its next statement: no hook
+        # lies between. connect() assigns it again during the run, when nothing must be hidden.
         if not self.adoption.is_running:
             self.compiled_whole.hide(module)
 
     @property
     def lightning_module(self) -> "pl.LightningModule | None":
         """The user's module; inside a manual step of several replicas, that of the replica."""
+        # Lightning reads this about 40 times a step: a list is faster to ask than
+        # a context variable.
         view = current_view() if OPEN_VIEWS else None
         return module_of(self) if view is None else view.module
 
@@ -175,15 +187,18 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Counts processes: replicas share one loader."""
+        """Arguments of a DistributedSampler: they count processes, as replicas share one loader."""
+        # ParallelStrategy counts devices here: the sampler would then leave out the rows of all but
+        # one of K devices, as no other process reads them.
         return {"num_replicas": self.num_processes, "rank": self.process_rank}
 
     def set_world_ranks(self) -> None:
         """Where no launcher says otherwise, there is one process per node."""
+        # The connector calls this right after it has set the environment and num_nodes.
         self.cluster_environment = with_nodes(self.cluster_environment, self.num_nodes)
 
     def announce(self, text: str) -> None:
-        """Says something once."""
+        """Logs ``text`` on rank zero, once for each strategy object."""
         if text not in self._announced:
             self._announced.add(text)
             rank_zero_info(text)
@@ -203,16 +218,18 @@ class HookedStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning must deal the samples to several processes; replicas of one share its loader."""
+        # Lightning asks custom strategies for this attribute to decide whether a loader
+        # gets a DistributedSampler.
         return self.ranks.num_processes > 1
 
     @property
     def global_rank(self) -> int:
-        """The replica's among all, or the process's."""
+        """The replica's rank among all replicas inside a step, the process's rank outside."""
         return self.ranks.global_rank
 
     @property
     def local_rank(self) -> int:
-        """The replica's in this process, or the process's on this machine."""
+        """The replica's rank in this process inside a step, the process's rank on this machine outside."""
         return self.ranks.local_rank
 
     @property
@@ -221,7 +238,7 @@ class HookedStrategy(ParallelStrategy):
         return self.ranks.world_size
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for the others."""
+        """Waits for the other replicas inside a step, for the other processes outside."""
         self.ranks.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -243,11 +260,15 @@ class HookedStrategy(ParallelStrategy):
     # ---- before and after steps: lifecycle.py ----
 
     def _configure_launcher(self) -> None:
+        # Every run, and every failure of it, passes through the frame of the launcher: there is no
+        # hook of a strategy that an error is certain to reach.
         self._launcher = InThisProcess(self.lifecycle.run_context, self.lifecycle.end_failed_run)
 
     def connect(self, model: "pl.LightningModule") -> None:
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
         self.lifecycle.clear_earlier_run(model)
+        # What an earlier run left goes first: the module may still have its shifts, synchronized
+        # batch norms and methods.
         super().connect(model)
         self.compiled_whole.show()
 
@@ -258,6 +279,8 @@ class HookedStrategy(ParallelStrategy):
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Lightning's, with its handlers of signals exchanged where there are several processes; then plans memory."""
+        # Before the base class: the Trainer registers its signal handlers right after setup, so
+        # they can still be exchanged here.
         self.lifecycle.begin_run(trainer)
         super().setup(trainer)
         self.session.plan_ahead()
@@ -267,6 +290,8 @@ class HookedStrategy(ParallelStrategy):
         self.lifecycle.move_module()
 
     def _setup_model(self, model: Module) -> Module:
+        # Strategy.setup calls this after moving the module and before making the optimizers, the
+        # one moment at which replicas can be made.
         self.lifecycle.begin_session()
         return model
 
@@ -277,6 +302,8 @@ class HookedStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Also from a file in which other submodules were compiled, with ``torch.compile(child)``, than are now."""
+        # torch.compile(child) puts _orig_mod into the names below it, so a file depends on what was
+        # compiled when it was saved.
         given = checkpoint["state_dict"]
         state = state_named_as_in(self.connected_module, given)
         if state is not given:
@@ -294,10 +321,13 @@ class HookedStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Ends the workers and gives up the replicas."""
         self.lifecycle.end_run()
+        # Not that of ParallelStrategy, which asserts a cluster environment: one process
+        # may have none.
         Strategy.teardown(self)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Adds what would help."""
+        """Adds notes to the error that say what would help, before Lightning raises it."""
+        # The run may have failed before connect(), which would have done this.
         self.compiled_whole.show()
         self.lifecycle.explain_failure(exception)
         super().on_exception(exception)
@@ -330,6 +360,8 @@ class HookedStrategy(ParallelStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's; in a manual step of several replicas, of every replica's part of the loss."""
+        # manual_backward() on a replica: the graph is that of its slice, but the hooks round a
+        # backward belong to the whole batch, so the replicas meet for them.
         if (view := current_view()) is not None:
             loss: Tensor = view.backward(closure_loss, optimizer, *args, **kwargs)
             return loss
@@ -341,6 +373,7 @@ class HookedStrategy(ParallelStrategy):
 
     def block_backward_sync(self) -> Any:
         """Gradients stay on the replicas while they accumulate."""
+        # Lightning enters this for batches that only accumulate, where DDP would enter no_sync().
         return self.session.accumulating()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -355,6 +388,7 @@ class HookedStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At the start of an epoch, processes compare how many batches they have."""
+        # Lightning has no hook of a strategy for the start of an epoch.
         if batch_idx == 0:
             self.lifecycle.begin_epoch()
 
@@ -367,6 +401,7 @@ class HookedStrategy(ParallelStrategy):
         """An evaluation begins, perhaps in the middle of training."""
         self.lifecycle.enter_evaluation()
 
+    # All evaluations begin alike: they read what training has left.
     on_test_start = on_predict_start = on_validation_start
 
     def before_evaluation_batch(self) -> None:

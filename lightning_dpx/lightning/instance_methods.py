@@ -29,6 +29,7 @@ class InstanceMethods:
     def __enter__(self) -> None:
         own = self._own
         for name, method in self._methods.items():
+            # What an abandoned step has left there is not the user's, and is not to come back.
             if name in own and not _is_ours(own[name]):
                 self._before[name] = own[name]
             own[name] = method

@@ -32,6 +32,7 @@ class InThisProcess(Launcher):
         try:
             with self._context():
                 return function(*args, **kwargs)
+        # Ctrl-C is one, too. Lightning handles the error after this frame, and may never tear down.
         except BaseException:
             self._end_workers()
             raise

@@ -29,6 +29,7 @@ class User(Protocol):
         """Takes everything of it off the module, and ends its workers."""
 
 
+# Weak on both sides: what was put on a module keeps neither it nor its strategy.
 _USERS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[User]]" = weakref.WeakKeyDictionary()
 
 
@@ -36,10 +37,12 @@ def take_over(module: nn.Module, user: User) -> None:
     """``user`` begins a run with ``module``; what an earlier one left on it goes first."""
     reference = _USERS.get(module)
     earlier = None if reference is None else reference()
+    # A run within a run, of the same module: the outer one still needs what it has put there.
     if earlier is not None and earlier is not user and earlier.is_running:
         return
     if earlier is not None:
         earlier.give_up_replicas()
+    # Also where the earlier strategy is gone: what it has put on the module is still there.
     take_off(module)
     _USERS[module] = weakref.ref(user)
 

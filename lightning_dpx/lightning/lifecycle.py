@@ -78,19 +78,26 @@ class Lifecycle:
             options = self._strategy.options
             connect(environment, options.process_group_backend, self._strategy.root_device, float(options.timeout))
         if isinstance(self._strategy.precision_plugin, DPXPrecision):
+            # Lightning made the plugin before the device was known, for CUDA wherever it is
+            # not the CPU.
             self._strategy.precision_plugin.place(self._strategy.root_device)
+        # From here on hooks of the user run. Where there are several processes this happens again
+        # when the replicas of all are counted.
         make_step_aware(self._strategy, self._strategy.process_rank)
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Remembers whose run it is; of several processes the Trainer's handlers of signals are exchanged."""
         self._strategy.adoption.begin_run(trainer)
         if self._strategy.num_processes > 1:
+            # A process that stopped by itself would leave the others waiting for it
+            # in a collective.
             self._strategy.stopping = CoordinatedStop(trainer)
             take_signals(trainer, self._strategy.stopping)
 
     def move_module(self) -> None:
         """The user's module goes to the first device as a whole."""
         model = self._strategy.connected_module
+        # Before the module is moved: to move it as a whole undoes what was shifted.
         begin_unshifted(model, self._strategy.options.shifts_activations, self._strategy.plans_memory)
         model.to(self._strategy.root_device)
 
@@ -115,6 +122,7 @@ class Lifecycle:
         self._strategy.session.mark_changed()
         module = self._strategy.lightning_module
         if self._strategy.ranks.is_connected and module is not None:
+            # A process with fewer batches would leave the others waiting for it in a reduction.
             agree({"the number of batches": module.trainer.num_training_batches})
 
     def leave_training(self) -> None:
@@ -122,6 +130,8 @@ class Lifecycle:
         self._strategy.session.mark_changed()
         module = self._strategy.lightning_module
         if self._strategy.ranks.is_connected and module is not None:
+            # Gradients are reduced between processes, buffers are not: each has the running
+            # statistics of its own rows.
             share("sharing buffers", list(module.buffers()))
         self._strategy.session.release_cores()
 
@@ -138,6 +148,8 @@ class Lifecycle:
         Lightning up to 2.6 would exit with 0 then.
         """
         if isinstance(error, SIGTERMException) and error.code is None:
+            # What a shell reports of a process that SIGTERM has ended, so a scheduler
+            # sees no success.
             error.code = 128 + signal.SIGTERM
             if self._strategy.stopping.reason:
                 error.add_note(self._strategy.stopping.reason)
@@ -145,13 +157,19 @@ class Lifecycle:
             error.add_note(self._strategy.planning.advice())
         if not self._strategy.ranks.is_connected:
             return
+        # Another process may have ended in the middle of a collective, whose own error
+        # names no one.
         if is_loss_of_a_process(error):  # in a collective that is not ours
             error.add_note(describe_loss("the run"))
         elif not isinstance(error, CollectiveError):
+            # The others wait for this process in their next collective, and can then say why
+            # it is gone.
             declare_failed(error)
 
     def end_failed_run(self) -> None:
         """Lightning may leave out the teardown, so threads and patches of the process end here."""
+        # Not give_up_replicas(): callbacks look at the module in on_exception, and teardown
+        # may still come.
         self._strategy.session.end_workers()
         forget_steps(self._strategy)
 
@@ -161,6 +179,7 @@ class Lifecycle:
         if self._strategy.module_in_use is not None:
             leave(self._strategy.module_in_use, "cpu")  # where all of it goes now; the source of a shift may be full
         self._strategy.module_in_use = None
+        # What asks the strategy between two runs gets the answers of a run without replicas.
         self._strategy.session = self._strategy.one_device
         self._strategy.one_device.training.accumulates = False
         self._strategy.stopping = NoStop()

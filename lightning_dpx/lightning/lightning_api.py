@@ -34,9 +34,12 @@ def choose_package() -> str:
             raise ConfigurationError(f"{VARIABLE}={named!r} is not allowed; choose one of {', '.join(PACKAGES)}.")
         return named
     for package, module in PACKAGES.items():
+        # What the program has loaded is what its Trainer is of.
         if module in sys.modules:
             return package
     for package in PACKAGES:
+        # Asked without importing, so that the other distribution is not loaded beside
+        # the chosen one.
         if find_spec(package) is not None:
             return package
     raise UnsupportedError("lightning_dpx needs PyTorch Lightning: pip install lightning")
@@ -45,6 +48,7 @@ def choose_package() -> str:
 PACKAGE = choose_package()
 MODULE = PACKAGES[PACKAGE]
 
+# A type checker reads the first branch alone: the names are the same in both.
 if TYPE_CHECKING or PACKAGE == "lightning":
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO

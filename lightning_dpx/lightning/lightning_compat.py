@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_dpx.lightning.lightning_api import PACKAGE, LightningOptimizer, pl
 from lightning_dpx.torch_compat import PrivateName
 
+# A type checker reads the first branch alone: both distributions have the same code,
+# and other classes.
 if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_processes
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
@@ -140,6 +142,8 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
 # The code that looks at what a strategy was given.
 CODE_THAT_ASKS = _AcceleratorConnector._check_config_and_set_final_flags.__code__
 
+# As functions, so that private names of Lightning stand in this file only, where a test resolves
+# each of them.
 active_loop: Any = attrgetter("_active_loop")
 accelerator_connector: Any = attrgetter("_accelerator_connector")
 data_hooks: Any = attrgetter("_data_connector._datahook_selector")
@@ -154,6 +158,7 @@ skips_backward: Callable[[Any], bool] = attrgetter("fit_loop.epoch_loop.automati
 
 def trainer_of(module: Any) -> Any:
     """The Trainer that a module belongs to, or ``None``; the public property raises without one."""
+    # Modules that are no LightningModule have none, either.
     return getattr(module, "_trainer", None)
 
 
@@ -209,6 +214,7 @@ def precision_hooks(plugin: Any) -> tuple[Callable[..., None], Callable[..., Non
 
 def set_precision_hooks(plugin: Any, after_closure: Callable[..., None], clip: Callable[..., None]) -> None:
     """Makes a precision plugin call these instead; :func:`reset_precision_hooks` gives it its own back."""
+    # On the instance, in front of the class's own: to delete them is to have those back.
     plugin._after_closure = after_closure
     plugin._clip_gradients = clip
 

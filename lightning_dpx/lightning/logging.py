@@ -23,6 +23,8 @@ class StepLog:
 
     def record(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
         """Takes the place of ``LightningModule.log`` for the duration of a step."""
+        # Lightning detaches what is logged, too. A graph that waits here would hold
+        # the slice's activations.
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach()
         call = next(call for call in itertools.count() if (name, call) not in self.entries)
@@ -52,6 +54,7 @@ def replay(
     rows unless given), sums, minima and maxima merge by their own operation. Lightning sees the batch size of the whole
     batch.
     """
+    # In the order of the first call, also of keys that not all replicas have logged.
     keys = dict.fromkeys(key for log in logs for key in log.entries)
     for key in keys:
         present = [(log.batch_slice, *log.entries[key]) for log in logs if key in log.entries]
@@ -68,6 +71,7 @@ def replay(
             module.log(key[0], present[0][1].to(device), **options)
             continue
         reduce_fx = options.get("reduce_fx", "mean")
+        # A function such as torch.max is known by its name.
         operation = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
         weights = Weights(rows=rows, of_loss=counts.of_loss)
         value = rules.merge_logged(path_of(key), [value for _, value, _ in present], weights, device, operation)

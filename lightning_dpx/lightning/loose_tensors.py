@@ -30,6 +30,7 @@ class LooseTensors:
             known: The parameters of all replicas.
         """
         groups = [(id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers]
+        # Asked in every step, so parameters are listed only when an optimizer or a group is new.
         if groups != self._seen:
             self._seen = groups
             parameters = {id(parameter) for parameter in known}
@@ -58,6 +59,7 @@ def _names_of(loose: dict[int, torch.Tensor], module: nn.Module) -> list[str]:
     for path, child in module.named_modules():
         for key, value in vars(child).items():
             if id(value) in loose:
+                # By the attribute that holds it, as the tensor has no name of its own.
                 named[id(value)] = ".".join(filter(None, ("self", path, key)))
     return [named.get(key) or _described(tensor) for key, tensor in loose.items()]
 

@@ -38,12 +38,15 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     """
     options = strategy.options
     planning = strategy.planning
+    # Before the module is copied, so that every replica has the synchronized layers.
     if strategy.synchronizes_batch_norm:
         synchronize_batch_norm(module)
     metrics = ReplicaMetrics(module, number=options.number_rule)
     replicas = _replicas_where_possible(strategy, module, metrics)
     give_trainer(replicas, trainer_of(module))
     _shift(strategy, replicas)
+    # With shifts="auto" the first batch decides where to. Any device without a replica may be
+    # chosen, so each gets a budget.
     automatic = [*spare_devices(list(replicas.devices)), torch.device("cpu")]
     elsewhere = automatic if options.chooses_shifts else list(options.device_shifts.values())
     planning.budgets.place(replicas.devices, elsewhere)
@@ -51,6 +54,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     several = strategy.num_processes > 1
     if several:
         _meet_processes(strategy, module, replicas.partition.num_active)
+    # Lightning's own steps do for one device, unless something is to happen round them.
     needs_session = several or options.chooses_shifts or strategy.plans_memory or replicas.partition.has_micro_batches
     if len(replicas.devices) == 1 and not needs_session:
         return OneDevice(strategy)
@@ -65,10 +69,13 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     )
     step.rules = strategy.rehearsals.rules("training_step", 0)
     session = Session(strategy, replicas, metrics, step)
+    # Later on a budget may choose micro-batches, or another number of them: see Session.cut_slices.
     if replicas.partition.has_micro_batches:
         session.micro_batches = MicroBatchSteps(session)
     if strategy.plans_memory or options.chooses_shifts:
         session.memory = StepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)
+    # Dynamo is not thread-safe, so compiled code never runs in several threads at once: see
+    # _execution_of in replicas/replica_set.py.
     if len(set(replicas.devices)) > 1 and (compiled := compiled_names(module)):
         session.announce_replicas(f"run one after the other: {', '.join(compiled[:3])} is compiled")
     if not several and not strategy.plans_memory:  # a plan is for slices of one size
@@ -83,12 +90,16 @@ def _replicas_where_possible(
     """One replica per device; only the first where the module cannot be copied, which is announced."""
     devices = strategy.parallel_devices or []
     try:
+        # By hand micro-batches are replicas of their own, which meet in the calls of optimizers.
         if not module.automatic_optimization:
             return replicas_by_hand(strategy, module, devices, metrics)
         return new_replicas(strategy, module, devices, metrics)
     except ReplicationError as error:
+        # A run on one device needs no copy, so it can still be had.
         what = "the other devices idle" if len(devices) > 1 else "and its batches are not cut"
         rank_zero_warn(f"dpx: everything runs on {devices[0]}, {what}: {error}")
+        # Micro-batches run on copies, too, and a workload has a number for each device
+        # that was given.
         return new_replicas(strategy, module, devices[:1], metrics, workload="even", micro_batches=1)
 
 
@@ -121,6 +132,7 @@ def _shift(strategy: "DPXStrategy", replicas: ReplicaSet) -> None:
 def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_replicas: int) -> None:
     """Agrees on what is trained, counts the replicas of all, and starts from rank 0's values."""
     options = strategy.options
+    # An object of the user's cannot be compared between processes, its class can.
     reducer = options.reducer if isinstance(options.reducer, str) else type(options.reducer).__name__
     mine = fingerprint(
         module,
@@ -134,11 +146,14 @@ def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_rep
         **{"whether example_batch was given": options.example_batch is not None},
     )
     agree(mine)
+    # Nodes may have different numbers of devices, so ranks of replicas cannot be computed from
+    # those of processes.
     counts = gather_objects("counting the replicas", num_replicas)
     rank = strategy.process_rank
     first = sum(counts[:rank])
     strategy.ranks.count_replicas(first, sum(counts))
     make_step_aware(strategy, rank, first)
+    # Shapes and dtypes have been compared by now, so every broadcast fits on all processes.
     start_equal(module)
 
 
@@ -146,6 +161,8 @@ def _process_reducer(strategy: "DPXStrategy") -> ProcessReducer | None:
     """What averages gradients over several processes, where there are several."""
     options = strategy.options
     stopping = strategy.stopping
+    # begin_run() makes one where there are several processes. Its request to stop travels with the
+    # gradients, at no cost of its own.
     if not isinstance(stopping, CoordinatedStop):
         return None
     hook = None if options.communication_hook is None else make_communication_hook(options.communication_hook)

@@ -65,6 +65,7 @@ class MicroBatchSteps:
         """
         session = self._session
         gradient = self._gradient
+        # Each backward runs before the loss is merged, so what that will give is expected here.
         outputs = session.step.run_early(
             slices,
             call,

@@ -27,6 +27,7 @@ def new_replicas(
     Raises:
         ReplicationError: the module cannot be copied faithfully.
     """
+    # Copies of the module share these: a Trainer leads to loggers, loaders and the module itself.
     keep: list[object] = [strategy, trainer_of(module), *(module.trainer.loggers if trainer_of(module) else [])]
     given = strategy.options
     options: dict[str, Any] = {
@@ -39,6 +40,7 @@ def new_replicas(
         "merge": True,
         "keep": [item for item in keep if item is not None],
         "private": private_attributes(),
+        # Metrics are the user's own on every replica: see metrics/metrics.py.
         "shared": list(metrics.named.values()),
         "skip": KINDS,
         "deadline": float(given.timeout),
@@ -68,6 +70,7 @@ def replicas_by_hand(
             "dpx: micro_batches cuts no slices here: steps by hand are cut into micro-batches on one device only."
         )
         return new_replicas(strategy, module, devices, metrics, micro_batches=1)
+    # The device once for each micro-batch: every replica has gradients of its own, in turn.
     turns = list(devices) * numbers[0]
     alone: dict[str, Any] = {"micro_batches": 1, "workload": "even", "merge": False, "execution": "inline"}
     return new_replicas(strategy, module, turns, metrics, **alone)

@@ -31,6 +31,8 @@ class SettingsSnapshot:
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what is there, and a copy of it
         for optimizer in optimizers:
             for group in optimizer.param_groups:
+                # The dicts themselves are kept beside their copies: user code may hold them, so
+                # they are put back in place.
                 self._held.append((group, dict(group)))
         for scheduler in _with_children(schedulers):
             self._held.append((vars(scheduler), dict(vars(scheduler))))
@@ -95,6 +97,7 @@ class OptimizerSettings:
             self._before = None
         self.has_changed = not before.is_current
         if self._after_first is not None:
+            # The first slice may have changed nothing, and a later one something.
             self.has_changed |= not self._after_first.is_current
             self._after_first.restore()
 
@@ -105,9 +108,11 @@ class OptimizerSettings:
             return
         is_first = not self._has_begun
         self._has_begun = True
+        # It finds what the batch found, as nothing has run yet.
         if is_first:
             return
         if before.is_current:
+            # The first slice has left everything as it was, so that is what remains.
             self._after_first = self._after_first or before
             return
         if self._after_first is None:
@@ -162,6 +167,7 @@ def _is_same(one: Any, two: Any) -> bool:
         return True
     if type(one) is not type(two):
         return False
+    # Equal numbers and texts are no change, even as other objects.
     if type(one) in _PLAIN:
         return bool(one == two)
     if type(one) in _SEQUENCES:

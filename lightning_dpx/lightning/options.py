@@ -73,10 +73,13 @@ class StrategyOptions:
         for name, kind in _CHOICES.items():
             check_choice(name, getattr(self, name), get_args(kind))
         if not isinstance(self.reducer, GradientReducer) and self.reducer != "auto":
+            # For its error, which names the reducers that are registered.
             REDUCERS[self.reducer]
         if self.communication_dtype is not None:
             check_choice("communication_dtype", self.communication_dtype, get_args(CommunicationDtype))
         if self.communication_hook is not None:
+            # For its error: wrong values are refused before a device is touched, and made once
+            # more in setup.
             make_communication_hook(self.communication_hook)
         _check_count("gradient_buckets", self.gradient_buckets)
         _check_count("check_replicas_every_n_steps", self.check_replicas_every_n_steps)
@@ -85,6 +88,7 @@ class StrategyOptions:
         if self.micro_batches != "auto":
             check_micro_batches(self.micro_batches)
         if self.batch_slicer is not None:
+            # Likewise, as the replicas that use it are made in setup only.
             make_slicer("batch_slicer", self.batch_slicer)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):
             raise ConfigurationError(
@@ -92,6 +96,7 @@ class StrategyOptions:
             )
         _check_timeout(self.timeout)
         device_shifts, shifted_parts = parse_shifts(self.shifts, self.shift_activations) or ({}, [])
+        # The dataclass is frozen, and these follow from what was given.
         object.__setattr__(self, "device_shifts", device_shifts)
         object.__setattr__(self, "shifted_parts", shifted_parts)
         if self.example_batch is not None and self.memory_budget is None:
@@ -125,6 +130,7 @@ class StrategyOptions:
 
 
 def _check_count(name: str, count: object) -> None:
+    # bool is an int in Python, and True would count as 1.
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ConfigurationError(f"{name}={count!r} is not allowed; give 0 or a positive integer.")
 
@@ -144,6 +150,7 @@ def parse_shifts(
     """
     if shifts is not None and shifts != "auto" and not isinstance(shifts, Mapping):
         raise ConfigurationError(f"shifts={shifts!r} is not allowed; give 'auto' or {{from: to}}.")
+    # A text is a sequence of letters, which would each be taken for a name.
     parts = [shift_activations] if isinstance(shift_activations, str) else shift_activations
     if parts is not None and (not isinstance(parts, list | tuple) or not parts):
         raise ConfigurationError(f"shift_activations={parts!r} is not allowed; name at least one submodule.")
@@ -151,6 +158,7 @@ def parse_shifts(
         if parts is not None:
             raise ConfigurationError("shifts='auto' chooses the parts itself; leave shift_activations out.")
         return None
+    # Neither means anything without the other, and to ignore one would hide a mistake.
     if (shifts is None) != (parts is None):
         given, missing = ("shifts", "shift_activations") if shifts is not None else ("shift_activations", "shifts")
         raise ConfigurationError(f"{given} needs {missing}: where from and to, and which parts of the module.")

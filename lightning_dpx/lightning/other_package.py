@@ -52,6 +52,7 @@ class _OnceLoaded(MetaPathFinder):
         """Only of that module."""
         if fullname != _STRATEGIES:
             return None
+        # Before find_spec(), which asks every finder again, this one included.
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:

@@ -47,6 +47,7 @@ def begin_optimizers(session: "Session") -> None:
         device = session.strategy.root_device
         rank_zero_warn(f"dpx: gradients are summed by reducer={name!r}, all on {device}: {reason}")
         step.sums.exchange_reducer("auto")
+    # After the reducer is known for good: it says whether there are other owners.
     session.gradient_hooks.begin(session.module, replicas, step)
     optimize_owners(session)
 
@@ -64,6 +65,8 @@ def _why_all_on_first(session: "Session") -> str | None:
 def load_states(optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
     """Loads the state of every parameter to where the optimizer has it."""
     for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+        # Torch puts each state where its parameter is. Lightning would then move all of them to
+        # the root device.
         optimizer.load_state_dict(state)
 
 
@@ -76,5 +79,6 @@ def optimize_owners(session: "Session") -> None:
     owned = {id(one): other for one, other in zip(root.parameters, step.owner_parameters, strict=True)}
     for optimizer in [*session.strategy.optimizers, *held_optimizers(root.module)]:
         for group in optimizer.param_groups:
+            # Asked before every step, and usually nothing is new: the lists stay the same objects.
             if any(owned.get(id(parameter), parameter) is not parameter for parameter in group["params"]):
                 group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]

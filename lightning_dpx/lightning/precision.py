@@ -55,6 +55,7 @@ class DPXPrecision(Precision):
         for path, dtype in (input_dtypes or {}).items():
             check_choice(f"input_dtypes[{path!r}]", dtype, get_args(InputDtype))
         self._input_dtypes = {path: getattr(torch, dtype) for path, dtype in (input_dtypes or {}).items()}
+        # Set by attach(). Under another strategy there is nothing to call.
         self._after_backward: Callable[[], None] | None = None
         self._shifts = False
         self.wrapped = make_precision(wrapped)
@@ -67,6 +68,7 @@ class DPXPrecision(Precision):
         ``isinstance`` with this very class holds as well, by ``type``.
         """
         wrapped = vars(self).get("wrapped")
+        # Until the constructor has set it there is only this class to name.
         return DPXPrecision if wrapped is None else type(wrapped)
 
     def __reduce__(self) -> Any:
@@ -77,6 +79,8 @@ class DPXPrecision(Precision):
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else the wrapped plugin has."""
+        # copy and pickle ask for special methods before there is any state. Without this, to look
+        # up `wrapped` would lead here again, without end.
         if name == "wrapped" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.wrapped, name)
@@ -84,6 +88,7 @@ class DPXPrecision(Precision):
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the wrapped plugin are set there."""
         wrapped = vars(self).get("wrapped")
+        # `scaler` is a read-only property of this class, and is replaced on the plugin.
         if wrapped is not None and name not in vars(self) and (name == "scaler" or name in vars(wrapped)):
             setattr(wrapped, name, value)
         else:
@@ -107,6 +112,8 @@ class DPXPrecision(Precision):
         self.wrapped.device = device.type
         scaler = self.wrapped.scaler
         if scaler is not None and scaler._device != device.type:
+            # A scaler cannot be moved to another device; one with the same settings
+            # takes its place.
             self.wrapped.scaler = torch.amp.GradScaler(device.type, **_settings(scaler))
 
     @property
@@ -121,8 +128,12 @@ class DPXPrecision(Precision):
         try:
             self.wrapped.backward(tensor, model, optimizer, *args, **kwargs)
         except BaseException as error:
+            # Autograd may still be running in its own threads; none of them may write a gradient
+            # after the step has failed.
             end_failed_step([model], interrupted=isinstance(error, KeyboardInterrupt))
             raise
+        # Before post_backward(), in which Lightning calls the on_after_backward hooks: they must
+        # find the gradients of the replicas.
         if self._after_backward is not None:
             self._after_backward()
 
@@ -143,6 +154,7 @@ class DPXPrecision(Precision):
         converted = self.wrapped.convert_input(data)
         if not self._input_dtypes:
             return converted
+        # A misspelled path would otherwise do nothing, and say nothing.
         missing = set(self._input_dtypes)
         result = _with_dtypes(data, converted, self._input_dtypes, missing)
         if missing:
@@ -183,6 +195,7 @@ class DPXPrecision(Precision):
         if not self._shifts and not has_shifts():  # three blocks less, which are 6 us of 400 of an empty step
             return self.wrapped.optimizer_step(optimizer, model, closure, **kwargs)
 
+        # The closure runs the user's step, which is shifted again within the optimizer's step.
         def shifted() -> Any:
             with unshifted(paused=False):
                 return closure()
@@ -229,7 +242,10 @@ class DPXPrecision(Precision):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stores the wrapped plugin's state where Lightning would without us, so that the file resumes anywhere."""
+        # Lightning stores state_dict() of the plugin by itself; that of this class is empty, so
+        # nothing is written twice.
         if state := self.wrapped.state_dict():
+            # By either key alone, the plain plugin or the subclass would not find its scale again.
             for key in self._keys():
                 checkpoint[key] = state
         self.wrapped.on_save_checkpoint(checkpoint)
@@ -242,6 +258,8 @@ class DPXPrecision(Precision):
 
     def _keys(self) -> list[str]:
         """The plugin's own class name first; a subclass's state can also be read by Lightning's own plugin."""
+        # Lightning's key is the name of the class, so a subclass's scale would be lost on
+        # Lightning's own plugin.
         lightnings = [MixedPrecision.__qualname__] if isinstance(self.wrapped, MixedPrecision) else []
         return list(dict.fromkeys([type(self.wrapped).__qualname__, *lightnings]))
 
@@ -301,6 +319,7 @@ def _with_dtypes(
         if path not in dtypes:
             return converted
         missing.discard(path)
+        # From the tensor as it was given: the policy's conversion may have rounded it.
         return given.to(dtypes[path])
     children = children_of(given)
     if children is None:
@@ -328,6 +347,7 @@ def wrap_precision(
     """The plugin that Lightning chose, as :meth:`DPXPrecision.attach` makes it; ``None`` for none."""
     if plugin is None:
         return None
+    # The user may have given one, with dtypes of inputs; they are not wrapped twice.
     wrapped = plugin if isinstance(plugin, DPXPrecision) else DPXPrecision(plugin)
     wrapped.attach(after_backward, shifts=shifts)
     return wrapped

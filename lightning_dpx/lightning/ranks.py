@@ -81,6 +81,7 @@ class Ranks:
         rank = current_rank()
         if rank is None:
             return self.num_processes
+        # How many replicas have rows in other processes is not known here, so all are counted.
         return rank.world_size if self.num_processes == 1 else self._num_replicas
 
     @property
@@ -92,6 +93,8 @@ class Ranks:
         """Waits for the other replicas inside a step, for the other processes outside."""
         if (rank := _rank_with_peers()) is not None:
             rank.meet_all("barrier", None)
+        # A replica without peers has nothing to wait for; the processes themselves meet
+        # outside of steps.
         elif current_rank() is None and self.is_connected:
             between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
 
@@ -102,6 +105,7 @@ class Ranks:
         if current_rank() is not None or not self.is_connected:
             return obj
         box = [obj]
+        # Through between_processes(), so that an error says which process is lost.
         between_processes("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
         return box[0]
 
@@ -110,9 +114,11 @@ class Ranks:
         if not isinstance(tensor, Tensor):
             return tensor
         if (rank := _rank_with_peers()) is not None:
+            # Lightning allows a ReduceOp, whose text ends in the name, as well as a plain name.
             return collectives.reduce(rank, tensor, str(reduce_op).rpartition(".")[2].lower() if reduce_op else "mean")
         if current_rank() is not None or not self.is_connected:
             return tensor
+        # A copy: collectives of torch.distributed write into the tensor that they are given.
         wire = on_wire(tensor)
         reduced = between_processes("reduce", lambda: reduce_processes(wire, group, reduce_op))
         return reduced.to(tensor.device)
@@ -130,6 +136,7 @@ class Ranks:
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) say yes: replicas inside a step, processes outside."""
         if (rank := _rank_with_peers()) is not None:
+            # Votes are Python values, so no device has to be waited for.
             votes, _ = rank.meet_all("reduce_boolean_decision", bool(decision))
             return sum(votes) == len(votes) if all else any(votes)
         if current_rank() is not None or not self.is_connected:
@@ -145,9 +152,12 @@ class Ranks:
         Raises:
             CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
         """
+        # On the host and without a graph: a pickled CUDA tensor would ask for the
+        # same device there.
         mine = kind, self.rows_of_step, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)
         everyone: list[tuple[str, float, list[Any]]] = gather_objects(f"{kind} inside a step", mine)
         kinds = [theirs for theirs, _, _ in everyone]
+        # Without a look each process would take what the others gave to another call for its own.
         if len(set(kinds)) > 1:
             calls = ", ".join(f"process {process} calls {theirs}" for process, theirs in enumerate(kinds))
             raise CollectiveError(f"The processes do not agree inside a step: {calls}.")
@@ -163,6 +173,7 @@ class Ranks:
         for process, (_, rows, theirs) in enumerate(everyone):
             factor = rows / self.rows_of_step if weigh else 1.0
             if process == self.process_rank:
+                # Its own values keep their graphs; those of other processes have none.
                 found += values
             elif factor == 1:
                 found += theirs

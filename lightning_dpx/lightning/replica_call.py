@@ -72,15 +72,19 @@ class ReplicaCall:
             session.settings.begin_slice()
         if self._draws is not None:
             self._draws.begin_slice()
+        # Outside of logged_once(), as in a second pass, what is logged is dropped with this object.
         log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
         context = session.context(module) if session.has_contexts else _NOTHING
         with log.recording(module), context:  # type: ignore[arg-type]
             batch = session.moved(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
         if self._stops is not None and session.trainer.should_stop:
+            # All replicas have one Trainer: taken back at once, the answer of the next slice
+            # is its own.
             session.trainer.should_stop = False
             self._stops.append(batch_slice.replica.index)
         if self._checks_loss and output is not None and not isinstance(output, Tensor):
+            # After the merge it would not be known which replica returned it.
             _check_loss(output)
         return output
 
@@ -104,6 +108,7 @@ class ReplicaCall:
         self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
         state.share()
         metrics.refresh(session.replicas.root.modules)
+        # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
         metrics.gives_slices = rules.metrics_give_slices
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
         watch = session.replicas.habits.draws if rules.seen is not None and not rules.draws else None
@@ -117,6 +122,8 @@ class ReplicaCall:
                 state.unseen.begin(rules.note_changed, rules.seen_attributes)
             state.collect([batch_slice.replica for batch_slice in slices])
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
+        # Only after the replay, which asks which logged values are those of the
+        # whole batch already.
         metrics.end_step()
         for reason in metrics.separate:
             advice = "Give the metric one row per sample, padded to one size."
@@ -126,6 +133,7 @@ class ReplicaCall:
     def _stopped_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
         """A run ends by ``trainer.should_stop`` where all slices say so; what some say is no word of the batch."""
         trainer = self._session.trainer
+        # The run was stopped before this step, or one slice is the whole batch.
         if trainer.should_stop or len(slices) == 1:
             yield
             return
@@ -146,6 +154,7 @@ class ReplicaCall:
     def _settings_changed_once(self) -> Iterator[None]:
         """What slices do to optimizers and schedulers, which they share, is done once in here."""
         session = self._session
+        # By hand every replica has a view of the optimizers instead: see manual/replica_views.py.
         if not (session.strategy.optimizers and session.module.automatic_optimization):
             yield
             return
@@ -168,9 +177,11 @@ class ReplicaCall:
         if not session.metrics and not state.has_iterators:
             return _NOTHING
         with ExitStack() as stack:
+            # A step that may be repeated must find the metrics as they were before its first run.
             stack.enter_context(session.metrics.step(slices, restore=session.memory.repeats_steps))
             if state.has_iterators:
                 stack.enter_context(state.iterators_shared())
+            # Until here an error in entering the second context leaves the first one as well.
             return stack.pop_all()
 
 
@@ -180,6 +191,7 @@ def _joined_state(session: "Session", name: str, slices: Sequence[BatchSlice], r
     root = session.module
     modules = [batch_slice.replica.module for batch_slice in slices]
     places = {*rules.appended, *rules.growing}
+    # The user's own module is watched even where it has no slice: what is joined ends up there.
     lists = ListWatch([root, *(module for module in modules if module is not root)], places)
     numbers = NumberWatch(modules, root, rules.rebound)
     yield

@@ -40,6 +40,7 @@ class RootGradients:
     @torch.no_grad()
     def take(self) -> None:
         """The owners get those that were written since :meth:`show`."""
+        # There are no marks where nothing is shown, and then nothing is taken.
         for index, (mark, (root, owner)) in enumerate(zip(self._shown, self._pairs, strict=False)):
             if mark.is_current(root):
                 continue
@@ -50,6 +51,7 @@ class RootGradients:
     def hide(self) -> None:
         """Before the next backward, which would add to the copies."""
         self.take()
+        # What was never shown is none of these copies.
         for root, _ in self._pairs if self._shown else ():
             root.grad = None
         self._shown = []
@@ -64,7 +66,10 @@ class RootGradients:
         """
         after_closure, clip_gradients = precision_hooks(wrapped)
 
+        # _after_closure calls the hooks before a step and then _clip_gradients, so the second runs
+        # within the first.
         def with_hooks(*args: Any, **kwargs: Any) -> None:
+            # Hooks of the backward may have written the copies, which are made anew next.
             self.take()
             self.show()
             after_closure(*args, **kwargs)
@@ -72,6 +77,8 @@ class RootGradients:
 
         def with_clipping(*args: Any, **kwargs: Any) -> None:
             self.take()
+            # Hooks before the step have run by now. Parameters that they wrote reach the owners
+            # before these step.
             changed()
             self.show()
             clip_gradients(*args, **kwargs)

@@ -13,6 +13,7 @@ from lightning_dpx.shifting import applied_shift
 if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
 
+# Lightning's own Strategy.training_step and its like enter these, but the strategy overrides them.
 _PRECISION_CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -55,6 +56,7 @@ class Run:
 
     def context(self, module: Module) -> AbstractContextManager[None]:
         """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""
+        # Asked in every step, and nearly always the answer.
         if not self.has_contexts:
             return nullcontext()
         shift = applied_shift(module) if self.shifts else None
@@ -71,8 +73,11 @@ class Run:
         strategy = self.strategy
         module = strategy.lightning_module
         if self.has_contexts:
+            # The end hook is a part of the step, so the plan and the shift cover what it computes.
             with self.context(module):  # type: ignore[arg-type]  # connect() sets the module first
                 return self.finished(name, self.lightnings_step(name, args, kwargs))
+        # Not by way of lightnings_step(): a traceback shows every frame above the user's step, and
+        # a test counts them.
         with getattr(strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
             outputs = getattr(module, name)(*args, **kwargs)
         return self.finished(name, outputs)
@@ -93,6 +98,7 @@ class Run:
     def finished(self, name: str, outputs: Any) -> Any:
         """What the end hook makes of the outputs of a step."""
         finish = self.end_hook(name)
+        # None stands for a batch without a result, from which a hook can compute nothing.
         if finish is None or outputs is None:
             return outputs
         precision = self.strategy.precision_plugin
@@ -133,6 +139,7 @@ class OneDevice(Run):
 
     def load_optimizer_states(self, lightnings: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does, on one device; where parts are shifted each state goes to its parameter."""
+        # Lightning moves all states to the root device after loading, away from shifted parameters.
         if self.shifts:
             load_states(self.strategy.optimizers, checkpoint)
         else:

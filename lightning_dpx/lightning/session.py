@@ -131,6 +131,7 @@ class Session(Run):
 
     def _stays(self, batch: Any) -> bool:
         """Whether the one replica that takes every batch gets this object."""
+        # The index of the loader matters to hooks only, and where there is one nothing stays.
         return Transfer(self.trainer, self.module, 0).leaves(batch, self.replicas.root.device)
 
     def is_in_place(self, batch: Any) -> bool:
@@ -139,6 +140,7 @@ class Session(Run):
 
     def given(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
         """What the step of a replica gets."""
+        # The object is on its device already, and no hook would make another of it.
         if self.is_in_place(batch_slice.batch):
             return batch_slice.batch
         return self.moved(batch_slice, Transfer(self.trainer, self.module, dataloader_idx))
@@ -154,6 +156,7 @@ class Session(Run):
         """Hooks find in the batch what the step wrote there."""
         if not self.batch_writes.is_watched:
             return
+        # Several training loaders give one combined batch; only evaluation tells its loaders apart.
         rules = self.rehearsals.rules(name, 0 if name == "training_step" else loader_index(args))
         problem = self.batch_writes.finish(rules, self.strategy.root_device, self.replicas.output_dim)
         if problem is not None:
@@ -205,6 +208,8 @@ class Session(Run):
         homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))
         self.strategy.planning.remove(replicas)
         metrics = ReplicaMetrics(replicas.root.module, number=self.options.number_rule)
+        # Rules are kept by metric object. The module may have other metrics now, so what was
+        # learned goes by way of their paths.
         metrics.take_rules(self.metrics.rules_by_path())
         replicas.share(metrics.named.values())
         try:
@@ -217,6 +222,8 @@ class Session(Run):
             replicas.close()
             self.strategy.session = self.strategy.one_device
             return False
+        # First home to the parameters of the user's module, which alone have outlasted
+        # the old owners.
         move_optimizers(optimizers, homes)
         give_trainer(replicas, self.trainer)
         self.rehearsals.reopen("training_step")
@@ -263,6 +270,8 @@ class Session(Run):
             lightnings: What Lightning would do.
             checkpoint: As it was saved.
         """
+        # Lightning moves all states to the root device after loading, away
+        # from parameters elsewhere.
         if self.shifts or self.step.has_other_owners:
             load_states(self.strategy.optimizers, checkpoint)
         else:
@@ -277,6 +286,7 @@ class Session(Run):
             device: Where to; ``None`` for where it is used.
             dataloader_idx: Which loader gave it.
         """
+        # Lightning's loops name no device. A caller that names one wants the batch moved there.
         if device is None:
             return self.show_batch(batch)
         return lightnings(batch, device, dataloader_idx)
@@ -293,8 +303,11 @@ class Session(Run):
             model: The user's module.
             kwargs: What the optimizer gets beside.
         """
+        # A hook may have added a parameter group since the last step, and it holds parameters of
+        # the user's module.
         if self.step.has_other_owners:
             optimize_owners(self)
+        # By hand the closure is every replica's own, and they meet for it: see manual/closures.py.
         if self.module.automatic_optimization:
             closure = self.gradient_hooks.closure(optimizer, closure, self.replicas, self.step)
         if self.gradient_hooks.look_at_owners:
@@ -303,7 +316,8 @@ class Session(Run):
         else:
             result = lightnings(optimizer, closure, model, **kwargs)
         manual = self.training.manual
-        # The step that the optimizer's closure has just run may have ended the session.
+        # The step that the closure has just run may have ended the session. In a shared step by hand
+        # ManualOptimization has the replicas follow, at every call of an optimizer.
         if self.strategy.session is self and (manual is None or not manual.is_shared):
             self.replicas.state.optimizer_stepped()
         return result
@@ -322,7 +336,9 @@ class Session(Run):
             raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")
 
     def watch(self) -> StepTimes:
-        """Times the next step of every replica."""
+        """Begins to time the steps of every replica; returns what collects the times."""
+        # Timed steps do not take the way of one device, even where replicas are
+        # merged: see _is_merged.
         self.replicas.times = StepTimes(self.replicas.devices)
         return self.replicas.times
 
@@ -335,7 +351,7 @@ class Session(Run):
         self.replicas.mark_changed()
 
     def release_cores(self) -> None:
-        """Workers leave the processor's cores to others."""
+        """The workers of replicas leave the processor's cores to the caller."""
         self.replicas.release_cores()
 
     # ---- the end ----
@@ -348,6 +364,7 @@ class Session(Run):
         """Ends the workers and takes everything of a run off the module."""
         self.step.close()
         self.replicas.close()
+        # Hooks of plans would stay on the user's module after the run.
         if self.strategy.plans_memory:
             self.strategy.planning.remove(self.replicas)
         self.gradient_hooks.end()

@@ -39,9 +39,11 @@ class Slices:
         session = self._session
         slices = self._cut(name, batch) if session.replicas.cuts_batches else None
         if slices is None:
+            # Counting walks the whole batch, so it is done only where the number matters.
             num_rows = rows_to_weigh_by(batch) if self._reads_rows else 1
             slices = [session.replicas.whole_slice(batch, num_rows)]
         slices = self.weighted(slices, session.module)
+        # Collectives between processes weigh by it while the step runs: see ranks.py.
         session.strategy.ranks.rows_of_step = sum(weights_of(slices).of_loss)
         return slices
 
@@ -50,6 +52,7 @@ class Slices:
         if getattr(type(module), "loss_weight", None) is None:  # asked of the class: a miss costs a module much more
             return slices
         weigh: Any = module.loss_weight
+        # A single weight divides out again, unless other processes have theirs.
         if not callable(weigh) or (len(slices) == 1 and not self._session.has_processes):
             return slices
         return [replace(batch_slice, weight=float(weigh(batch_slice.batch))) for batch_slice in slices]
@@ -60,10 +63,13 @@ class Slices:
         replicas = session.replicas
         whole_batches = session.whole_batches
         if name == "training_step":
+            # Looked for in every step, as optimizers and hooks may come in the middle of a fit;
+            # where nothing is new both cost next to nothing.
             self._keep_loose_tensors_whole()
             self._keep_stepping_hooks_whole()
         if whole_batches.reason_for(name) is not None or whole_batches.takes_next(name):
             return None
+        # The step fetches in its own time, so there is nothing to cut before it.
         if fetches_by_itself(batch):
             whole_batches.announce_batch(
                 name,
@@ -90,6 +96,7 @@ class Slices:
         """A gradient of a tensor that is no parameter of the module is that of the first replica's slice only."""
         session = self._session
         optimizers: Sequence[Any] = [*session.strategy.optimizers, *held_optimizers(session.module)]
+        # Of all replicas, as optimizers may hold the copies of other owners.
         known = chain.from_iterable(replica.parameters for replica in session.replicas.replicas)
         names = self._loose_tensors.find(optimizers, session.module, known)
         if names:

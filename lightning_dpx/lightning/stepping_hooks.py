@@ -48,6 +48,7 @@ def _hooks_of(parameter: nn.Parameter) -> Iterator[Any]:
 
 
 def _steps(hook: Any) -> bool:
+    # Not through a Trainer or a strategy: every module leads to its optimizers by those.
     graph = ObjectGraph(lambda value: isinstance(value, Optimizer), lambda value: isinstance(value, Trainer | Strategy))
     graph.walk([hook, *_named_by(hook)])
     return bool(graph.leading())

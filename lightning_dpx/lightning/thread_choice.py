@@ -36,6 +36,8 @@ class ThreadChoice:
         module = session.module
         replicas = session.replicas
         compiled = compiled_names(module)
+        # Each of these a trial would do twice, could not watch, or could not judge by
+        # losses of slices.
         if not module.automatic_optimization:
             reason = "it optimizes by hand"
         elif session.metrics:
@@ -68,6 +70,7 @@ class ThreadChoice:
                 return session.lightnings_step("training_step", (session.given(batch_slice), *args[1:]), kwargs)
 
             output = trial.watch(alone)
+            # The step on slices takes the same items as the one that was watched.
             iterators.rewind(may_fetch=False)
             verdict = trial.verdict(first_loss(output), self._loss_of_slices(args, kwargs))
         replicas.choose(threads=verdict.threads)
@@ -89,6 +92,8 @@ class ThreadChoice:
 
         def loss() -> Any:
             replicas.choose(threads=True)
+            # The user's own module takes no part: the trial is forgotten, and must leave no
+            # trace on it.
             copies = [replicas.replicas[max(1, index)] for index in range(len(replicas.replicas))]
             slices = [
                 replace(batch_slice, replica=copies[batch_slice.replica.index])
@@ -96,6 +101,7 @@ class ThreadChoice:
             ]
             replicas.python_state.share()
             try:
+                # The run goes on with the numbers that one step has left, not two.
                 preserved = preserve_rng_state(replicas.devices, [replicas.root.module])
                 with preserved, torch.no_grad(), session.strategy.precision_plugin.train_step_context():
                     return first_loss(step.forward(slices, run))

@@ -56,13 +56,18 @@ class TrainingFlow:
             kwargs: Likewise.
         """
         session = self._session
+        # The backward comes later, from the precision plugin, and must know which way
+        # this step took.
         self._is_merged_step = self._is_merged()
         if self._is_merged_step:
             return self._run_merged(args, kwargs)
         if not session.follow_structure():
+            # The replicas were given up just now, and the strategy has the session of one device.
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         args = session.memory.rewindable(args)
         slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
+        # Micro-batches are other slices than those that were rehearsed, so they are
+        # rehearsed as well.
         if session.memory.cuts_slices(slices, args, kwargs):
             slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         session.memory.before_step(slices, args, kwargs)
@@ -75,6 +80,8 @@ class TrainingFlow:
                 outputs = forward(slices, args, kwargs)
             except WholeBatchError as error:
                 session.step.discard()
+                # What slices cannot do by hand shows when they do it. Of the first such step there
+                # is a snapshot; later ones cannot be undone.
                 if self.manual is None or not self.manual.undo_first_step():
                     raise
                 session.whole_batches.give_whole(NAME, error.reason, error.advice)
@@ -106,6 +113,7 @@ class TrainingFlow:
         """Whether replicas on one device take every batch as one, and nothing else is asked of them."""
         session = self._session
         replicas = session.replicas
+        # A step that is timed, or tried in threads, is one that every replica takes part in.
         is_plain = replicas.partition.always_merged and replicas.times is None and not session.threads.is_open
         if not is_plain or session.shifts or session.memory.is_on:
             return False
@@ -149,6 +157,7 @@ class TrainingFlow:
         step = self._session.step
         finish = session.end_hook(NAME)
         by_hand = not session.module.automatic_optimization
+        # With training_step_end a step may return anything, and by hand Lightning wants no loss.
         call = ReplicaCall(session, NAME, args[1:], kwargs, checks_loss=not by_hand and finish is None)
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
@@ -156,10 +165,14 @@ class TrainingFlow:
                 if by_hand:
                     return session.finished(NAME, self._run_by_hand(slices, call))
                 step.begin()
+                # What the second pass of a micro-batch logs is dropped, as this call has no logs
+                # of its own.
                 again = ReplicaCall(session, NAME, args[1:], kwargs) if finish is not None else call
                 outputs = self._runner(again)(slices, call)
                 return step.merge(slices, outputs, finish)
         except BaseException:
+            # Whatever has failed, buffers are put back and no pending loss is left for
+            # a later backward.
             step.discard_forward()
             raise
 
@@ -167,6 +180,7 @@ class TrainingFlow:
         """For another backward of the same step: nothing is logged or counted twice."""
         session = self._session
         call = ReplicaCall(session, NAME, args[1:], kwargs)
+        # As in forward(), but for what outlasts a step: metrics and settings are put back.
         context = session.strategy.precision_plugin.train_step_context()
         with context, session.metrics.kept(slices), session.settings.kept():
             session.step.begin()
@@ -195,6 +209,7 @@ class TrainingFlow:
         session = self._session
         if self.manual is None:
             strategy = session.strategy
+            # Kept over steps: it remembers which gradients hooks have written between them.
             self.manual = ManualOptimization(strategy, session.replicas, session.step, strategy.dpx_precision)
         manual = self.manual
 
@@ -233,9 +248,12 @@ class TrainingFlow:
         hooks = session.gradient_hooks
         sums_now = self.sums_now
         try:
+            # Copies of gradients on the user's module would otherwise be added to by this backward.
             hooks.before_backward()
             step.backward(last=sums_now)
             session.memory.end_backward()
+            # Until then gradients wait on the replicas: to sum them for every batch of a window
+            # would cost a reduction each.
             if sums_now:
                 step.reduce()
                 hooks.after_backward()

@@ -29,6 +29,7 @@ class Transfer:
         self._dataloader_idx = dataloader_idx
         selector = data_hooks(trainer)
         owners = [selector.get_instance(hook) for hook in _HOOKS]
+        # A data module is one object for all; hooks of the module are called on each replica's own.
         self._others = [None if isinstance(owner, pl.LightningModule) else owner for owner in owners]
         calls = [getattr(owner or module, hook) for owner, hook in zip(self._others, _HOOKS, strict=True)]
         own = [getattr(call, "__func__", None) not in _DEFAULTS for call in calls]
@@ -46,6 +47,7 @@ class Transfer:
         device = batch_slice.replica.device
         if fetches_by_itself(batch):
             if isinstance(batch, RewindableBatches):
+                # This may be another run of the same step, which fetches the same batches.
                 batch.rewind()
             return batch
         is_there = _lives_on(batch, device)
@@ -53,6 +55,7 @@ class Transfer:
             return batch
         arguments: tuple[tuple[Any, ...], ...] = ((device,), ())
         for hook, other, is_own, extra in zip(_HOOKS, self._others, self._calls_of_module, arguments, strict=True):
+            # The default hook would give back the very batch.
             if is_there and not is_own:
                 continue
             batch = getattr(other or batch_slice.replica.module, hook)(batch, *extra, self._dataloader_idx)

@@ -151,6 +151,7 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         for size in self.batch_sizes:
+            # bool is an int in Python, and True would be a batch of one row.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigurationError(f"batch_sizes={list(self.batch_sizes)!r} is not allowed: {size!r} is no "
                                          "positive number of rows.")  # fmt: skip
@@ -159,6 +160,7 @@ class TuneOptions:
         """The batch sizes, growing; each gives every device a row."""
         if self.batch_sizes:
             return sorted(set(self.batch_sizes))
+        # The loader's own batch size is looked at however small the data set is.
         limit = current << _DOUBLINGS if self.most_rows is None else max(self.most_rows, current)
         found = {current >> step for step in range(_HALVINGS + 1)}
         found |= {current << step for step in range(_DOUBLINGS + 1)}
@@ -187,6 +189,7 @@ class _Line:
         return self._known[rows]
 
     def _of(self, rows: int) -> Profile:
+        # The two that were run are taken as they were measured.
         if rows in (self.few, self.more):
             return self.made(rows)
         found = extrapolate(self(self.few), self(self.more), (self.few, self.more), rows)
@@ -217,6 +220,7 @@ def tune_batch_size(
     """
 
     def work(trainer: Trainer, module: LightningModule, batch: Any) -> Tuning:
+        # How many rows there are is known only here, when the Trainer has its loaders.
         return _tuned(
             trainer, module, batch, settings, options or TuneOptions(most_rows=rows_of_data(trainer)), progress
         )
@@ -260,6 +264,7 @@ def tune(
         >>> found.best.batch_size in (4, 8, 16)  # print(found) shows peaks and samples per second of all
         True
     """
+    # Its hooks, loaders and precision are needed; none of what it would print or write is.
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -291,16 +296,20 @@ def _tuned(
         [torch.device("cpu")],
         batch_dim=settings.batch_dim,
         batch_slicer=settings.batch_slicer,
+        # Copies of the module share these: a Trainer must not be copied.
         keep=[trainer, *trainer.loggers],
     )
     current = _rows_of(replicas, batch)
     profiles = StepProfiles(trainer, replicas, batch, current, settings, progress)
     few = max(1, current // 4)
     whole = _Line(profiles.of_slice, few, current)
+    # Micro-batches add to gradients that are there already, which takes other memory
+    # than the first.
     part = _Line(profiles.of_part, few, current)
     whole(current)  # before the smaller one, as libraries fill their caches with it
     numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
     lasting = lasting_bytes(trainer, module, settings)
+    # A batch stays on its device for the whole step, beside what the step itself keeps.
     inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     workload = parse_workload(settings.workload, len(settings.devices))
     found = []
@@ -310,6 +319,7 @@ def _tuned(
         busy = dict[torch.device, float]()
         slices = split_sizes(batch_size, workload)
         for device, rows, held, number in zip(settings.devices, slices, lasting, numbers, strict=True):
+            # A small batch may leave a device without rows: it computes nothing and holds no plan.
             if not rows:
                 continue
             planner = DevicePlanner(
@@ -323,7 +333,10 @@ def _tuned(
             )
             forecast = forecast_device(device, rows, {**held, "inputs": inputs * rows // current}, planner, settings)
             forecasts.append(forecast)
+            # A budget that cannot be met makes the time infinite, so that this size is
+            # never the best.
             share = float("inf") if forecast.plan is None else forecast.plan.recompute_share or 0.0
+            # Replicas on one device take turns, so their times add up.
             busy[device] = busy.get(device, 0.0) + whole(rows).step_seconds * (1 + share)
         found.append(BatchSizeForecast(batch_size, tuple(forecasts), max(busy.values())))
     return Tuning(tuple(found), current, whole(current).basis)
@@ -337,6 +350,7 @@ def _rows_of(replicas: ReplicaSet, batch: Any) -> int:
     """
     try:
         rows = replicas.slicer.num_rows(batch)
+        # That rows are counted does not say that they can be cut, so it is tried.
         if rows > 1:
             replicas.slicer.cut(batch, [rows - 1, 1])
     except UncuttableBatch as error:
@@ -350,6 +364,7 @@ def rows_of_data(trainer: Trainer) -> int | None:
     """Rows of the data set that is trained on, where it tells."""
     data = getattr(trainer.train_dataloader, "dataset", None)
     try:
+        # An iterable data set has no length, or raises where it is asked.
         return len(data)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None

@@ -64,6 +64,7 @@ class TwoPassSteps:
         def second(pending: "Sequence[Pending]") -> None:
             self._second(passes, again, pending)
 
+        # It runs when Lightning's backward has reached the outputs, whose gradients it starts from.
         session.step.wait_for_second_pass(second)
         return outputs
 
@@ -72,11 +73,13 @@ class TwoPassSteps:
         slices = [waiting.batch_slice for waiting in pending]
         waiting_of = {waiting.batch_slice.replica.index: waiting for waiting in pending}
         root = session.replicas.root
+        # To compare on the host waits for nothing, so there every step is looked at.
         looks = root.device.type == "cpu" or self._looked < _LOOKS
         differing: list[int] = []
 
         def forward_and_backward(batch_slice: BatchSlice) -> None:
             waiting = waiting_of[batch_slice.replica.index]
+            # It runs in Lightning's backward, which is outside of the context of the forward.
             with session.strategy.precision_plugin.train_step_context():
                 tensors = _with_graph(call(batch_slice))
             if looks and not _are_alike(tensors, waiting.tensors):
@@ -121,10 +124,12 @@ class _WithoutGraph:
         place = self._device_of[batch_slice.replica.index]
         if place in self._flags:
             return _marked(self._call(batch_slice), self._flags[place])
+        # The first pass runs without gradients, in which no output says that it would have one.
         with torch.enable_grad():
             output = self._call(batch_slice)
         if output is None:
             return None
+        # A slice without an output says nothing about the others, so the next one is asked.
         flags = [tensor.requires_grad for tensor in _tensors(output)]
         self._flags[place] = flags
         return _marked(output, flags)
@@ -162,10 +167,12 @@ def _are_alike(tensors: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) -
         return False
     with torch.no_grad():
         pairs = zip(tensors, first, strict=True)
+        # A NaN in both passes is no difference between them.
         return all(torch.allclose(one, two, rtol=_ALIKE, atol=_ALIKE, equal_nan=True) for one, two in pairs)
 
 
 def _walk(tensors: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    # The loss of all rows need not use every output: unused ones have no gradient.
     roots = [(tensor, grad) for tensor, grad in zip(tensors, gradients, strict=True) if grad is not None]
     if not roots:
         return

@@ -30,6 +30,7 @@ class WholeBatches:
             reason: Why, as a sentence.
             advice: What the user can do about it, in sentences.
         """
+        # The first reason stays: it is the one that the user was told.
         self._reasons.setdefault(stage, (reason, advice))
         self._announce(stage, "gets all of its batches", reason, advice, reason)
 
@@ -85,9 +86,11 @@ class WholeBatches:
         self._reasons.clear()
         self._keeps_unequal.clear()
         self._next_whole.clear()
+        # What was said in one run is said again in the next, which may have another module.
         self._announced.clear()
 
     def _announce(self, stage: str, what: str, reason: str, advice: str, kind: Hashable) -> None:
+        # By kind and not by text, which has the sizes of the batch in it.
         if (stage, kind) in self._announced:
             return
         self._announced.add((stage, kind))
@@ -123,6 +126,7 @@ class RewindableBatches(Iterator[Any]):
         return self._fetched[self._position - 1]
 
     def __getattr__(self, name: str) -> Any:
+        # Steps also ask a fetcher how far it is, such as by `done`.
         return getattr(self._batches, name)
 
 
@@ -135,6 +139,7 @@ def fetches_by_itself(batch: Any) -> bool:
 
 def paths_of_loaders(trainer: Trainer, stage: str) -> list[str]:
     """Where in a batch the parts are that each training loader returned; ``""`` where there is one loader only."""
+    # Only training combines several loaders into one batch; evaluation takes one after the other.
     combined = combined_loader(trainer.fit_loop) if stage == "training_step" else None
     if combined is None or len(combined.flattened) < 2:
         return [""]
