@@ -38,6 +38,8 @@ OPEN_VIEWS: list[View | None] = []
 def current_view() -> Any:
     """The view of the replica that the calling code runs in; ``None`` outside of manual steps of several replicas."""
     view = _VIEW.get()
+    # What runs once for all, in a meeting or in the thread of an optimizer, may have inherited a
+    # view, but it is no replica's code.
     return None if view is None or current_rank() is None else view
 
 
@@ -49,6 +51,7 @@ def viewed(view: View | None) -> Iterator[None]:
     try:
         yield
     finally:
+        # Which entry goes does not matter, since only their number is asked for.
         OPEN_VIEWS.pop()
         _VIEW.reset(token)
 
@@ -57,6 +60,8 @@ class ActsOnce:
     """Asks the view of the calling replica for its attributes."""
 
     def __getattribute__(self, name: str) -> Any:
+        # Python asks for special attributes by itself, as in isinstance(), and the
+        # class must answer.
         view = None if name.startswith("__") else current_view()
         return super().__getattribute__(name) if view is None else view.attribute(self, name)
 
@@ -70,6 +75,7 @@ class ActsOnce:
 
 def plain_attribute(owner: Any, name: str) -> Any:
     """The attribute as it is outside of a step."""
+    # The attribute of the object itself, even where a replica's code asks.
     with viewed(None):
         return getattr(owner, name)
 
@@ -97,14 +103,16 @@ class Exchanged:
         self._subclasses: dict[type, type] = {}
 
     def add(self, owners: Iterable[Any]) -> None:
-        """From here on these are shared by the replicas, too."""
+        """Has these objects, too, ask the view of the calling replica from here on."""
         for owner in owners:
+            # An object is met more than once: by itself, in its wrapper, or in the middle
+            # of a step.
             if not isinstance(owner, ActsOnce):
                 self._classes.append((owner, type(owner)))
                 owner.__class__ = self._subclass_of(type(owner))
 
     def restore(self) -> None:
-        """All have their own class again."""
+        """Gives all objects their own classes back."""
         for owner, original in reversed(self._classes):
             owner.__class__ = original
         self._classes = []
@@ -112,6 +120,7 @@ class Exchanged:
     def _subclass_of(self, kind: type) -> type:
         """A class of the same name, a subclass of ``kind`` that asks the calling replica's view."""
         if kind not in self._subclasses:
+            # Code that looks at the name of an optimizer's class finds the one that it knows.
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
             self._subclasses[kind] = type(kind.__name__, (ActsOnce, kind), names)
         return self._subclasses[kind]

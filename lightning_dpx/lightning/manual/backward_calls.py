@@ -41,7 +41,9 @@ def _backward_of_replica(
     inputs: Any = None,
 ) -> None:
     view = current_view()
+    # Some callers pass these by position, so the signature is that of torch.
     options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+    # grad_variables is the name that torch has deprecated.
     given = grad_tensors if grad_variables is None else grad_variables
     if view is None or _INSIDE.get():
         _backward(tensors, given, **options)
@@ -50,6 +52,8 @@ def _backward_of_replica(
     gradients = weighted(roots, given, view.weight)
 
     def run() -> None:
+        # A backward that checkpointing runs in here goes on from this one, which has
+        # the weight already.
         token = _INSIDE.set(True)
         try:
             _backward(roots, gradients, **options)
@@ -64,7 +68,9 @@ def _grad_of_replica(outputs: Any, inputs: Any, grad_outputs: Any = None, *args:
     if view is None or _INSIDE.get():
         return _grad(outputs, inputs, grad_outputs, *args, **options)
     wanted = list(inputs.values()) if isinstance(inputs, dict) else list(_as_tuple(inputs))
+    # By position it comes after retain_graph.
     create_graph = options.get("create_graph", args[1] if len(args) > 1 else False)
+    # Gradients of inputs are those of this slice's rows, and nothing to sum.
     if not view.sums_gradients_of(wanted, create_graph=bool(create_graph)):
         return _grad(outputs, inputs, grad_outputs, *args, **options)
     roots = _as_tuple(outputs)
@@ -76,6 +82,7 @@ def _grad_of_replica(outputs: Any, inputs: Any, grad_outputs: Any = None, *args:
 
 def weighted(roots: tuple[Any, ...], gradients: Any, weight: float) -> Any:
     """The gradients that a backward of ``roots`` starts with, times what this slice's loss weighs in the batch's."""
+    # Torch's own default is a gradient of ones.
     if weight == 1:
         return gradients
     given = [None] * len(roots) if gradients is None else list(_as_tuple(gradients))
@@ -91,5 +98,6 @@ def weighted(roots: tuple[Any, ...], gradients: Any, weight: float) -> Any:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
+    # A GradientEdge is a named tuple, and one root.
     is_several = isinstance(value, list | tuple) and not isinstance(value, torch.autograd.graph.GradientEdge)
     return tuple(value) if is_several else (value,)

@@ -50,6 +50,7 @@ class StepDone:
 Command = RunClosure | StepDone  # what an optimizer tells the replicas
 
 
+# No Exception, which an optimizer might catch round its closure.
 class AbandonedStep(BaseException):
     """Unwinds an optimizer whose replicas have failed; it is not seen outside of this file."""
 
@@ -70,11 +71,13 @@ class ClosureRounds:
         self._is_over = False
         # Grad mode, autocast and the like belong to a thread: the optimizer must find those of its caller.
         self._caller = CallerContext.capture()
+        # A thread begins with an empty context; the optimizer must see the variables of its caller.
         variables = contextvars.copy_context()
+        # A daemon, so that an optimizer that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=variables.run, args=(self._run,), name="dpx-optimizer", daemon=True)
 
     def begin(self) -> Command:
-        """What the optimizer wants first.
+        """Starts the optimizer's step; returns what it wants first.
 
         Raises:
             BaseException: the optimizer failed; its own error.
@@ -83,7 +86,7 @@ class ClosureRounds:
         return self._next()
 
     def answer(self, value: Any) -> Command:
-        """Hands over what the closure returned; what the optimizer wants next.
+        """Hands over what the closure returned; returns what the optimizer wants next.
 
         Raises:
             BaseException: the optimizer failed; its own error.
@@ -95,6 +98,8 @@ class ClosureRounds:
         """A replica has failed: the optimizer's call of its closure never returns."""
         if not self._is_over:
             self._is_over = True
+            # Raised from the closure, it ends the optimizer's step where it is, and its
+            # thread with it.
             self._answers.put(AbandonedStep())
             self._thread.join()
 
@@ -103,6 +108,8 @@ class ClosureRounds:
         if isinstance(command, RunClosure):
             return command
         self._is_over = True
+        # It was the last word of the optimizer: nothing of it may run beside what the
+        # replicas do next.
         self._thread.join()
         if isinstance(command, BaseException):
             raise command
@@ -112,6 +119,7 @@ class ClosureRounds:
         with self._caller.entered(), device_context(self._device):
             try:
                 result = self._take_step(self._closure)
+            # The replica that failed raises its own error.
             except AbandonedStep:
                 return
             except BaseException as error:  # noqa: BLE001  it is raised where the replicas meet
@@ -120,6 +128,7 @@ class ClosureRounds:
             self._commands.put(StepDone(result))
 
     def _closure(self) -> Any:
+        # The optimizer's thread cannot run the closures: each belongs to its replica's own thread.
         self._commands.put(RunClosure(self, torch.is_grad_enabled()))
         answer = self._answers.get()
         if isinstance(answer, AbandonedStep):

@@ -108,12 +108,16 @@ class ManualOptimization:
         weights = self.step.weights(slices)
         self.active = [batch_slice.replica for batch_slice in slices]
         self._rows = sum(weights_of(slices).of_loss)
+        # A hook may have added a parameter group since the last step.
         self.strategy.session.optimize_owners()
         self.gradients.begin(self.active)
+        # One replica on the user's own module: optimizers, gradients and hooks are those of
+        # one device already.
         if self._works_on_root:
             yield
             self.gradients.end(self.active)
             return
+        # Only of the first shared step, as it copies the parameters and all state.
         if self._snapshot is None:
             self._snapshot = self._taken_snapshot()
         owners = self.step.owner_parameters
@@ -125,6 +129,7 @@ class ManualOptimization:
             self.gradients.before_adding = self._start.before_adding
         shared = self._shared_objects()
         self._numbers = _numbered(shared)
+        # From here on they ask the view of whichever replica calls them.
         self.exchanged.add(shared)
         self.views = [
             ReplicaView(self, batch_slice, weight, is_first=index == 0)
@@ -133,14 +138,17 @@ class ManualOptimization:
         try:
             with backwards_intercepted(), optimizers_checked():
                 yield
+            # What the step wrote after its last meeting counts as well.
             self._refuse_shared_writes()
             self._commit()
             self._give_values()
             self.gradients.end(self.active)
             if len(self.active) < len(self.replicas.replicas):
                 self.replicas.state.mark_changed()  # those without rows did not write what the step wrote by hand
+            # The first step has shown that replicas can share it, so it need not be undone.
             self._snapshot = False
         finally:
+            # First of all, as the thread of an optimizer may still use what is restored next.
             self._abandon_rounds()
             self.exchanged.restore()
             self.gradients.before_adding = None
@@ -163,6 +171,7 @@ class ManualOptimization:
             return False
         snapshot.restore()
         self.replicas.state.mark_changed()
+        # Its marks are of gradients that are no longer there.
         self.gradients = SharedGradients(self.replicas, self.step)
         return True
 
@@ -179,6 +188,7 @@ class ManualOptimization:
     @contextmanager
     def on(self, batch_slice: BatchSlice) -> Iterator[None]:
         """The calling code is the step of one of the slices, for a while."""
+        # There is none where the step is that of one device.
         view = next((view for view in self.views if view.replica is batch_slice.replica), None)
         with viewed(view):
             yield
@@ -207,6 +217,7 @@ class ManualOptimization:
             while isinstance(command, RunClosure):
                 loss = None
                 if closure is not None:
+                    # Grad mode belongs to a thread: the optimizer has set it in its own.
                     with torch.set_grad_enabled(command.grad_enabled):
                         loss = closure()
                 command = self.meet(f"the closure of {what}", loss, partial(self._answer, command.rounds))
@@ -234,6 +245,8 @@ class ManualOptimization:
         self._has_acted = True
         present = [index for index, loss in enumerate(losses) if loss is not None]
         merged = self._merged([losses[index] for index in present], [self.views[index].weight for index in present])
+        # The hooks get a leaf of their own. What a scaler or hook multiplies it by is the gradient
+        # of the result, and every replica scales its loss by that.
         leaf = merged.detach().clone().requires_grad_()
         self.strategy.pre_backward(leaf)
         scaled = self.precision.pre_backward(leaf, self.root)
@@ -246,6 +259,8 @@ class ManualOptimization:
     def after_backward(self, _: Sequence[Any]) -> None:
         """Calls the hooks; the replicas follow what they did to gradients."""
         marks = self.gradients.marks()
+        # Hooks find gradients on the user's module, and other code on the owners: either
+        # may be written.
         of_root = self.gradients.marks_of_root()
         loss = self.precision.post_backward(self._loss, self.root)
         self.strategy.post_backward(loss)
@@ -255,9 +270,11 @@ class ManualOptimization:
 
     def has_backward_hooks(self) -> bool:
         """Whether anything happens round a backward, beside the backward itself."""
+        # Two meetings are spared in every backward where nothing would happen in them.
         names = "on_before_backward", "on_after_backward"
         trainer: Any = self.root.trainer
         wrapped = self.precision.wrapped
+        # MixedPrecision only scales there, which the scaler tells.
         scales = type(wrapped).pre_backward not in (Precision.pre_backward, MixedPrecision.pre_backward)
         around = type(wrapped).post_backward is not Precision.post_backward
         own = type(self.strategy).pre_backward is not Strategy.pre_backward
@@ -279,6 +296,8 @@ class ManualOptimization:
         self._prepare()
         with unshifted():
             result = act(merged)
+        # What an arbitrary method has written is not known, so the replicas take
+        # all gradients again.
         self._settle(None)
         return result
 
@@ -288,6 +307,7 @@ class ManualOptimization:
         marks = self.gradients.marks()
         if any(has_closure):
             assert self._rounds is None, "an optimizer steps inside of another one's closure outside of a replica"
+            # Without a closure no thread is needed: the step is taken in the meeting itself.
             rounds = ClosureRounds(take_step, self.replicas.root.device)
             self._rounds = rounds
             with unshifted():
@@ -320,6 +340,8 @@ class ManualOptimization:
     def _prepare(self) -> None:
         """Before something happens to the owners: they get what the step wrote."""
         self._refuse_shared_writes()
+        # Before the owners get the first replica's gradients: later the others' would
+        # be lost unseen.
         self.gradients.check_edits(self.active, self._names)
         self._commit()
         self._give_values()
@@ -332,6 +354,7 @@ class ManualOptimization:
         for replica in self.active:
             present.update(map(id, replica.parameters))
         for owner, source in zip(self.step.owner_parameters, self.active[0].parameters, strict=True):
+            # Replicas of one device share storage, and a copy onto itself would count as a write.
             if id(owner) not in present and owner.data_ptr() != source.data_ptr():
                 owner.copy_(source)
 
@@ -349,6 +372,7 @@ class ManualOptimization:
         """
         state = self.replicas.state
         with unshifted():
+            # Now, as the rest of the step computes with the new parameters.
             state.optimizer_stepped()
             state.synchronize_parameters()
             if marks is None or self.precision.scaler is not None:
@@ -363,6 +387,8 @@ class ManualOptimization:
         if not pairs:
             return None
         values = [loss for loss, _ in pairs]
+        # What is no loss cannot be merged; the first replica's stands for all, as for all that
+        # a step rebinds.
         if not all(_is_number(value) for value in values):
             return values[0]
         return self._merged(values, [weight for _, weight in pairs])
@@ -375,6 +401,7 @@ class ManualOptimization:
             total = sum(value * weight for value, weight in zip(values, weights, strict=True))
             return total if self.step.adds_losses else total / sum(weights)
         merged = weighted_mean(tensors, weights, device)
+        # Each part of a sum weighs 1, so this is the mean of the parts so far.
         return merged * len(weights) if self.step.adds_losses and len(weights) > 1 else merged
 
     def _merged_arguments(self, given: Sequence[Any]) -> Any:
@@ -385,6 +412,7 @@ class ManualOptimization:
         weights = [view.weight for view in self.views]
         merged = []
         for column in zip(*(leaves for leaves, _ in flat), strict=True):
+            # Of a scheduler that steps by a metric, say, each slice gives another loss.
             same = all(one is column[0] for one in column)
             is_loss = not same and all(_is_number(one) for one in column)
             if is_loss and len({_as_float(one) for one in column}) > 1:
@@ -400,6 +428,7 @@ class ManualOptimization:
         found += [config.scheduler for config in strategy.lr_scheduler_configs]
         if self.precision.scaler is not None:
             found.append(self.precision.scaler)
+        # Those that configure_optimizers did not return step as well, if the module holds them.
         return [*found, *held_optimizers(self.root)]
 
 
@@ -410,6 +439,7 @@ def _unwrapped(owner: Any) -> Any:
 
 def _numbered(owners: Sequence[Any]) -> dict[int, int]:
     """By id, the places of optimizers and of schedulers among their kind, where there are several."""
+    # An optimizer and Lightning's wrapper of it are one.
     distinct = list({id(one): one for one in map(_unwrapped, owners)}.values())
     optimizers = [one for one in distinct if isinstance(one, Optimizer)]
     schedulers = [one for one in distinct if not isinstance(one, Optimizer | torch.amp.GradScaler)]
@@ -423,6 +453,7 @@ def _numbered(owners: Sequence[Any]) -> dict[int, int]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.is_floating_point()
+    # Integers are indices and counts, which are no losses.
     return type(value) is float
 
 

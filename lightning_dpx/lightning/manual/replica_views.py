@@ -30,7 +30,10 @@ _READS = frozenset(
         "get_growth_interval", "scale",
     }
 )  # fmt: skip
+# Their private methods are parts of public ones, which are meetings already.
 _OF_FRAMEWORK = frozenset({*dir(Optimizer), *dir(LightningOptimizer), *dir(LRScheduler), *dir(torch.amp.GradScaler)})
+# Replicas in threads read the same objects, and to read the state of an optimizer may add to it: it
+# is a defaultdict.
 _READING = RLock()
 
 
@@ -96,6 +99,8 @@ class ReplicaView:
             raise WholeBatchError("Its backward creates a graph of the gradients (create_graph=True).")
         parameters = self.replica.parameters
         before = [parameter.grad for parameter in parameters]
+        # What this backward gives must be told from what was there, which is not to
+        # be summed again.
         for parameter in parameters:
             parameter.grad = None
         try:
@@ -104,6 +109,7 @@ class ReplicaView:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
+        # A slice without the rows in question may skip a backward that others run.
         self._manual.meet("backward", mine, self._manual.add_gradients, optional=True)
 
     def sums_gradients_of(self, inputs: Sequence[Any], *, create_graph: bool) -> bool:
@@ -138,6 +144,7 @@ class ReplicaView:
         """The sums of all replicas' gradients, on this replica's device."""
         positions = {id(parameter): index for index, parameter in enumerate(self.replica.parameters)}
         wanted = [positions[id(parameter)] for parameter in parameters]
+        # Sums are made of a gradient, or none, for every parameter of the module.
         column: list[Any] = [None] * len(positions)
         for index, gradient in zip(wanted, gradients, strict=True):
             column[index] = gradient
@@ -162,14 +169,18 @@ class ReplicaView:
                 return partial(self._step, owner)
             if name == "toggle_model":
                 return partial(self._toggled, owner)
+            # An own zero_grad may do more, so it is a call like any other, which happens once.
             if name == "zero_grad" and type(owner).zero_grad is Optimizer.zero_grad:
                 return partial(self._zero_grad, owner)
         value = plain_attribute(owner, name)
         if isinstance(value, Optimizer):
+            # An optimizer that holds another one hands it out in the step, and that must ask the
+            # views as well.
             self._manual.exchanged.add([value])
             return value
         if not callable(value) or (name.startswith("_") and name in _OF_FRAMEWORK):
             return value
+        # A callable that is no method of an optimizer or scheduler knows nothing of other replicas.
         if isinstance(value, type) or not _is_method_of(value, owner):
             return value
         if name in _READS:
@@ -178,12 +189,15 @@ class ReplicaView:
 
     def assign(self, owner: Any, name: str, value: Any) -> None:
         """What a step rebinds is the first replica's."""
+        # All replicas run the same code: each of them would rebind it, so that `x += 1`
+        # counted K times.
         if self.is_first:
             with viewed(None):
                 setattr(owner, name, _mapped(value, self._owner_of))
 
     def _call(self, owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         def act(arguments: Any) -> Any:
+            # Optimizers hold the owners' parameters; the replica has given its own.
             positional, named = _mapped(arguments, self._owner_of)
             return getattr(owner, name)(*positional, **named)
 
@@ -191,6 +205,7 @@ class ReplicaView:
         return _mapped(result, self._mirror, self.replica.device)
 
     def _step(self, owner: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        # A step with a signature of its own is a call like any other: no closure of it is known.
         if args or (closure is not None and not callable(closure)):
             return self._call(owner, "step", closure, *args, **kwargs)
         if kwargs and closure is None:
@@ -227,6 +242,8 @@ class ReplicaView:
         self.module.untoggle_optimizer(owner)
 
     def _groups_of(self, owner: Any) -> "_Groups":
+        # Lightning's wrapper and its optimizer must show the same dicts, whichever of them
+        # the step asks.
         real = plain_attribute(owner, "_optimizer") if isinstance(owner, LightningOptimizer) else owner
         if id(real) not in self._groups:
             self._groups[id(real)] = _Groups(real, self._mirror, self.replica.device, is_first=self.is_first)
@@ -269,6 +286,8 @@ def optimizers_checked() -> Iterator[None]:
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         view = current_view()
+        # One replica with all rows has the gradients of the batch, so its own optimizer
+        # does no harm.
         if view is None or view.is_alone or isinstance(optimizer, ActsOnce):
             return
         known = {id(parameter) for parameter in view.module.parameters()}
@@ -280,6 +299,7 @@ def optimizers_checked() -> Iterator[None]:
                 "For all devices to take part, return it from configure_optimizers.",
             )
 
+    # Process-wide, as such an optimizer may be made in the middle of the step.
     handle = register_optimizer_step_pre_hook(check)
     try:
         yield
@@ -306,11 +326,14 @@ class _Groups:
         self.mine.extend({} for _ in range(len(real) - len(self.mine)))
         for group, mine in zip(real, self.mine, strict=True):
             params = [self._mirror.get(id(parameter), parameter) for parameter in group["params"]]
+            # User code may hold a group over a meeting, so its dict is filled anew.
             mine.clear()
             mine.update({key: self._own(value) for key, value in group.items() if key != "params"}, params=params)
         self._seen = [dict(group) for group in self.mine]
 
     def _own(self, value: Any) -> Any:
+        # What is changed in place, such as a learning rate in a tensor, must change once: only the
+        # first replica has the real object.
         if self._is_first or not isinstance(value, Tensor | list | dict | set):
             return value
         if isinstance(value, Tensor):
@@ -322,6 +345,7 @@ class _Groups:
         real = plain_attribute(self._real, "param_groups")
         for group, mine, seen in zip(real, self.mine, self._seen, strict=False):
             for key, value in mine.items():
+                # Only what was rebound: a meeting may have changed the rest of the real group.
                 if key != "params" and (key not in seen or seen[key] is not value):
                     group[key] = value
             for key in seen.keys() - mine.keys():
@@ -373,6 +397,7 @@ class _States(Mapping[Any, Any]):
     def commit(self) -> None:
         """Writes the copies of states whose owners have no rows back; forgets the others."""
         for owner, copied in self._copies.values():
+            # Where the owner has rows, its own replica has written the real state.
             if self._view.is_first and self._view.speaks_for(owner):
                 self._real[owner] = _mapped(copied, {}, owner.device)
         self._copies = {}
@@ -395,6 +420,7 @@ def _mapped(value: Any, counterparts: Mapping[int, Any], device: torch.device | 
     def exchange(tensor: Tensor) -> Any:
         if id(tensor) in counterparts:
             return counterparts[id(tensor)]
+        # Results come from the owners' device; a parameter without a counterpart is the user's own.
         is_own = device is not None and not isinstance(tensor, nn.Parameter)
         return tensor.to(device) if is_own else tensor
 

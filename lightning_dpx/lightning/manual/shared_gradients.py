@@ -39,7 +39,8 @@ class Mark:
 
     @classmethod
     def of_another(cls) -> "Mark":
-        """Of a gradient that no parameter has."""
+        """The mark of a gradient that no parameter has, which is never current."""
+        # That tensor is gone at once, and no gradient is what such a reference leads to.
         return cls(TensorWeakRef(torch.empty(0)), 0)
 
     def is_current(self, parameter: torch.Tensor) -> bool:
@@ -76,10 +77,13 @@ class SharedGradients:
         """Before a step: replicas get what hooks wrote on the user's module, or on the owners, since the last one."""
         owners = self._step.owner_parameters
         if not self._of_owners:
+            # Before the first step all gradients that are there count as written since.
             self._of_owners = [Mark(None, 0)] * len(owners)
             self._of_root = self._of_owners
         for index, (owner, root) in enumerate(zip(owners, self._root.parameters, strict=True)):
             changed = not self._of_owners[index].is_current(owner)
+            # Hooks know the user's module, not the owners: what they wrote there counts
+            # as the owner's.
             if not changed and owner is not root and not self._of_root[index].is_current(root):
                 _give(owner, root.grad)
                 changed = True
@@ -97,10 +101,12 @@ class SharedGradients:
         owners = self._step.owner_parameters
         for replica in self._replicas:
             if replica.index not in present:
+                # They get them when they have rows again; until then the memory is free.
                 self._stale.add(replica.index)
                 for parameter, owner in zip(replica.parameters, owners, strict=True):
                     if parameter is not owner and replica is not self._root:
                         parameter.grad = None
+        # Hooks between steps look at the user's module, which may have had no rows in this one.
         if self._root.index not in present:
             for parameter, source in zip(self._root.parameters, active[0].parameters, strict=True):
                 _give(parameter, source.grad)
@@ -116,6 +122,7 @@ class SharedGradients:
             rows: Rows of this process's batch.
         """
         totals = self.totals(active, columns, rows)
+        # Before the sum is written, which would count as an edit by hand itself.
         edited = self._edited(active[0])
         spent: set[int] = set()  # totals that one replica took as they are; the others copy them
         for replica in active:
@@ -151,11 +158,12 @@ class SharedGradients:
         return [Mark.of(parameter) for parameter in self._step.owner_parameters]
 
     def marks_of_root(self) -> list[Mark]:
-        """Likewise of the user's module, for :meth:`follow_root`."""
+        """The gradients of the user's module as they are now, for :meth:`follow_root`."""
         return [Mark.of(parameter) for parameter in self._root.parameters]
 
     def follow_all(self, active: Sequence[Replica]) -> None:
         """The active replicas get the owners' gradients."""
+        # As if all had been written: their versions do not tell.
         written = Mark.of_another()
         self.follow(active, [written] * len(self._root.parameters))
 
@@ -171,7 +179,7 @@ class SharedGradients:
         self._remember_edits(active[0])
 
     def follow_root(self, active: Sequence[Replica], before: Sequence[Mark]) -> None:
-        """The same, of what a hook of the user's module wrote on its own parameters."""
+        """The active replicas get gradients that hooks wrote on the user's module since ``before``."""
         owners = self._step.owner_parameters
         marks = self.marks()
         for mark, root, owner in zip(before, self._root.parameters, owners, strict=True):
@@ -188,6 +196,7 @@ class SharedGradients:
         if len(active) < 2 or not self._edited(active[0]):
             return
         self._checks += 1
+        # A comparison reads every gradient on every replica and waits for their devices.
         if self._checks % 100 > _CHECKED_STEPS:
             return
         pairs = [_summaries(replica.parameters) for replica in active]
@@ -235,6 +244,8 @@ def _summaries(parameters: Sequence[torch.Tensor]) -> list[tuple[float, float] |
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         wide = torch.complex128 if dense.is_complex() else torch.float32
         values = dense.to(wide)
+        # Of all entries, and of every other one: the first alone would not tell entries
+        # that changed places.
         found.append((float(values.abs().sum()), float(values.flatten()[::2].abs().sum())))
     return found
 
@@ -243,5 +254,6 @@ def _close(first: tuple[float, float] | None, second: tuple[float, float] | None
     if first is None or second is None:
         return first is second
     room = 1e-3 * max(first[0], second[0])
+    # The difference of two infinities is NaN, which is within no distance.
     finite = all(abs(value) < float("inf") for value in (*first, *second))
     return not finite or all(abs(one - other) <= room for one, other in zip(first, second, strict=True))

@@ -24,6 +24,7 @@ from lightning_dpx.replicas.shared_iterators import IteratorProxy
 from lightning_dpx.torch_compat import version_counter
 
 _OF_FRAMEWORK = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))
+# These lead to the whole run and to data sets, and none of them is state of a step.
 _STOPS = (
     nn.Module, pl.Trainer, Strategy, Logger, DataLoader, Dataset, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, torch.Generator, IteratorProxy,  # which rewinds itself
@@ -54,6 +55,7 @@ class StepSnapshot:
         self._seen: dict[int, Any] = {}
         for parameter in module.parameters():
             if not parameters:
+                # So that an attribute or an optimizer that holds it does not bring it in again.
                 self._seen[id(parameter)] = parameter
                 continue
             self._keep_tensor(parameter)
@@ -76,6 +78,7 @@ class StepSnapshot:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for child, own in self._attributes:
+            # An attribute that the failed step has added must go, or its second run would find it.
             for key in [key for key in vars(child) if key not in _OF_FRAMEWORK and key not in own]:
                 del vars(child)[key]
             vars(child).update(own)
@@ -103,6 +106,7 @@ class StepSnapshot:
                 waiting.extend(value.values() if isinstance(value, dict) else ())
             elif hasattr(value, "__dict__"):
                 self._seen[id(value)] = value
+                # An object's attributes are a dict, which is kept and refilled like any other.
                 waiting.append(vars(value))
 
     def _keep_content(self, container: Any) -> None:
