@@ -57,6 +57,7 @@ def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRu
     Raises:
         GatherError: arguments do not fit together; names them.
     """
+    # Replicas that call one method in different ways have nothing that belongs together.
     shapes = {(len(args), tuple(kwargs)) for args, kwargs in calls}
     if len(shapes) > 1:
         raise GatherError("The replicas gave different numbers of arguments.")
@@ -98,6 +99,7 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         GatherError: the values do not fit together; names their path.
     """
     options = dict(_options(list(parts), settings, path))
+    # A rule that fitted before need not be possible here, as with slices of other shapes.
     learned = [rule for rule in rules.learned.get(path, ()) if rule in options]
     rule = next(iter(learned or options), "")
     if not rule:
@@ -110,6 +112,8 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
             column = [part[key] for part in parts]
             joined.append(join(column, settings, rules, f"{path}[{key!r}]"))
         return _rebuild(parts[0], keys, joined)
+    # Equal numbers are the same number in any case; only where they differ is the user told
+    # of a guess.
     if rule in (MEAN, SUM) and not learned and not _are_equal(parts):
         rules.guessed[path] = rule
     return _apply(rule, list(parts), settings)
@@ -132,10 +136,12 @@ def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinR
                 missing += learn(whole[key], [part[key] for part in parts], settings, rules, f"{path}[{key!r}]")
             if not missing:
                 fitting.append(rule)
+        # To rounding, as a sum over slices adds up in another order.
         elif _are_equal([_apply(rule, list(parts), settings), whole]):
             fitting.append(rule)
     if not fitting:
         return [path]
+    # A rule must fit every time: what zeros have allowed, other values rule out.
     again = [rule for rule in rules.learned.get(path, ()) if rule in fitting]
     rules.learned[path] = tuple(again or fitting)
     return []
@@ -155,6 +161,7 @@ def _options(parts: list[Any], settings: JoinSettings, path: str) -> Iterator[tu
     elif isinstance(first, Mapping):
         if all(part.keys() == first.keys() for part in parts):
             yield ITEMS, tuple(first)
+    # Flags, texts and unknown objects have no rows, so they must be the same on all replicas.
     elif _are_equal(parts):
         yield SAME, None
 
@@ -204,11 +211,13 @@ def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
 
 def _list_rules(parts: list[Any], settings: JoinSettings) -> Iterator[tuple[str, Any]]:
     lengths = [len(part) for part in parts]
+    # The fields of a named tuple are no rows.
     named = hasattr(parts[0], "_fields")
     by_rows = list(lengths) == list(settings.rows)
     if not named and (by_rows or len(set(lengths)) > 1):
         yield EXTEND, None
     if len(set(lengths)) == 1:
+        # Lists of one length that is not that of the rows are likely a structure, the same on all.
         yield ITEMS, tuple(range(lengths[0]))
     if not named and not by_rows and len(set(lengths)) == 1:
         yield EXTEND, None
@@ -262,6 +271,7 @@ def _is_close(one: Any, other: Any) -> bool:
         if mine.shape != theirs.shape:
             return False
         theirs = theirs.to(mine.device)
+        # Integers have no rounding to forgive.
         exact = not (mine.dtype.is_floating_point or mine.dtype.is_complex)
         return torch.equal(mine, theirs) if exact else torch.allclose(mine, theirs.to(mine), 1e-5, 1e-7, True)
     if isinstance(one, list | tuple):

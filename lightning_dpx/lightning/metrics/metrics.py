@@ -123,6 +123,7 @@ class ReplicaMetrics:
 
     def refresh(self, modules: Sequence[nn.Module]) -> None:
         """Looks again if the module's submodules, a list that stays the same otherwise, are not those of before."""
+        # To look for metrics walks everything that the module leads to.
         if modules is not self._known:
             self._known = modules
             self.find()
@@ -131,6 +132,8 @@ class ReplicaMetrics:
         """Whether a metric gave ``value`` in this step, so that it is that of the whole batch on every replica."""
         if self._step is None or not isinstance(value, Tensor) or not value.numel():
             return False
+        # By memory: what a step logs may be detached or viewed, and so another object. Empty
+        # tensors have no memory, hence no address of their own.
         return value.data_ptr() in self._step.values
 
     @contextmanager
@@ -144,6 +147,7 @@ class ReplicaMetrics:
         if not self.named:
             yield
             return
+        # A copy of all states, which may be every row of an epoch, so only where it may be needed.
         before = self._snapshot() if restore else None
         self.separate = []
         step = _Step(slices, [{} for _ in slices], [{} for _ in slices])
@@ -159,12 +163,12 @@ class ReplicaMetrics:
             raise
 
     def end_step(self) -> None:
-        """After what was logged has been merged."""
+        """Forgets the step, once what it logged has been merged."""
         self._step = None
 
     @contextmanager
     def kept(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
-        """A step after which nothing has changed."""
+        """Calls of the replicas inside the block go on as always; metrics are put back afterwards."""
         before = self._snapshot()
         try:
             with self.step(slices):
@@ -197,6 +201,7 @@ class ReplicaMetrics:
     def _install(self) -> None:
         for metric in self.named.values():
             for method in (*DEFERRED, *MOVES, *AT_ONCE):
+                # Not every kind of metric has all of these methods.
                 if getattr(type(metric), method, None) is not None:
                     self._routes.set(metric, method, _Routed(metric, method, self._route))
 
@@ -206,8 +211,10 @@ class ReplicaMetrics:
         if rank is None or step is None:
             return self._call_own(call.metric, call.method, (call.args, call.kwargs))
         key = id(call.metric), call.method
+        # The n-th call of a replica belongs to the n-th calls of the others.
         number = step.counts[rank.rank].get(key, 0)
         step.counts[rank.rank][key] = number + 1
+        # A value of its own slice waits for no other, so that micro-batches run one by one.
         is_of_slice = call.method == "forward" and self.gives_slices
         if call.method in AT_ONCE and not is_of_slice:
             return self._call_at_once(call, number, rank, step)
@@ -223,6 +230,8 @@ class ReplicaMetrics:
 
     def _call_own(self, metric: Any, method: str, arguments: Arguments) -> Any:
         """The method of the user's metric, with everything as it is outside a step."""
+        # A metric calls methods of its own, and collections those of others: these calls must not
+        # be collected again.
         args, kwargs = arguments
         routed = bool(self._routes)
         self._routes.put_back()
@@ -237,6 +246,7 @@ class ReplicaMetrics:
 
     def _call_pending(self, step: _Step) -> None:
         """After the step, or before a value is computed in it: what the replicas called without waiting for it."""
+        # In the order of the calls, those of the first replica first.
         keys = dict.fromkeys(chain.from_iterable(step.pending))
         for key in keys:
             calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
@@ -245,6 +255,8 @@ class ReplicaMetrics:
             try:
                 arguments = self._joined(calls, key[2], step)
             except GatherError as error:
+                # Better counted by slice than not at all; the stage gets whole batches
+                # from here on.
                 self._note_separate(metric, method, str(error))
                 for rank, call in calls.items():
                     self._call_own(metric, method, self._at_home(call, step.slices[rank]))
@@ -252,12 +264,15 @@ class ReplicaMetrics:
                 self._call_own(metric, method, arguments)
 
     def _call_at_once(self, call: _Call, number: int, rank: ReplicaRank, step: _Step) -> Any:
+        # Updates that wait come first, since a value must have them. Replicas that do not call it
+        # are not missed.
         def act(present: list[tuple[int, _Call]]) -> SharedValue:
             self._call_pending(step)
             shared = shared_value(
                 {rank: self._at_home(one, step.slices[rank]) for rank, one in present},
                 lambda arguments: self._join(call, number, arguments, step),
                 lambda arguments: self._call_own(call.metric, call.method, arguments),
+                # None, torchmetrics' default, says nothing; only False does.
                 differentiable=getattr(call.metric, "is_differentiable", None) is not False,
             )
             if shared.separate:
@@ -290,6 +305,7 @@ class ReplicaMetrics:
         rules = self._rules.setdefault((id(metric), method), JoinRules())
         settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
         if self.example is not None:
+            # The rehearsal has run the same rows as one device, which tells the rule.
             given = self.example.calls.get((self._name(metric), method, number))
             if given is not None:
                 learn_calls(given, parts, settings, rules)
@@ -308,6 +324,7 @@ class ReplicaMetrics:
 
         def move(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
+                # What the step has put on the host stays there, as it would on one device.
                 return leaf.to(home) if leaf.device == there else leaf
             is_there = isinstance(leaf, torch.device | str) and call.method in MOVES and torch.device(leaf) == there
             return home if is_there else leaf
@@ -354,6 +371,8 @@ def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
     routes = Overrides()
 
     def route(path: str, own: Callable[..., Any], call: _Call) -> Any:
+        # forward() calls update() itself, and a collection its members: one call of the
+        # user's is noted.
         if depth[0] == 0:
             number = counts.get((path, call.method), 0)
             counts[path, call.method] = number + 1

@@ -24,14 +24,17 @@ class SliceMetrics:
     def value(self, metric: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``metric`` returns for these arguments, with the gradients that it gives."""
         self._originals[id(metric)] = metric
+        # Replicas in threads share it, and a deque is appended to and popped from atomically.
         free = self._free.setdefault((id(metric), device), deque())
         try:
             own = free.pop()
         except IndexError:
+            # One for every call that is under way; between calls they are used again.
             own = copy.deepcopy(metric).to(device)
             own.reset()
         try:
             return own(*args, **kwargs)
         finally:
+            # Metrics may keep every row, and these copies outlive the step.
             own.reset()
             free.append(own)

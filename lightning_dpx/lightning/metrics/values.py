@@ -29,6 +29,7 @@ class SharedValue:
 
     def for_replica(self, rank: ReplicaRank, device: torch.device, arguments: Arguments) -> Any:
         """The value on the device of the caller, whose own ``arguments`` get its gradients."""
+        # In the order in which they were cut: gradients are handed back by place.
         mine = [leaf for leaf in tree_leaves(arguments) if _has_gradient(leaf)]
 
         def hand_out(value: Tensor) -> Tensor:
@@ -57,9 +58,11 @@ def shared_value(
     """
     leaves: dict[int, list[Tensor]] = {}
     cuts: dict[int, Arguments] = {}
+    # Where no gradients flow, leaves that need none keep the metric from making a graph.
     with_gradients = differentiable and torch.is_grad_enabled()
     for rank, given in arguments.items():
         cutter = _Cutter(with_gradients=with_gradients)
+        # The metric sees leaves: its graph must end here, and not run into those of the replicas.
         cuts[rank] = tree_map_only(Tensor, cutter.cut, given)
         leaves[rank] = cutter.leaves
     separate = ""
@@ -114,7 +117,9 @@ class _FromWhole(torch.autograd.Function):
         leaves = [leaf for own in ctx.whole.leaves.values() for leaf in own]
 
         def act(parts: list[Tensor]) -> dict[int, Tensor | None]:
+            # One value has K copies in K losses, so their gradients add up at the value.
             total = torch.stack([part.to(value.device) for part in parts]).sum(0)
+            # The graph stays: several values of one call, as of a collection, share it.
             found = torch.autograd.grad(value, leaves, total, retain_graph=True, allow_unused=True)
             return {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
 
