@@ -91,7 +91,7 @@ class _Given:
         return _versions(self.parts) == self.versions
 
     def marks(self) -> dict[Path, _Mark]:
-        """Of its parts, by path."""
+        """Marks of all parts of the batch, by path."""
         if self.parts is None:
             return self.others
         pairs = zip(self.parts, self.versions, strict=True)

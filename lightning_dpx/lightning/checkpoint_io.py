@@ -43,7 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise
 
     def load_checkpoint(self, path: Any, map_location: Any = lambda s, _: s, weights_only: Any = None) -> Any:
-        """Also from an address only what runs no code, unless the caller says otherwise."""
+        """Loads only what runs no code, also from an address, unless the caller says otherwise."""
         try:
             weights_only = True if weights_only is None else weights_only
             if os.path.isfile(path) and zipfile.is_zipfile(path):  # torch does not compare the checksums

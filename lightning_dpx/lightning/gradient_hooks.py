@@ -67,17 +67,17 @@ class GradientHooks:
         return self._root_gradients is not None
 
     def before_backward(self) -> None:
-        """Copies that hooks have seen are none of the replicas' gradients."""
+        """Takes copies that hooks have seen off the user's module: backward would add to them."""
         if self._root_gradients is not None:
             self._root_gradients.hide()
 
     def after_backward(self) -> None:
-        """Hooks may look from here on."""
+        """Puts copies of all gradients on the user's module, where hooks look."""
         if self._root_gradients is not None:
             self._root_gradients.show()
 
     def round_step(self, wrapped: Any) -> AbstractContextManager[None]:
-        """While the precision plugin ``wrapped`` steps an optimizer."""
+        """The context in which ``wrapped``, the precision plugin, steps an optimizer."""
         # Nothing stands between Lightning and its optimizer where no hook could look.
         if self._root_gradients is None or self._replicas is None:
             return nullcontext()

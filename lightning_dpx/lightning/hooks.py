@@ -212,7 +212,7 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def process_rank(self) -> int:
-        """This process among them."""
+        """The rank of this process among them."""
         return self.ranks.process_rank
 
     @property
@@ -229,7 +229,7 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def local_rank(self) -> int:
-        """The replica's rank in this process inside a step, the process's rank on this machine outside."""
+        """The replica's rank in this process inside a step, the process's on its machine outside."""
         return self.ranks.local_rank
 
     @property
@@ -267,8 +267,6 @@ class HookedStrategy(ParallelStrategy):
     def connect(self, model: "pl.LightningModule") -> None:
         """A run begins; what an earlier one has left, here or on the module, is cleared away first."""
         self.lifecycle.clear_earlier_run(model)
-        # What an earlier run left goes first: the module may still have its shifts, synchronized
-        # batch norms and methods.
         super().connect(model)
         self.compiled_whole.show()
 

@@ -28,7 +28,7 @@ class InThisProcess(Launcher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """What ``function`` returns."""
+        """Runs ``function`` in the context of the run; returns its result."""
         try:
             with self._context():
                 return function(*args, **kwargs)

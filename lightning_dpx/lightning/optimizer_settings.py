@@ -43,13 +43,13 @@ class SettingsSnapshot:
         return all(_are_same(now, before) for now, before in self._held)
 
     def again(self) -> "SettingsSnapshot":
-        """Of the same optimizers and schedulers, as they are now."""
+        """A snapshot of the same optimizers and schedulers, as they are now."""
         snapshot = SettingsSnapshot((), ())
         snapshot._held = [(now, dict(now)) for now, _ in self._held]
         return snapshot
 
     def restore(self) -> None:
-        """All are what they were; parameters stay in the groups that they are in."""
+        """Puts all settings back; parameters stay in the groups that they are in."""
         for now, before in self._held:
             for key in [key for key in now if key not in before]:
                 del now[key]
@@ -59,7 +59,7 @@ class SettingsSnapshot:
 
 
 class OptimizerSettings:
-    """Of the optimizers of a run, for its steps.
+    """The settings of a run's optimizers and schedulers, which a step changes once.
 
     Args:
         strategy: Has them.
@@ -73,7 +73,7 @@ class OptimizerSettings:
         self.has_changed = False
 
     def snapshot(self) -> SettingsSnapshot:
-        """As they are now."""
+        """The settings as they are now."""
         strategy = self._strategy
         return SettingsSnapshot(strategy.optimizers, [config.scheduler for config in strategy.lr_scheduler_configs])
 

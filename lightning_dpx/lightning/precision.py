@@ -138,11 +138,11 @@ class DPXPrecision(Precision):
             self._after_backward()
 
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.connect(model, optimizers, lr_schedulers)
 
     def convert_module(self, module: Module) -> Module:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.convert_module(module)
 
     def convert_input(self, data: Any) -> Any:
@@ -165,33 +165,33 @@ class DPXPrecision(Precision):
         return result
 
     def convert_output(self, data: Any) -> Any:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.convert_output(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.module_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Forwarded; entered once by every replica, in its own thread."""
+        """The wrapped plugin's context; entered once by every replica, in its own thread."""
         return self.wrapped.forward_context()
 
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.post_backward(tensor, module)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forwarded; by hand it happens inside a step, whose shift is not for the optimizer's own operators."""
+        """Calls the wrapped plugin, unshifted: shifts of a step are not for an optimizer's operators."""
         if not self._shifts and not has_shifts():  # three blocks less, which are 6 us of 400 of an empty step
             return self.wrapped.optimizer_step(optimizer, model, closure, **kwargs)
 
@@ -204,40 +204,40 @@ class DPXPrecision(Precision):
             return self.wrapped.optimizer_step(optimizer, model, shifted, **kwargs)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Forwarded; see :meth:`optimizer_step`."""
+        """Calls the wrapped plugin, unshifted; see :meth:`optimizer_step`."""
         with unshifted():
             self.wrapped.clip_gradients(optimizer, *args, **kwargs)
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.train_step_context()
 
     def val_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.val_step_context()
 
     def test_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.test_step_context()
 
     def predict_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.predict_step_context()
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         self.wrapped.clip_grad_by_value(optimizer, clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         self.wrapped.clip_grad_by_norm(optimizer, clip_val)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         self.wrapped.unscale_gradients(optimizer)
 
     def main_params(self, optimizer: Any) -> Any:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         return self.wrapped.main_params(optimizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ class DPXPrecision(Precision):
         return list(dict.fromkeys([type(self.wrapped).__qualname__, *lightnings]))
 
     def teardown(self) -> None:
-        """Forwarded."""
+        """Calls the wrapped plugin."""
         self.wrapped.teardown()
 
 

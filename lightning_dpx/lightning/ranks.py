@@ -43,7 +43,7 @@ class Ranks:
         self._num_replicas = total
 
     def of_shadow(self, num_replicas: int) -> "Ranks":
-        """Those of a rehearsal with this many replicas, which no other process takes part in."""
+        """Ranks for a rehearsal with ``num_replicas`` replicas, without any other process."""
         ranks = Ranks(self._strategy)
         ranks.count_replicas(0, num_replicas)
         return ranks
@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def process_rank(self) -> int:
-        """This process among them."""
+        """The rank of this process among them."""
         environment = self._strategy.cluster_environment
         return 0 if environment is None else environment.global_rank()
 

@@ -139,7 +139,7 @@ class Session(Run):
         return batch is self._batch_in_place
 
     def given(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
-        """What the step of a replica gets."""
+        """The batch that the step of a replica gets, on its device."""
         # The object is on its device already, and no hook would make another of it.
         if self.is_in_place(batch_slice.batch):
             return batch_slice.batch
@@ -236,7 +236,7 @@ class Session(Run):
         return True
 
     def batch_of_one_device(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where replicas were given up, the batch is still where the loader left it."""
+        """The step's arguments with the batch on the root device, once replicas were given up."""
         index = args[2] if len(args) > 2 else 0
         return self.strategy.batch_to_device(args[0], None, index), *args[1:]
 
@@ -316,8 +316,8 @@ class Session(Run):
         else:
             result = lightnings(optimizer, closure, model, **kwargs)
         manual = self.training.manual
-        # The step that the closure has just run may have ended the session. In a shared step by hand
-        # ManualOptimization has the replicas follow, at every call of an optimizer.
+        # The step that the closure has just run may have ended the session. In a shared step by
+        # hand ManualOptimization has the replicas follow, at every call of an optimizer.
         if self.strategy.session is self and (manual is None or not manual.is_shared):
             self.replicas.state.optimizer_stepped()
         return result
@@ -336,7 +336,7 @@ class Session(Run):
             raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")
 
     def watch(self) -> StepTimes:
-        """Begins to time the steps of every replica; returns what collects the times."""
+        """The times of the next step of every replica, once it has run."""
         # Timed steps do not take the way of one device, even where replicas are
         # merged: see _is_merged.
         self.replicas.times = StepTimes(self.replicas.devices)

@@ -74,7 +74,7 @@ class BatchSizeForecast:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was found.
+    """The forecasts of all batch sizes that were looked at.
 
     Attributes:
         batch_sizes: The forecasts, by growing batch size.
@@ -100,7 +100,7 @@ class Tuning:
         )
 
     def fastest(self, count: int) -> list[BatchSizeForecast]:
-        """So many that fit, the best one first, then by samples per second."""
+        """At most ``count`` forecasts that fit, the best one first, then by samples per second."""
         best = self.best
         others = sorted(
             (one for one in self.batch_sizes if one.fits and one is not best),
@@ -139,7 +139,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """What is looked at.
+    """Which batch sizes are looked at.
 
     Attributes:
         batch_sizes: Those, over all devices; powers of two times the loader's own unless given.
@@ -183,7 +183,7 @@ class _Line:
     _known: dict[int, Profile] = field(default_factory=dict)
 
     def __call__(self, rows: int) -> Profile:
-        """The step on ``rows``."""
+        """The profile of a step on ``rows`` rows."""
         if rows not in self._known:
             self._known[rows] = self._of(rows)
         return self._known[rows]
