@@ -108,7 +108,7 @@ class LossGradient:
         return self._zeroed
 
     def _zeroed_by(self, optimizers: list[Any]) -> frozenset[int]:
-        # An own zero_grad may keep or read what is there.
+        # An overridden zero_grad may keep or read what is there.
         plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
         if not plain or has_hooks(self._session.module, self._callbacks, _OF_ZEROING):
             return frozenset()

@@ -229,7 +229,7 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def local_rank(self) -> int:
-        """The replica's rank in this process inside a step, the process's on its machine outside."""
+        """The replica's rank in its process inside a step, the process's on its machine outside."""
         return self.ranks.local_rank
 
     @property

@@ -191,7 +191,7 @@ class DPXPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Calls the wrapped plugin, unshifted: shifts of a step are not for an optimizer's operators."""
+        """Calls the wrapped plugin, unshifted: a step's shift is not for its optimizer."""
         if not self._shifts and not has_shifts():  # three blocks less, which are 6 us of 400 of an empty step
             return self.wrapped.optimizer_step(optimizer, model, closure, **kwargs)
 

@@ -86,7 +86,6 @@ class WholeBatches:
         self._reasons.clear()
         self._keeps_unequal.clear()
         self._next_whole.clear()
-        # What was said in one run is said again in the next, which may have another module.
         self._announced.clear()
 
     def _announce(self, stage: str, what: str, reason: str, advice: str, kind: Hashable) -> None:

@@ -169,7 +169,7 @@ class ReplicaView:
                 return partial(self._step, owner)
             if name == "toggle_model":
                 return partial(self._toggled, owner)
-            # An own zero_grad may do more, so it is a call like any other, which happens once.
+            # An overridden zero_grad may do more: it is a call like any other, which happens once.
             if name == "zero_grad" and type(owner).zero_grad is Optimizer.zero_grad:
                 return partial(self._zero_grad, owner)
         value = plain_attribute(owner, name)

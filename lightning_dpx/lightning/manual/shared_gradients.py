@@ -179,7 +179,7 @@ class SharedGradients:
         self._remember_edits(active[0])
 
     def follow_root(self, active: Sequence[Replica], before: Sequence[Mark]) -> None:
-        """The active replicas get gradients that hooks wrote on the user's module since ``before``."""
+        """The active replicas get gradients that hooks wrote on the user's module."""
         owners = self._step.owner_parameters
         marks = self.marks()
         for mark, root, owner in zip(before, self._root.parameters, owners, strict=True):

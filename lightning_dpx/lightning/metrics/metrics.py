@@ -168,7 +168,7 @@ class ReplicaMetrics:
 
     @contextmanager
     def kept(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
-        """Calls of the replicas inside the block go on as always; metrics are put back afterwards."""
+        """Calls of replicas inside the block go on as always; metrics are put back afterwards."""
         before = self._snapshot()
         try:
             with self.step(slices):
