@@ -383,10 +383,12 @@ class ReplicaGroup:
         """Per input (positional, then keyword), the gradients of every active replica's slice, nested as the input.
 
         Raises:
-            ConfigurationError: the group was built without ``inputs_need_grad=True``.
+            ConfigurationError: the group was built without ``inputs_need_grad=True``, or no forward came before.
         """
         if not self._inputs_need_grad:
             raise ConfigurationError("Input gradients need ReplicaGroup(..., inputs_need_grad=True).")
+        if not self._outputs:
+            raise ConfigurationError("input_grads() needs a forward() and a backward() before it.")
         found = []
         for name in self._slices[0].batch:
             found.append([tree_map(_grad_of, batch_slice.batch[name]) for batch_slice in self._slices])
@@ -394,10 +396,11 @@ class ReplicaGroup:
 
     def input_grads_merged(self) -> list[Any]:
         """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""
+        columns = self.input_grads()
         rows = [batch_slice.num_rows for batch_slice in self._slices]
         device = self._set.root.device
         merged = []
-        for name, column in zip(self._slices[0].batch, self.input_grads(), strict=True):
+        for name, column in zip(self._slices[0].batch, columns, strict=True):
             dim = self._dim(name)
             whole = dim == -1 and column[0] is not None
             # Every replica had all of that input, so each of its elements has a gradient from
@@ -476,11 +479,14 @@ class ReplicaGroup:
         """
         module = self._set.root.module
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, value in {**params, **buffers}.items():
+        values = {**params, **buffers}
+        # Names are asked for before the first value is written: an error leaves all as it was.
+        for name in values:
+            if name not in own and not allow_extra:
+                raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
+        for name, value in values.items():
             if name in own:
                 own[name].copy_(value)
-            elif not allow_extra:
-                raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
         # Only the first replica was written to; the others get the values before
         # their next forward.
         self._set.mark_changed()

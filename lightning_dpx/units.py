@@ -27,7 +27,7 @@ def parse_bytes(name: str, size: int | str) -> int:
         # The pattern lets "1.2.3" through; float refuses it, and the message below tells
         # what is allowed.
         value = int(float(match[1]) * unit) if match and unit else size
-    except ValueError:
+    except (ValueError, OverflowError):
         value = size
     # To Python True is an integer.
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:

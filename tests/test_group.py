@@ -332,3 +332,20 @@ def test_inputs_that_the_module_does_not_take_are_named(make_group, name) -> Non
     with pytest.raises(dpx.ConfigurationError, match=rf"batch_dim names '{name}'; Linear.forward takes input"):
         make_group(nn.Linear(4, 2), places(2), batch_dim={name: 1})
     make_group(nn.Linear(4, 2), places(2), batch_dim={"input": 0, "0": 0, "output": 0})
+
+
+def test_input_gradients_before_a_step_are_asked_for_in_vain() -> None:
+    group = dpx.ReplicaGroup(nn.Linear(4, 2), ["cpu", "cpu"], inputs_need_grad=True, execution="inline")
+    for ask in (group.input_grads, group.input_grads_merged):
+        with pytest.raises(
+            dpx.ConfigurationError, match=r"input_grads\(\) needs a forward\(\) and a backward\(\) before"
+        ):
+            ask()
+
+
+def test_parameters_with_a_wrong_name_among_them_change_nothing() -> None:
+    group = dpx.ReplicaGroup(nn.Linear(4, 2), ["cpu", "cpu"], execution="inline")
+    before, _ = group.get_params()
+    with pytest.raises(dpx.ConfigurationError, match="The module has no 'weigth'; it has weight, bias"):
+        group.set_params({"bias": torch.ones(2), "weigth": torch.ones(2, 4)}, {})
+    torch.testing.assert_close(group.get_params()[0], before)

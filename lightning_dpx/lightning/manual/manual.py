@@ -46,6 +46,9 @@ from lightning_dpx.replicas import (
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.torch_compat import pytree
+from lightning_dpx.units import MIB
+
+_MOST_BYTES_NOTED = 64 * MIB  # of gradients that may be copied, so that a step can be begun anew
 
 
 class ManualOptimization:
@@ -120,12 +123,9 @@ class ManualOptimization:
         # Only of the first shared step, as it copies the parameters and all state.
         if self._snapshot is None:
             self._snapshot = self._taken_snapshot()
-        owners = self.step.owner_parameters
-        states = GeneratorStates(self.replicas.devices, generators=self.replicas.habits.draws.generators)
-        self._start = StepStart(self.root, owners, states)
         self._has_acted = False
-        # A budget counts no copies of gradients.
-        if not self.strategy.plans_memory:
+        self._start = self._noted_start()
+        if self._start is not None:
             self.gradients.before_adding = self._start.before_adding
         shared = self._shared_objects()
         self._numbers = _numbered(shared)
@@ -147,6 +147,7 @@ class ManualOptimization:
                 self.replicas.state.mark_changed()  # those without rows did not write what the step wrote by hand
             # The first step has shown that replicas can share it, so it need not be undone.
             self._snapshot = False
+            self._start = None
         finally:
             # First of all, as the thread of an optimizer may still use what is restored next.
             self._abandon_rounds()
@@ -154,6 +155,15 @@ class ManualOptimization:
             self.gradients.before_adding = None
             self.views = []
             self._loss = None
+
+    def _noted_start(self) -> StepStart | None:
+        """What a step can be begun anew from; nothing where gradients are large, or a budget would not count them."""
+        owners = self.step.owner_parameters
+        num_bytes = sum(owner.grad.nbytes for owner in owners if owner.grad is not None)
+        if num_bytes > _MOST_BYTES_NOTED or self.strategy.plans_memory:
+            return None
+        states = GeneratorStates(self.replicas.devices, generators=self.replicas.habits.draws.generators)
+        return StepStart(self.root, owners, states)
 
     def _refuse_shared_writes(self) -> None:
         """What a step writes by hand into a parameter that several replicas share was written several times."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.devices import RandomStates, is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
@@ -128,8 +129,9 @@ class StepSnapshot:
 class StepStart:
     """What can be noted of every step at next to no cost: enough to begin it anew before an optimizer has acted.
 
-    Gradients are noted as they lie: one that a step forgets (``zero_grad``) is still what it was. One that it adds to
-    is copied before, if :meth:`before_adding` is called; else the step cannot be begun anew.
+    Gradients are noted weakly: one that the step forgets (``zero_grad``) is gone, and is forgotten by the step that is
+    begun anew as well. One that a backward adds to is copied before, if :meth:`before_adding` is called; else the step
+    cannot be begun anew.
 
     Args:
         module: The user's module.
@@ -139,12 +141,13 @@ class StepStart:
 
     def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor], generators: GeneratorStates) -> None:
         self._generators = generators
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._gradients: list[tuple[torch.Tensor, TensorWeakRef, int]] = []
         for parameter in parameters:
             gradient = parameter.grad
-            version = 0 if gradient is None else version_counter(gradient)
-            self._gradients.append((parameter, gradient, version))
-        self._noted = {id(parameter): (gradient, version) for parameter, gradient, version in self._gradients}
+            if gradient is not None:
+                self._gradients.append((parameter, TensorWeakRef(gradient), version_counter(gradient)))
+        self._without = [parameter for parameter in parameters if parameter.grad is None]
+        self._versions = {id(parameter): version for parameter, _, version in self._gradients}
         self._copies: dict[int, torch.Tensor] = {}  # by parameter
         # What libraries keep in their modules no step of the user's counts.
         own = [child for child in module.modules() if not is_library(type(child))]
@@ -153,21 +156,25 @@ class StepStart:
     def before_adding(self, parameter: torch.Tensor) -> None:
         """A backward is about to add to the gradient of ``parameter`` in place."""
         gradient = parameter.grad
-        noted, version = self._noted.get(id(parameter), (None, 0))
-        if gradient is not None and gradient is noted and version_counter(gradient) == version:
-            self._copies[id(parameter)] = gradient.detach().clone()
+        # Another tensor, or another version, is what the step itself has made of it.
+        if gradient is not None and version_counter(gradient) == self._versions.get(id(parameter)):
+            self._copies.setdefault(id(parameter), gradient.detach().clone())
 
     @torch.no_grad()
     def restore(self) -> bool:
         """Puts back what was noted; says whether that is all that the step can have changed."""
-        for parameter, gradient, version in self._gradients:
-            is_written = gradient is not None and version_counter(gradient) != version
-            if is_written and id(parameter) not in self._copies:
-                return False
-        for parameter, gradient, version in self._gradients:
-            if gradient is not None and version_counter(gradient) != version:
-                gradient.copy_(self._copies[id(parameter)])
+        found = [(parameter, noted(), version) for parameter, noted, version in self._gradients]
+        written = [
+            (p, gradient) for p, gradient, version in found if gradient is not None and _is_written(gradient, version)
+        ]
+        if any(id(parameter) not in self._copies for parameter, _ in written):
+            return False
+        for parameter, gradient in written:
+            gradient.copy_(self._copies[id(parameter)])
+        for parameter, gradient, _ in found:
             parameter.grad = gradient
+        for parameter in self._without:
+            parameter.grad = None
         for child, before in self._attributes:
             attributes = vars(child)
             for key in _attributes_of(child).keys() - before.keys():
@@ -175,6 +182,10 @@ class StepStart:
             attributes.update(before)
         self._generators.restore()
         return True
+
+
+def _is_written(gradient: torch.Tensor, version: int) -> bool:
+    return version_counter(gradient) != version
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

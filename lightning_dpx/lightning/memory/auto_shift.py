@@ -111,6 +111,15 @@ def states_of(optimizer: Any) -> int:
     # only after its first step.
     if "betas" in defaults:
         return 3 if defaults.get("amsgrad") else 2
+    # RMSprop keeps a mean of squares beside it, and one of gradients where it is centered.
+    if "centered" in defaults:
+        return 1 + bool(defaults["momentum"]) + bool(defaults["centered"])
+    # L-BFGS keeps the last steps and the changes of the gradient in them.
+    if "history_size" in defaults:
+        return 2 * int(defaults["history_size"])
+    # Adagrad keeps a sum of squares.
+    if "initial_accumulator_value" in defaults:
+        return 1
     if "momentum" in defaults:  # of SGD's kind, which keeps one tensor if it has momentum at all
         return 1 if defaults["momentum"] else 0
     return 2  # nobody knows: as many as Adam keeps

@@ -222,7 +222,8 @@ def work_on_first_batch(
     first = _FirstBatch(work)
     with _with_callback(trainer, first):
         arguments = {}
-        if data:
+        # A loader may have no length to be asked for.
+        if data is not None:
             kind = "datamodule" if hasattr(data, "prepare_data") else "train_dataloaders"
             arguments = {kind: data}
         # Shuffling and augmentation draw numbers, and what the caller runs next must not notice.

@@ -99,6 +99,7 @@ class MemoryPlanning:
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
         self.budgets = Budgets(parse_budget(budget))
+        self._budgets_given = self.budgets
         self.planner = make_planner(planner)
         self.cache = PlanningCache(plan_cache, "plan_cache")
         self.budget_given = budget is not None
@@ -558,6 +559,8 @@ class MemoryPlanning:
         self.plans.clear()
         self.profiles.clear()
         self._decided.clear()
+        # One that an out-of-memory error has led to was for that run.
+        self.budgets = self._budgets_given
 
     def begin_step(self) -> None:
         """Before the second planned step: by then the optimizer has its state."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from lightning_dpx.lightning.memory.auto_shift import states_of
 from tests.conftest import SIMULATED, assert_equal, make_trainer
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -113,3 +114,31 @@ def test_what_cannot_fit_says_what_it_lacks(two_devices: Any) -> None:
 def test_by_hand_and_auto_exclude_each_other() -> None:
     with pytest.raises(dpx.ConfigurationError, match="leave shift_activations out"):
         dpx.DPXStrategy(shifts="auto", shift_activations=["net"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+        torch.optim.RMSprop,
+        lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9),
+        lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+    ],
+)
+def test_what_an_optimizer_will_keep_is_what_it_keeps(make: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(64))
+    optimizer = make([parameter])
+    expected = states_of(optimizer)
+    parameter.grad = torch.ones(64)
+    optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 64]
+    assert expected == len(kept)
+
+
+def test_the_history_of_lbfgs_counts() -> None:
+    assert states_of(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))], history_size=7)) == 14

@@ -47,7 +47,7 @@ class Comparer:
         # then there are as many calls.
         if len(whole.logger_calls) != len(sliced.logger_calls):
             names = ", ".join(dict.fromkeys([*whole.logger_calls, *sliced.logger_calls]))
-            times = [f"{len(one.logger_calls)} time{'s' * (len(one.logger_calls) > 1)}" for one in (whole, sliced)]
+            times = [f"{len(one.logger_calls)} time{'s' * (len(one.logger_calls) != 1)}" for one in (whole, sliced)]
             counts = f"{times[0]} on one device, {times[1]} from slices"
             out.differences.append(("logger call", f"it calls its logger itself ({names}), {counts}"))
 
