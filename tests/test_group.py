@@ -346,6 +346,6 @@ def test_input_gradients_before_a_step_are_asked_for_in_vain() -> None:
 def test_parameters_with_a_wrong_name_among_them_change_nothing() -> None:
     group = dpx.ReplicaGroup(nn.Linear(4, 2), ["cpu", "cpu"], execution="inline")
     before, _ = group.get_params()
-    with pytest.raises(dpx.ConfigurationError, match="The module has no 'weigth'; it has weight, bias"):
-        group.set_params({"bias": torch.ones(2), "weigth": torch.ones(2, 4)}, {})
+    with pytest.raises(dpx.ConfigurationError, match="The module has no 'weights'; it has weight, bias"):
+        group.set_params({"bias": torch.ones(2), "weights": torch.ones(2, 4)}, {})
     torch.testing.assert_close(group.get_params()[0], before)

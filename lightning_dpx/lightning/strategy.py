@@ -147,8 +147,7 @@ class DPXStrategy(HookedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        # The base constructor sets precision_plugin, whose setter reads the options, so
-        # it comes last.
+        # The base constructor sets precision_plugin, whose setter reads the options.
         self.options = StrategyOptions(
             reducer=reducer,
             workload=workload,
@@ -171,8 +170,6 @@ class DPXStrategy(HookedStrategy):
             micro_batches=micro_batches,
             communication_hook=communication_hook,
         )
-        # Budgets depend on the device, and a plan may be the path of a file: they are read by
-        # what uses them.
         self.planning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
         self.out_of_memory = OutOfMemory(on_oom)
         self.rehearsals = Rehearsals(self, verify, loss_reduction)
@@ -195,7 +192,6 @@ class DPXStrategy(HookedStrategy):
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
         """As given, a text as bytes."""
-        # Kept by the planning, which needs the devices of the run to read a share of one.
         budget: dict[str, int | float | str] | int | float | str | None = self.planning.budgets.given
         return budget
 
@@ -207,7 +203,6 @@ class DPXStrategy(HookedStrategy):
     @property
     def plans_memory(self) -> bool:
         """Whether steps are planned, or may be."""
-        # With on_oom="replan" a plan may be made in the middle of a run.
         return self.planning.wanted or self.out_of_memory.repeats_steps
 
     # ---- what is known of a run ----
@@ -251,6 +246,5 @@ class DPXStrategy(HookedStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds "dpx" and one alias per registered reducer; doing it twice changes nothing."""
         for name, options in {"dpx": {}, **{f"dpx_{reducer}": {"reducer": reducer} for reducer in REDUCERS}}.items():
-            # Lightning's registry raises for a name that it has already.
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=f"one process, replicas; {options}", **options)
