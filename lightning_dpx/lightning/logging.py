@@ -1,5 +1,6 @@
 """``self.log`` inside a step of several replicas: collected per replica, logged once."""
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from lightning_dpx.lightning.lightning_api import LightningModule
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.replicas import BatchSlice, MergeRules, Weights, weights_of
 
+_SIGNATURE = inspect.signature(LightningModule.log)
+
 
 @dataclass(slots=True)
 class StepLog:
@@ -21,14 +24,18 @@ class StepLog:
     batch_slice: BatchSlice
     entries: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = field(default_factory=dict)
 
-    def record(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
+    def record(self, name: str, value: Any, *settings: Any, **options: Any) -> None:
         """Takes the place of ``LightningModule.log`` for the duration of a step."""
+        # All of Lightning's arguments may be given by place. Most calls name them, and are spared the look-up.
+        if settings:
+            given = _SIGNATURE.bind(None, name, value, *settings, **options).arguments
+            options = {key: one for key, one in given.items() if key not in ("self", "name", "value")}
         # Lightning detaches what is logged, too. A graph that waits here would hold
         # the slice's activations.
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach()
         call = next(call for call in itertools.count() if (name, call) not in self.entries)
-        self.entries[name, call] = value, {"prog_bar": prog_bar, "logger": logger, **options}
+        self.entries[name, call] = value, {"prog_bar": False, "logger": None, **options}
 
     def recording(self, module: LightningModule) -> InstanceMethods:
         """Within the returned block ``module.log`` (and so ``log_dict``) writes here."""

@@ -74,3 +74,15 @@ def test_a_logged_tensor_keeps_no_graph() -> None:
     loss = torch.ones(1, requires_grad=True).sum()
     [first, _] = logs_of([("a", loss, {})], [])
     assert not first.entries["a", 0][0].requires_grad
+
+
+def test_settings_may_be_given_by_place_as_lightning_takes_them() -> None:
+    module = Logs()
+    log = StepLog(BatchSlice(Replica(0, CPU, module), 4, None))
+    with log.recording(module):
+        module.log("a", torch.tensor(1.0), True, False, True, False, "sum")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="on_stepp"):
+            module.log("b", torch.tensor(1.0), True, on_stepp=True)  # type: ignore[call-arg]
+    [(name, value, options)] = replayed([log])
+    assert (name, value) == ("a", 1.0)
+    assert options == {"prog_bar": True, "logger": False, "on_step": True, "on_epoch": False, "reduce_fx": "sum"}

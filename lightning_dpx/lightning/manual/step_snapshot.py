@@ -7,7 +7,7 @@ state of the module are put back, in place, before one replica takes it with the
 
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -196,8 +196,10 @@ def _refill(container: Any, content: Any) -> None:
     if isinstance(container, np.ndarray):
         np.copyto(container, content)
     elif isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, content)
+        # Past what a subclass does when its items change; but an OrderedDict keeps its order beside that of the dict.
+        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        base.update(container, content)
     elif isinstance(container, list):
         container[:] = content
     else:

@@ -1,7 +1,7 @@
 """A step that must never have happened: everything that it changed is put back, in place."""
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import torch
@@ -79,3 +79,13 @@ def test_parameters_may_be_left_to_somebody_else() -> None:
     snapshot.restore()
     assert module.linear.weight.item() == 7
     assert module.steps.item() == 0
+
+
+def test_an_ordered_dict_keeps_its_order() -> None:
+    module = Module()
+    module.seen = OrderedDict(b=1, a=2)  # type: ignore[assignment]
+    snapshot = StepSnapshot(module, [], [CPU])
+    module.seen["c"] = 3  # type: ignore[operator]
+    module.seen.pop("b")  # type: ignore[operator]
+    snapshot.restore()
+    assert list(module.seen.items()) == [("b", 1), ("a", 2)]  # type: ignore[operator]
