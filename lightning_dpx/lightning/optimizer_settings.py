@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from lightning_dpx.torch_compat import version_counter
+
 _PLAIN = (bool, int, float, complex, str, type(None))
 _SEQUENCES = (list, tuple)
 _MISSING = object()
@@ -25,7 +29,7 @@ class SettingsSnapshot:
         schedulers: And those that they hold.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_held", "_tensors")
 
     def __init__(self, optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what is there, and a copy of it
@@ -36,16 +40,25 @@ class SettingsSnapshot:
                 self._held.append((group, dict(group)))
         for scheduler in _with_children(schedulers):
             self._held.append((vars(scheduler), dict(vars(scheduler))))
+        self._tensors = self._noted_tensors()
+
+    def _noted_tensors(self) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+        """Settings that are tensors, with versions and copies: schedulers write ``lr=torch.tensor(0.1)`` in place."""
+        found = [value for _, before in self._held for value in before.values() if type(value) is torch.Tensor]
+        return [(value, version_counter(value), value.detach().clone()) for value in found]
 
     @property
     def is_current(self) -> bool:
         """Whether nothing has changed since."""
+        if any(version_counter(tensor) != version for tensor, version, _ in self._tensors):
+            return False
         return all(_are_same(now, before) for now, before in self._held)
 
     def again(self) -> "SettingsSnapshot":
         """A snapshot of the same optimizers and schedulers, as they are now."""
         snapshot = SettingsSnapshot((), ())
         snapshot._held = [(now, dict(now)) for now, _ in self._held]
+        snapshot._tensors = snapshot._noted_tensors()
         return snapshot
 
     def restore(self) -> None:
@@ -56,6 +69,12 @@ class SettingsSnapshot:
             for key, value in before.items():
                 if key != _PARAMETERS:
                     now[key] = value
+        with torch.no_grad():
+            for place, (tensor, version, before_it) in enumerate(self._tensors):
+                if version_counter(tensor) != version:
+                    tensor.copy_(before_it)
+                    # That is a write as well, after which all is as it was.
+                    self._tensors[place] = tensor, version_counter(tensor), before_it
 
 
 class OptimizerSettings:

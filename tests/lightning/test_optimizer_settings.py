@@ -74,7 +74,15 @@ class InSequence(Scheduled):
         return SequentialLR(optimizer, parts, milestones=[3])
 
 
-KINDS = [Model, OfTheTrainer, AtAMilestone, BySlice, Scheduled, InSequence]
+class InPlace(Scheduled):
+    """A learning rate that is a tensor, which a scheduler writes in place."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1), momentum=0.5)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "frequency": 1000}]
+
+
+KINDS = [Model, OfTheTrainer, AtAMilestone, BySlice, Scheduled, InSequence, InPlace]
 RUNS = [
     {"devices": 2, "execution": "inline"},
     {"devices": 3, "execution": "inline"},
@@ -145,3 +153,16 @@ def test_a_scheduler_by_a_metric_is_put_back_as_well() -> None:
     before.restore()
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert scheduler.num_bad_epochs == 0
+
+
+def test_a_tensor_that_is_written_in_place_is_put_back() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.1))
+    before = SettingsSnapshot([optimizer], [])
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    after = before.again()
+    assert not before.is_current
+    before.restore()
+    assert before.is_current
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    after.restore()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
