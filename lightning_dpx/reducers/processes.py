@@ -105,24 +105,14 @@ class ProcessReducer:
     def _reduce_dense(
         self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
     ) -> None:
-        own = [_dense(grads[index], like[index]) for index in used]
-        wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
-        targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
         # All are started before the first is waited for: one bucket is on its way while the next is put together.
         works = []
-        for indices in alike(own, targets):
-            # In several buckets, as one alone could not be on its way while it is put together.
-            sizes = [own[index].numel() for index in indices]
-            for split in split_at_boundaries(sizes, self._num_splits):
-                members = [own[indices[position]] for position in split]
-                bucket = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
-                work = distributed.all_reduce(bucket, async_op=True)
-                works.append((work, bucket, [used[indices[position]] for position in split], members))
+        for indices, members in self._buckets(grads, like, used):
+            bucket = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
+            works.append((distributed.all_reduce(bucket, async_op=True), bucket, indices, members))
         for work, bucket, indices, members in works:
             work.wait()
-            arrived = bucket.to(members[0].dtype)
-            for index, member, tensor in zip(indices, members, unflatten_like(arrived, members), strict=True):
-                result[index] = tensor.to(member.device)
+            _unpack(bucket, indices, members, result)
 
     def _reduce_by_hook(
         self,
@@ -133,29 +123,35 @@ class ProcessReducer:
         factor: float,
         result: Gradients,
     ) -> None:
-        own = [_dense(grads[index], like[index]) for index in used]
-        wires = [wire_device(gradient.device) for gradient in own]
-        targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
-        groups = []
-        for indices in alike(own, targets):
-            sizes = [own[index].numel() for index in indices]
-            for split in split_at_boundaries(sizes, self._num_splits):
-                groups.append([indices[position] for position in split])
+        buckets = self._buckets(grads, like, used)
         # A hook divides by the number of processes, as if all had as many samples.
         scale = factor * distributed.get_world_size()
         waiting = []
-        for number, group in enumerate(groups):
-            members = [own[index] for index in group]
+        for number, (indices, members) in enumerate(buckets):
             wide = [_widened(member).to(wire_device(member.device)) for member in members]
             buffer = _scaled(flatten_dense(wide), scale)
-            parameters = [like[used[index]] for index in group]
-            is_last = number == len(groups) - 1
+            parameters = [like[index] for index in indices]
+            is_last = number == len(buckets) - 1
             bucket = HookBucket(index=number, buffer=buffer, parameters=parameters, is_last=is_last)
-            waiting.append((hook.start(bucket), group, members))
-        for wait, group, members in waiting:
-            arrived = wait().to(members[0].dtype)
-            for index, member, tensor in zip(group, members, unflatten_like(arrived, members), strict=True):
-                result[used[index]] = tensor.to(member.device)
+            waiting.append((hook.start(bucket), indices, members))
+        for wait, indices, members in waiting:
+            _unpack(wait(), indices, members, result)
+
+    def _buckets(
+        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int]
+    ) -> list[tuple[list[int], list[torch.Tensor]]]:
+        """Which gradients travel together, the same on all processes: their numbers and their dense values."""
+        own = [_dense(grads[index], like[index]) for index in used]
+        wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
+        targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
+        buckets = []
+        for positions in alike(own, targets):
+            # In several buckets, as one alone could not be on its way while it is put together.
+            sizes = [own[position].numel() for position in positions]
+            for split in split_at_boundaries(sizes, self._num_splits):
+                together = [positions[place] for place in split]
+                buckets.append(([used[position] for position in together], [own[position] for position in together]))
+        return buckets
 
     def _reduce_sparse(
         self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
@@ -185,6 +181,13 @@ class ProcessReducer:
     def _on_wire(self, values: torch.Tensor, factor: float) -> torch.Tensor:
         shares = _scaled(_widened(values), factor)
         return shares.to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))
+
+
+def _unpack(bucket: torch.Tensor, indices: list[int], members: list[torch.Tensor], result: Gradients) -> None:
+    """The gradients of a bucket that has arrived, each where its owner is, into ``result``."""
+    arrived = bucket.to(members[0].dtype)
+    for index, member, tensor in zip(indices, members, unflatten_like(arrived, members), strict=True):
+        result[index] = tensor.to(member.device)
 
 
 def _factor(rows: float, all_rows: float) -> float:

@@ -180,9 +180,7 @@ class ManualOptimization:
         if not snapshot:
             return False
         snapshot.restore()
-        self.replicas.state.mark_changed()
-        # Its marks are of gradients that are no longer there.
-        self.gradients = SharedGradients(self.replicas, self.step)
+        self._forget_marks()
         return True
 
     def begin_anew(self) -> bool:
@@ -191,9 +189,13 @@ class ManualOptimization:
         self._start = None
         if start is None or self._has_acted or self.step.has_processes or not start.restore():
             return False
+        self._forget_marks()
+        return True
+
+    def _forget_marks(self) -> None:
+        """After everything was put back: what was noted of parameters and gradients is of values no longer there."""
         self.replicas.state.mark_changed()
         self.gradients = SharedGradients(self.replicas, self.step)
-        return True
 
     @contextmanager
     def on(self, batch_slice: BatchSlice) -> Iterator[None]:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.devices import RandomStates, is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
+from lightning_dpx.lightning.manual.shared_gradients import Mark
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.replicas import GeneratorStates
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
@@ -141,13 +141,8 @@ class StepStart:
 
     def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor], generators: GeneratorStates) -> None:
         self._generators = generators
-        self._gradients: list[tuple[torch.Tensor, TensorWeakRef, int]] = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                self._gradients.append((parameter, TensorWeakRef(gradient), version_counter(gradient)))
-        self._without = [parameter for parameter in parameters if parameter.grad is None]
-        self._versions = {id(parameter): version for parameter, _, version in self._gradients}
+        self._parameters = parameters
+        self._marks = {id(parameter): Mark.of(parameter) for parameter in parameters}
         self._copies: dict[int, torch.Tensor] = {}  # by parameter
         # What libraries keep in their modules no step of the user's counts.
         own = [child for child in module.modules() if not is_library(type(child))]
@@ -156,25 +151,30 @@ class StepStart:
     def before_adding(self, parameter: torch.Tensor) -> None:
         """A backward is about to add to the gradient of ``parameter`` in place."""
         gradient = parameter.grad
+        mark = self._marks.get(id(parameter))
         # Another tensor, or another version, is what the step itself has made of it.
-        if gradient is not None and version_counter(gradient) == self._versions.get(id(parameter)):
+        if gradient is not None and mark is not None and mark.is_current(parameter):
             self._copies.setdefault(id(parameter), gradient.detach().clone())
 
     @torch.no_grad()
     def restore(self) -> bool:
         """Puts back what was noted; says whether that is all that the step can have changed."""
-        found = [(parameter, noted(), version) for parameter, noted, version in self._gradients]
-        written = [
-            (p, gradient) for p, gradient, version in found if gradient is not None and _is_written(gradient, version)
-        ]
-        if any(id(parameter) not in self._copies for parameter, _ in written):
-            return False
-        for parameter, gradient in written:
-            gradient.copy_(self._copies[id(parameter)])
-        for parameter, gradient, _ in found:
+        noted: list[torch.Tensor | None] = []
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in self._parameters:
+            mark = self._marks[id(parameter)]
+            gradient = None if mark.gradient is None else mark.gradient()
+            noted.append(gradient)
+            if gradient is not None and version_counter(gradient) != mark.version:
+                copied = self._copies.get(id(parameter))
+                # Nothing is written before all were looked at: a step that cannot be put back whole is left as it is.
+                if copied is None:
+                    return False
+                written.append((gradient, copied))
+        for gradient, copied in written:
+            gradient.copy_(copied)
+        for parameter, gradient in zip(self._parameters, noted, strict=True):
             parameter.grad = gradient
-        for parameter in self._without:
-            parameter.grad = None
         for child, before in self._attributes:
             attributes = vars(child)
             for key in _attributes_of(child).keys() - before.keys():
@@ -182,10 +182,6 @@ class StepStart:
             attributes.update(before)
         self._generators.restore()
         return True
-
-
-def _is_written(gradient: torch.Tensor, version: int) -> bool:
-    return version_counter(gradient) != version
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -252,19 +252,22 @@ class Rehearsals:
 
     def _leave_slices_later(self, call: Call, failure: SlicesFail) -> bool:
         """A step that was checked does by now what slices cannot; whether its batches may stay whole from here on."""
-        strategy = self._strategy
-        # In one piece the step may not fit, and would end the run here: that is left to the user.
-        if strategy.session.replicas.cuts_slices and strategy.plans_memory:
-            self._tell_micro_batches(call.name, failure.reason)
+        if self._keeps_micro_batches(call.name, failure.reason):
             return False
         if not self._left_slices(call, failure):
-            strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
+            self._strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
         return True
 
-    def _tell_micro_batches(self, name: str, reason: str) -> None:
+    def _keeps_micro_batches(self, name: str, reason: str) -> bool:
+        """Whether the step stays in micro-batches, though slices cannot do what it does by now; warns if so."""
+        strategy = self._strategy
+        # In one piece the step may not fit, and would end the run here: that is left to the user.
+        if not strategy.session.replicas.cuts_slices or not strategy.plans_memory:
+            return False
         rank_zero_warn(
             f"dpx: {name} is no longer what one device does: {reason} With micro_batches=1 it stays in one piece."
         )
+        return True
 
     def after_step(self, name: str, rules: MergeRules) -> None:
         """Acts on what a real step did that no rehearsal can have seen: lists are full by now."""
@@ -274,12 +277,9 @@ class Rehearsals:
         rules.lost_items.clear()
         rules.growing = set()  # said once
         reason = f"It takes items out of {paths}, which every slice does for itself."
-        session = self._strategy.session
-        if session.replicas.cuts_slices and self._strategy.plans_memory:
-            self._tell_micro_batches(name, reason)
-        else:
+        if not self._keeps_micro_batches(name, reason):
             advice = "Do it in on_train_batch_end and its like, which see the whole batch."
-            session.whole_batches.give_whole(name, reason, advice)
+            self._strategy.session.whole_batches.give_whole(name, reason, advice)
 
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
         """Gives up micro-batches and rehearses the slices of devices, where there are several."""
