@@ -19,6 +19,7 @@ class WholeBatches:
     def __init__(self) -> None:
         self._reasons: dict[str, tuple[str, str]] = {}
         self._keeps_unequal: set[str] = set()
+        self._small: dict[str, tuple[int, str]] = {}  # by stage: so many rows of a slice are too few, and why
         self._next_whole: set[str] = set()
         self._announced: set[tuple[str, Hashable]] = set()
 
@@ -57,8 +58,23 @@ class WholeBatches:
         """From now on a batch of which ``stage`` would get slices of different sizes stays whole."""
         self._keeps_unequal.add(stage)
 
+    def keep_small(self, stage: str, rows: int, reason: str) -> None:
+        """From now on a batch of which a slice of ``stage`` would get ``rows`` or fewer stays whole.
+
+        Args:
+            stage: The name of the step.
+            rows: Of a slice.
+            reason: Why they are too few, as a sentence.
+        """
+        self._small[stage] = rows, reason
+
     def keeps(self, stage: str, sizes: Sequence[int]) -> bool:
         """Whether a batch stays whole, which would be cut into slices of these sizes; announced."""
+        if stage in self._small and len(sizes) > 1 and min(sizes) <= self._small[stage][0]:
+            too_few, reason = self._small[stage]
+            advice = "For all devices to take part, give batches of one size (drop_last=True)."
+            self.announce_batch(stage, f"A slice would have {too_few} rows. {reason}", advice, "small slices")
+            return True
         if stage not in self._keeps_unequal or len(set(sizes)) < 2:
             return False
         rows = ", ".join(map(str, sizes))
@@ -85,6 +101,7 @@ class WholeBatches:
         """The run is over; the next one finds out, and says, by itself."""
         self._reasons.clear()
         self._keeps_unequal.clear()
+        self._small.clear()
         self._next_whole.clear()
         self._announced.clear()
 

@@ -13,6 +13,7 @@ import gc
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Rehearsal:
 
     Attributes:
         needs_equal_slices: Whether the step runs in slices of one size only.
+        least_rows: Of a slice, those that the step is known to run on, where a few rows were too few; else 0.
     """
 
     def __init__(self, strategy: Any, call: Call, loss_reduction: str, requested: list[str]) -> None:
@@ -74,6 +76,7 @@ class Rehearsal:
         self._sliced = SlicedRun(self._step, self._rows)
         self._looks_again = False
         self.needs_equal_slices = False
+        self.least_rows = 0
 
     @property
     def norms(self) -> list[str]:
@@ -97,12 +100,16 @@ class Rehearsal:
         return outcome
 
     def look_again(
-        self, part: float, earlier: tuple[dict[str, Finding], dict[str, Finding]], rules: MergeRules
+        self,
+        part: float | None,
+        earlier: tuple[dict[str, Finding], dict[str, Finding]],
+        rules: MergeRules,
     ) -> Outcome:
         """Rehearses on a few other rows; the outcome is that of earlier rows and these together.
 
         Args:
-            part: Of the rows that are not taken, the part in front of those that are.
+            part: Of the rows that are not taken, the part in front of those that are; ``None`` where a few rows are too
+                few for the step, and all are taken.
             earlier: What was found of outputs and kept values, and of logged values.
             rules: By which results are merged now.
 
@@ -111,18 +118,19 @@ class Rehearsal:
             SlicesFail: the slices raise where the whole batch does not.
         """
         self._looks_again = True
-        self._rows.skipped = part
+        self._rows.skipped = part or 0.0
+        look = self._on_real_rows if part is None else partial(self._on_rows, 1)
         # The question of metrics has been answered by the first rehearsal, and
         # steps run by that answer.
         self._sliced.gives_slices = rules.metrics_give_slices
         try:
             with torch.no_grad():  # it takes as much memory as a few rows do
-                outcome = self._visited(lambda: self._on_rows(1))
+                outcome = self._visited(look)
         except NotRehearsed:
             if not self._step.trains:
                 raise
             # A step with a backward of its own (a gradient penalty) runs with graphs only.
-            outcome = self._visited(lambda: self._on_rows(1))
+            outcome = self._visited(look)
         # What one look finds may fit by chance: rules count only together with those of before.
         findings, logged = earlier
         rows, sizes, stage = outcome.comparison.rows, outcome.comparison.sizes, outcome.comparison.stage
@@ -133,6 +141,15 @@ class Rehearsal:
             logged=logged,
         )
         return self._refine(outcome, before)
+
+    def check_real_slices(self) -> None:
+        """Runs the step on all rows of the batch, in the slices that it has in the run.
+
+        Raises:
+            NotRehearsed: nothing could be found.
+            SlicesFail: the slices raise where the whole batch does not.
+        """
+        self._visited(self._on_real_rows)
 
     def _visited(self, look: Callable[[], Outcome]) -> Outcome:
         with self._step.guest.visit(calls_hooks=self._step.by_hand):
@@ -251,9 +268,21 @@ class Rehearsal:
             if sum(sizes) == self._step.call.num_rows or self._looks_again:
                 # All rows were tried already; or it is a look, which takes a few rows and no more.
                 raise NotRehearsed(f"on {sum(sizes)} rows it raises {in_one_line(error)}") from None
-            sizes = self._rows.real_sizes  # a step that needs more rows than a few
+            sizes = self._all_rows()  # a step that needs more rows than a few
             whole = self._whole.observe(sum(sizes))
         return self._with_slices(whole, sizes)
+
+    def _on_real_rows(self) -> Outcome:
+        """What is found on all rows, in the slices of the run."""
+        sizes = self._rows.real_sizes
+        whole = self._whole.observe(sum(sizes))
+        return self._with_slices(whole, sizes)
+
+    def _all_rows(self) -> tuple[int, ...]:
+        """The sizes of the step's own slices, after a few rows were too few."""
+        sizes = self._rows.real_sizes
+        self.least_rows = min(sizes)
+        return sizes
 
     def _observe_whole(self, num_rows: int) -> Observation:
         """Runs rows as one device; where they do not fit, what backward needs is on the host."""
@@ -387,7 +416,7 @@ class Rehearsal:
         # A few rows may be too few for a slice; those of the batch are what the run will have.
         if sizes != self._rows.real_sizes:
             whole = self._whole.observe(self._step.call.num_rows)
-            return self._with_slices(whole, self._rows.real_sizes)
+            return self._with_slices(whole, self._all_rows())
         # These two have a remedy of their own, which the general advice would hide.
         if isinstance(failure, SharedWriteError):
             raise _writes_parameters([failure.name])

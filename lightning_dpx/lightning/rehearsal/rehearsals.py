@@ -46,6 +46,7 @@ class Rehearsals:
         self._rules: dict[Key, MergeRules] = {}
         self._found: dict[Key, tuple[dict[str, Finding], dict[str, Finding]]] = {}
         self._again: dict[Key, int] = {}  # how often a stage was rehearsed again
+        self._least_rows: dict[Key, int] = {}  # of a slice, where a few rows were too few for the step
         self._spot_checks = SpotChecks()
         # Not emptied by forget: a second fit of the same strategy need not say the same again.
         self._said: set[str] = set()
@@ -57,6 +58,7 @@ class Rehearsals:
         self._rules.clear()
         self._found.clear()
         self._again.clear()
+        self._least_rows.clear()
         self._spot_checks.forget()
         self._agreed = False
 
@@ -104,6 +106,8 @@ class Rehearsals:
             # Before the rehearsal, which may have the batch cut otherwise and come by here again.
             self._done.add(key)
             self._rehearse(_call_of(name, slices, args, kwargs))
+        elif len(slices) > 1 and _least_rows_of(slices) < self._least_rows.get(key, 0):
+            rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif key in self._found and len(slices) > 1 and not self._steps_by_hand(name):
             if self._spot_checks.is_due(key):
                 rehearses = self._look_again(_call_of(name, slices, args, kwargs))
@@ -173,6 +177,8 @@ class Rehearsals:
         # Remembered by the stage: a batch that does not divide evenly has its step on one device.
         if rehearsal.needs_equal_slices:
             strategy.session.whole_batches.keep_unequal(call.name)
+        if rehearsal.least_rows:
+            self._least_rows[key] = rehearsal.least_rows
         rules = self._joined(key, outcome, news)
         # Kept unless the step does something new: processes have agreed on it, and one
         # alone must not leave that.
@@ -207,7 +213,8 @@ class Rehearsals:
             requested: list[str] = []
             with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
                 rehearsal = Rehearsal(strategy, call, rules.loss_reduction, requested)
-                outcome = rehearsal.look_again(self._spot_checks.part(key), self._found[key], rules)
+                part = None if key in self._least_rows else self._spot_checks.part(key)
+                outcome = rehearsal.look_again(part, self._found[key], rules)
         except SlicesFail as failure:
             return self._leave_slices_later(call, failure)
         except ParametersAppear:
@@ -228,6 +235,24 @@ class Rehearsals:
             comparison.notes.append("With micro_batches=1 it stays in one piece")
         self._tell(call.name, comparison, is_first=False)
         return True
+
+    def _check_smaller_slices(self, call: Call, rows: int) -> bool:
+        """Tries slices of fewer rows than any before, of a step that did not run on a few rows, such as ``topk(8)``.
+
+        Returns whether the batch stays whole now.
+        """
+        strategy = self._strategy
+        requested: list[str] = []
+        try:
+            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
+                Rehearsal(strategy, call, self._loss_reduction, requested).check_real_slices()
+        except SlicesFail as failure:
+            strategy.session.whole_batches.keep_small(call.name, rows, failure.reason)
+            return True
+        except (NotRehearsed, ParametersAppear):
+            return False  # whatever it is, the step itself meets it
+        self._least_rows[call.name, call.dataloader_idx] = rows
+        return False
 
     def _narrow(self, key: Key, outcome: Outcome) -> None:
         """Keeps the rules that fit other rows, too; what is still undecided is left alone."""
@@ -374,6 +399,10 @@ class Rehearsals:
         if text not in self._said:
             rank_zero_info(text)
         self._said.add(text)
+
+
+def _least_rows_of(slices: Sequence[BatchSlice]) -> int:
+    return min(batch_slice.num_rows for batch_slice in slices)
 
 
 def _call_of(name: str, slices: Sequence[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

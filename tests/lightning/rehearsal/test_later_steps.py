@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from tests.conftest import make_loader, make_trainer
@@ -276,14 +277,58 @@ def test_what_is_drawn_once_stays_so_beside_draws_that_mix_rows() -> None:
     assert fitted(Mixes, 2, execution="inline")[0][1] == fitted(Mixes)[0][1]
 
 
-def fitted(kind: type[Model], devices: int = 0, **options: Any) -> tuple[Any, str]:
+class Hardest(Model):
+    """A loss of the eight hardest rows: no slice may have fewer."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return losses.mean() + 0 * losses.topk(8).values.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+    def kept(self) -> Any:
+        return round(self.trainer.callback_metrics["loss"].item(), 8)
+
+
+class HardestByHand(Hardest):
+    """The same with an optimizer that it steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+@pytest.mark.parametrize("kind", [Hardest, HardestByHand])
+def test_a_last_batch_whose_slices_are_too_small_for_the_step_stays_whole(
+    kind: type[Model], options: Any, devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    loader = make_loader(3 * 24 + 14, 24)
+    found, said = fitted(kind, devices, loader, **options)
+    assert "A slice would have " in said
+    assert WHOLE not in said, "the others are cut"
+    assert "could not be looked at again" not in caplog.text
+    assert found == fitted(kind, loader=loader)[0]
+
+
+def fitted(
+    kind: type[Model], devices: int = 0, loader: DataLoader[Any] | None = None, **options: Any
+) -> tuple[Any, str]:
     """The weights and what the model has kept, and what was warned of; on one device unless there are ``devices``."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     model = kind()
     where = {"strategy": dpx.DPXStrategy(**options), "devices": devices} if devices else {}
-    loader = make_loader(4 * ROWS, ROWS)
+    loader = loader or make_loader(4 * ROWS, ROWS)
     trainer = make_trainer(max_epochs=2, precision="64-true", num_sanity_val_steps=1, **where)
     evaluates = type(model).validation_step is not LightningModule.validation_step
     with warnings.catch_warnings(record=True) as caught:
