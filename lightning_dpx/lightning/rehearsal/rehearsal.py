@@ -12,13 +12,13 @@ rehearsed trains all the same, and one line says why (`rehearsals.py`).
 import gc
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_dpx.errors import GatherError, SharedWriteError
+from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
 from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
     Comparer,
@@ -45,6 +45,7 @@ from lightning_dpx.replicas import MergeRules, drawn_once
 from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging import Finding, Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
+from lightning_dpx.replicas.tolerance import difference
 
 NOT_ALIKE = "they are not what one device gives: "
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
@@ -124,10 +125,11 @@ class Rehearsal:
         # steps run by that answer.
         self._sliced.gives_slices = rules.metrics_give_slices
         try:
-            with torch.no_grad():  # it takes as much memory as a few rows do
+            # Without graphs it takes as much memory as a few rows do; by hand there is no step without them.
+            with nullcontext() if self._step.by_hand else torch.no_grad():
                 outcome = self._visited(look)
         except NotRehearsed:
-            if not self._step.trains:
+            if self._step.by_hand or not self._step.trains:
                 raise
             # A step with a backward of its own (a gradient penalty) runs with graphs only.
             outcome = self._visited(look)
@@ -306,6 +308,10 @@ class Rehearsal:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
             raise
+        # A step by hand says itself what slices cannot do in it.
+        except WholeBatchError as error:
+            traceback.clear_frames(error.__traceback__)
+            raise SlicesFail(error.reason, error.advice) from None
         # A collective of the step needs one shape on all ranks, and slices
         # here are unequal on purpose.
         except UnequalShapesError as error:
@@ -333,6 +339,9 @@ class Rehearsal:
         # A step that draws for the first time later on is checked again, so any draw counts here.
         judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
         comparison = self._compare(whole, sliced, judge, sizes, frozenset())
+        if {kind for kind, _ in comparison.differences} == {"new weight"}:
+            whole.magnified = self._magnified(whole, sizes)
+            comparison = self._compare(whole, sliced, judge, sizes, frozenset())
         unstable: frozenset[str] = frozenset()
         may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._module)
         # Two more runs of one device, so only where the code names gradients or
@@ -362,7 +371,7 @@ class Rehearsal:
         # A second step costs as much as the first, and what keeps nothing has
         # no second one that differs.
         goes_on = comparison.kept or judge.settings or "sum" in judge.buffers.values()
-        if goes_on and trained_alike and not (unstable or self._step.by_hand or self._looks_again):
+        if goes_on and trained_alike and not (unstable or self._looks_again):
             self._compare_second_steps(judge, sizes, comparison, whole)
         return Outcome(
             comparison=comparison,
@@ -385,6 +394,16 @@ class Rehearsal:
             unstable = frozenset(path for path in unstable if not path.startswith(trained))
         of_structure = frozenset(path for path in unstable if path.startswith("structure:"))
         return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
+
+    def _magnified(self, whole: Observation, sizes: tuple[int, ...]) -> dict[str, float]:
+        """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""
+        nudged = self._whole.observe(sum(sizes), nudges_parameters=True)
+        factors: dict[str, float] = {}
+        for name, value in whole.weights.items():
+            if value.is_floating_point():
+                grown = difference(value, nudged.weights[name], self._step.tolerance)
+                factors[name] = grown / torch.finfo(value.dtype).eps
+        return factors
 
     def _reads_old_gradients(self, whole: Observation, sizes: tuple[int, ...]) -> bool:
         """Whether the step does something else where the step before has left no gradients, and only then."""

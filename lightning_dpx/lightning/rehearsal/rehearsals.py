@@ -108,7 +108,7 @@ class Rehearsals:
             self._rehearse(_call_of(name, slices, args, kwargs))
         elif len(slices) > 1 and _least_rows_of(slices) < self._least_rows.get(key, 0):
             rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
-        elif key in self._found and len(slices) > 1 and not self._steps_by_hand(name):
+        elif key in self._found and len(slices) > 1 and not self._lacks_room(name):
             if self._spot_checks.is_due(key):
                 rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
@@ -120,9 +120,11 @@ class Rehearsals:
             self._agree()
         return rehearses
 
-    def _steps_by_hand(self, name: str) -> bool:
-        """Whether optimizers step inside of it: to look at that again takes copies of them, and of all parameters."""
-        return name == "training_step" and not self._strategy.lightning_module.automatic_optimization
+    def _lacks_room(self, name: str) -> bool:
+        """Whether another look may break a budget: one at a step by hand copies all parameters and optimizers."""
+        strategy = self._strategy
+        by_hand = name == "training_step" and not strategy.lightning_module.automatic_optimization
+        return by_hand and bool(strategy.plans_memory)
 
     def _is_outdated(self, key: Key) -> bool:
         """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""

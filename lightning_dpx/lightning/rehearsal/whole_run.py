@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_dpx.lightning.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
@@ -42,6 +44,7 @@ class WholeRun:
         other_draws: bool = False,
         num_steps: int = 1,
         after_a_step: bool = True,
+        nudges_parameters: bool = False,
         watched: AbstractContextManager[Any] | None = None,
     ) -> Observation:
         """What the last of ``num_steps`` steps on the same rows does.
@@ -51,6 +54,8 @@ class WholeRun:
             other_draws: Whether it draws other random numbers than every other run.
             num_steps: One after the other.
             after_a_step: Whether gradients of an earlier step are there.
+            nudges_parameters: Whether it begins at the next larger numbers; for steps by hand, whose parameters are
+                the shadow's own.
             watched: Entered for the user's step alone.
 
         Raises:
@@ -59,6 +64,8 @@ class WholeRun:
         """
         step = self._step
         shadow = step.make_shadow()
+        if nudges_parameters:
+            _nudge(shadow)
         # Replicas of one: the step runs by the code that runs slices, so that only the cut differs.
         replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
         seen = Observation(state_before=step.state(shadow))
@@ -117,3 +124,12 @@ class WholeRun:
             batch = transfer.to_replica(batch_slice)
             writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
             return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+
+
+@torch.no_grad()
+def _nudge(module: torch.nn.Module) -> None:
+    """Changes the last bit of every parameter."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            # By arithmetic, as there is no nextafter for half precision.
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps)

@@ -138,8 +138,52 @@ class PoolOfRows(Model):
         return losses.mean()
 
 
+class ByHand(Model):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class AveragesLaterByHand(ByHand, AveragesLater):
+    """ByHand calls the step of the other class."""
+
+
+class QueueByHand(ByHand, Queue):
+    """Likewise."""
+
+
+class SpreadByHand(ByHand):
+    """A second term, which is no mean over rows, joins the loss; gradients are asked for many times a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            if self.global_step >= 3:
+                loss = loss + 0.01 * self.net(batch[0]).std()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer: Any = self.optimizers()
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=10)
+
+
 @pytest.mark.parametrize(("options", "devices"), WAYS)
-@pytest.mark.parametrize("kind", [AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData])
+@pytest.mark.parametrize(
+    "kind",
+    [AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, AveragesLaterByHand, QueueByHand],
+)
 def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
     kind: type[Model], options: Any, devices: int
 ) -> None:
@@ -201,6 +245,7 @@ class FirstDraws(Model):
     ("kind", "text"),
     [
         (PenaltyAndMore, "The batches that were checked before had shown nothing of it"),
+        (SpreadByHand, "The batches that were checked before had shown nothing of it"),
         (Best, "self.best comes together from slices in a first step, and not in a second"),
         (EndsTheRun, "has set trainer.should_stop on some of its slices, and not on all"),
     ],
@@ -291,18 +336,8 @@ class Hardest(Model):
         return round(self.trainer.callback_metrics["loss"].item(), 8)
 
 
-class HardestByHand(Hardest):
+class HardestByHand(ByHand, Hardest):
     """The same with an optimizer that it steps itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 @pytest.mark.parametrize(("options", "devices"), WAYS)

@@ -119,10 +119,14 @@ class Comparer:
         # Adam divides a gradient by its own size, so mere rounding moves a weight by a whole step.
         gradients = self._errors("gradient", whole.gradients, sliced.gradients)
         rounding = {name for name in whole.weights if _explained(name, gradients, self._tolerance)}
+        for name, error in self._errors("new weight", whole.weights, sliced.weights).items():
+            # What a rounding before the step has grown to, one in it may grow to as well.
+            if error <= whole.magnified.get(name, 0.0) * self._tolerance.relative:
+                rounding.add(name)
         mine = {name: value for name, value in whole.weights.items() if name not in rounding}
         theirs = {name: value for name, value in sliced.weights.items() if name not in rounding}
         self._tensors("new weight", mine, theirs, out)
-        # They count as alike: their gradients were compared, and agree.
+        # They count as alike: their gradients were compared, and agree, or nothing but roundings is left.
         out.counts["new weight"] += len(rounding)
 
     def values(self, kind: str, findings: Mapping[str, Finding], out: Comparison) -> None:

@@ -36,6 +36,7 @@ class Observation:
         output: What the step itself returned.
         gradients: Of the owners, by parameter; on the host. In manual optimization, of every optimizer step.
         weights: After a step of manual optimization, by parameter; on the host.
+        magnified: How many times larger a rounding of an old weight is in the new one, where that was looked at.
         logged: By name.
         state: Python state and buffers, by path.
         state_before: The same, before the first step of one device.
@@ -54,6 +55,7 @@ class Observation:
     output: Any = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    magnified: dict[str, float] = field(default_factory=dict)
     logged: dict[str, Logged] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     state_before: dict[str, Any] = field(default_factory=dict)
