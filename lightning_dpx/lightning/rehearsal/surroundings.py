@@ -1,4 +1,4 @@
-"""What a step can change outside its module: classes, globals, callbacks, data sets.
+"""What a step can change outside its module: classes, globals, callbacks, data sets, attributes of its trainer.
 
 A shadow has its own copies of what the module holds, but not of these. So they are put back after every run of a
 rehearsal, and compared like the state of the module. Only what the user wrote is looked at: frameworks keep books of
@@ -52,6 +52,38 @@ class Attributes:
                 now[key] = value
         for content in self._contents:
             content.restore()
+
+
+class _Notes:
+    """Numbers, text and tensors among the attributes of a trainer, and small containers of them.
+
+    A step may keep its own there. What else a trainer has is Lightning's, and is exchanged for a rehearsal.
+
+    Args:
+        trainer: The user's.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._keys = set(vars(trainer))
+        self._values = dict(self.values())
+        self._contents = [_Content(value) for value in self._values.values() if is_small_container(value)]
+
+    def restore(self) -> None:
+        """Puts them back to what they were."""
+        attributes = vars(self._trainer)
+        for key, _ in list(self.values()):
+            if key not in self._keys:
+                del attributes[key]
+        attributes.update(self._values)
+        for content in self._contents:
+            content.restore()
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Names and values as they are now."""
+        for key, value in vars(self._trainer).items():
+            if not key.startswith("_") and _is_plain(value, (*_PLAIN, torch.Tensor)):
+                yield key, value
 
 
 class _Content:
@@ -156,6 +188,7 @@ class Surroundings:
     def __init__(self, trainer: Any, module: nn.Module) -> None:
         self._objects = dict(_objects_of(trainer))
         self._attributes = [Attributes(owner) for owner in self._objects.values()]
+        self._notes = _Notes(trainer)
         self._named = {path: _Named(space, key) for path, space, key in places_of_code(module)}
         self._reached = _ReachedByCode(module)
 
@@ -163,6 +196,7 @@ class Surroundings:
         """All of it is what it was."""
         for owner in self._attributes:
             owner.restore()
+        self._notes.restore()
         for named in self._named.values():
             named.restore()
         self._reached.restore()
@@ -172,6 +206,7 @@ class Surroundings:
         for path, owner in self._objects.items():
             # What can be compared at little cost; all attributes are put back, whatever they are.
             yield from ((f"{path}.{key}", value) for key, value in vars(owner).items() if _is_plain(value))
+        yield from ((f"trainer.{key}", value) for key, value in self._notes.values())
         for path, named in self._named.items():
             if _is_plain(value := named.value):
                 yield path, value
@@ -190,12 +225,12 @@ def is_small_container(value: Any) -> bool:
     return type(value) in _CONTAINERS and len(value) <= _LARGEST_CONTAINER
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, kinds: tuple[type, ...] = _PLAIN) -> bool:
     """Whether ``value`` is a number or text, or a small container of them: data sets hold what is costly to compare."""
     if is_small_container(value):
         items = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(isinstance(item, _PLAIN) for item in items)
-    return isinstance(value, _PLAIN)
+        return all(isinstance(item, kinds) for item in items)
+    return isinstance(value, kinds)
 
 
 def _objects_of(trainer: Any) -> Iterator[tuple[str, Any]]:

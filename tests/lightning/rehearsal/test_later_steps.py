@@ -232,6 +232,15 @@ class EndsTheRun(Model):
         return loss
 
 
+class NotesOnItsTrainer(Model):
+    """Counts its steps where Lightning keeps its own counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        trainer: Any = self.trainer
+        trainer.seen = getattr(trainer, "seen", 0) + 1
+        return self.loss(batch)
+
+
 class FirstDraws(Model):
     """Draws nothing in the first epoch, and once for a batch in the second."""
 
@@ -246,6 +255,7 @@ class FirstDraws(Model):
     [
         (PenaltyAndMore, "The batches that were checked before had shown nothing of it"),
         (SpreadByHand, "The batches that were checked before had shown nothing of it"),
+        (NotesOnItsTrainer, "trainer.seen is 1 on one device, "),
         (Best, "self.best comes together from slices in a first step, and not in a second"),
         (EndsTheRun, "has set trainer.should_stop on some of its slices, and not on all"),
     ],

@@ -65,6 +65,22 @@ def test_callbacks_classes_and_globals_are_what_they_were() -> None:
     assert (Totals.rows, Totals.largest) == (0, {})
 
 
+def test_what_a_step_keeps_on_its_trainer_is_seen_and_put_back() -> None:
+    trainer: Any = make_trainer(callbacks=[Counts()])
+    losses = trainer.losses = [torch.ones(1)]
+    surroundings = Surroundings(trainer, Module())
+    trainer.losses.append(torch.zeros(1))
+    trainer.rows = 3
+    trainer.callbacks = []  # as a rehearsal exchanges them
+    now = dict(surroundings.values())
+    assert (now["trainer.rows"], len(now["trainer.losses"])) == (3, 2)
+    surroundings.restore()
+    assert trainer.losses is losses
+    assert losses == [torch.ones(1)]
+    assert not hasattr(trainer, "rows")
+    assert trainer.callbacks == [], "what holds objects is Lightning's"
+
+
 NESTED: dict[str, Any] = {"a": {"b": [0]}}
 SUM = torch.zeros(2)
 num_draws = 0
