@@ -35,7 +35,7 @@ from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
-from lightning_dpx.memory.plan.solvers.repair import LOWERING, REACHING, Descent, fill
+from lightning_dpx.memory.plan.solvers.repair import HASTENING, LOWERING, REACHING, Descent, fill, hasten
 from lightning_dpx.memory.profile.data import Profile
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
@@ -58,7 +58,8 @@ class OptimalPlanner(Planner):
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """The best choice within the budget; without one, the lowest peak, see :func:`_lowered`."""
         if budget is None:
-            return best(problem, _lowered(problem), None)
+            lowest = best(problem, _lowered(problem), None)
+            return hasten(problem, lowest, problem.forecast(lowest).peak, problem.work + HASTENING)
         relaxation = problem.relaxation
         least, dropped = knapsack(relaxation, budget)
         # Otherwise no choice is within the budget, and the lowest one is the answer.
@@ -75,7 +76,7 @@ class OptimalPlanner(Planner):
                 if result.peak <= budget and result.seconds <= (1 + _CLOSE) * least:
                     break
             if result.peak <= budget:
-                return choice
+                return hasten(problem, choice, budget, problem.work + HASTENING)
         return best(problem, _filled(problem, _lowered(problem), budget), budget)
 
 
@@ -87,7 +88,15 @@ def _filled(problem: Problem, lowered: list[Choice], budget: int) -> list[Choice
     """
     times = {choice: problem.forecast(choice).seconds for choice in lowered if problem.forecast(choice).peak <= budget}
     most = _MUCH_SLOWER * min(times.values(), default=0.0)
-    return [fill(problem, choice, budget) for choice, seconds in times.items() if seconds <= most] or lowered
+    until = problem.work + HASTENING  # for all of them together
+    found = []
+    for choice in sorted(times, key=times.__getitem__):
+        if times[choice] <= most:
+            # One large unit may spare most time, and take the room of several that spare more together.
+            halfway = (problem.forecast(choice).peak + budget) // 2
+            found.append(hasten(problem, hasten(problem, choice, halfway, until), budget, until))
+            found.append(hasten(problem, fill(problem, choice, budget), budget, until))
+    return found or lowered
 
 
 def _lowered(problem: Problem) -> list[Choice]:

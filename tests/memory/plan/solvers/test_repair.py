@@ -12,7 +12,7 @@ from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
-from lightning_dpx.memory.plan.solvers.repair import REACHING, Descent, fill
+from lightning_dpx.memory.plan.solvers.repair import HASTENING, REACHING, Descent, fill, hasten
 from tests.memory.chains import chain_profile
 from tests.memory.models import ORDINARY
 from tests.memory.random_steps import MOST_UNITS, blocks, every_choice, random_profile
@@ -41,6 +41,26 @@ def test_what_does_not_fit_is_not_filled() -> None:
     everything = Choice(frozenset(problem.droppable))
     assert fill(problem, everything, 4096) == everything
     assert fill(problem, everything, problem.profile.peak) == Choice()
+
+
+def test_a_choice_that_computes_all_from_the_beginning_each_time_is_hastened_within_its_peak() -> None:
+    problem = Problem(chain_profile("equal", 20))
+    every = frozenset(problem.droppable)
+    slow = Choice(every, every)
+    before = problem.forecast(slow)
+    budget = round(1.1 * before.peak)
+    after = problem.forecast(hasten(problem, slow, budget, problem.work + HASTENING))
+    filled = problem.forecast(fill(problem, slow, budget))
+    assert after.peak <= budget
+    assert after.seconds < 0.9 * filled.seconds, "which goes by what a unit takes alone"
+    nothing_left = problem.work
+    assert hasten(problem, slow, budget, nothing_left - 1) == slow
+
+
+def test_a_choice_in_which_nothing_is_computed_many_times_is_not_hastened() -> None:
+    problem = Problem(chain_profile("equal", 20))
+    everything = Choice(frozenset(problem.droppable))
+    assert hasten(problem, everything, problem.profile.peak, problem.work + HASTENING) == everything
 
 
 @pytest.mark.parametrize("block", blocks(2, usual=1))
