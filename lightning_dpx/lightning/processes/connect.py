@@ -34,10 +34,13 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
 
     Raises:
         CollectiveError: not all processes came in time.
+        ConfigurationError: there is a process group, in which this process has another rank.
     """
     failures: list[BaseException] = []
     # A group that the user has made is left to the user when the process ends.
     ours = not distributed.is_initialized()
+    if not ours:
+        _check_rank(environment)
 
     def join() -> None:
         try:
@@ -74,6 +77,18 @@ def connect(environment: ClusterEnvironment, backend: str | None, device: torch.
         f"Process {environment.global_rank()} of {environment.world_size()} waited {timeout:.0f} s at "
         f"{environment.main_address}:{environment.main_port} for the others ({why})"
     ) from (why if isinstance(why, BaseException) else None)
+
+
+def _check_rank(environment: ClusterEnvironment) -> None:
+    """Collectives go by the ranks of the process group, samples are dealt by those of the environment."""
+    here = environment.global_rank(), environment.world_size()
+    there = distributed.get_rank(), distributed.get_world_size()
+    if here != there:
+        raise ConfigurationError(
+            f"This process is rank {there[0]} of {there[1]} in the process group that is there, and rank {here[0]} of "
+            f"{here[1]} for {type(environment).__name__}: give Trainer(plugins=[...]) the environment of what started "
+            "the processes, such as ray.train.lightning.RayLightningEnvironment(), or make no process group before."
+        )
 
 
 def _own_store(environment: ClusterEnvironment, timeout: float) -> dict[str, Any]:
@@ -178,6 +193,8 @@ def share(what: str, tensors: list[torch.Tensor]) -> None:
 def with_nodes(environment: ClusterEnvironment | None, num_nodes: int) -> ClusterEnvironment | None:
     """The environment to use, which counts one process per node where no launcher says otherwise.
 
+    A process group that is there already says so: Ray Train makes one and sets no variable that Lightning looks for.
+
     Raises:
         ConfigurationError: there are several tasks of SLURM, and this process cannot tell which it is.
     """
@@ -185,6 +202,13 @@ def with_nodes(environment: ClusterEnvironment | None, num_nodes: int) -> Cluste
         return None
     if isinstance(environment, SLURMEnvironment):
         environment = _complete_slurm(environment, num_nodes)
+    # Exactly Lightning's own, which it takes where it knows no launcher. It would count one
+    # process in each worker, and every worker would train a model of its own without a word.
+    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    if type(environment) is LightningEnvironment and processes >= max(num_nodes, 2):
+        environment.set_world_size(processes)
+        environment.set_global_rank(distributed.get_rank())
+        return environment
     # A process has all devices of its node, so there are as many processes as nodes.
     environment.set_world_size(num_nodes)
     environment.set_global_rank(environment.node_rank())

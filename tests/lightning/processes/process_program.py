@@ -1,6 +1,7 @@
 """What every process of ``test_processes`` runs: ``process_program.py CASE FOLDER``."""
 
 import atexit
+import os
 import sys
 import time
 from pathlib import Path
@@ -104,7 +105,7 @@ WITH_MEETINGS: dict[str, type[Classifier]] = {
 
 # Cases that are compared with one device: in float64, where the order of additions changes next to nothing.
 PARITY = (
-    "sum-late",
+    "sum-late", "joined",
     "even", "colocate", "uneven", "sum-accumulated", "sparse-uneven", "sparse-sum", "meets", "merged", "contrastive",
     "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged",
 )  # fmt: skip
@@ -230,6 +231,9 @@ def main() -> None:
         model, arguments["memory_budget"] = Gathers(), "auto"  # type: ignore[assignment]
     elif case == "second-order":
         model = SecondOrder()  # type: ignore[assignment]
+    elif case == "joined":  # nothing tells Lightning of the other process
+        del options["num_nodes"]
+        torch.distributed.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
     elif case == "checkpoint":
         del options["num_nodes"]
     elif case == "endless":
@@ -261,6 +265,8 @@ def main() -> None:
     if case == "checkpoint":
         trainer.save_checkpoint(folder / "half.ckpt")
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / f"{case}_{rank}.pt")
+    if case == "joined":  # whoever makes a group ends it
+        torch.distributed.destroy_process_group()
     print("ended well", flush=True)
 
 

@@ -56,3 +56,11 @@ def test_objects_and_tensors_reach_every_process() -> None:
     before = module.weight.detach().clone()
     start_equal(module)
     assert torch.equal(module.weight, before)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_process_group_in_which_this_process_has_another_rank_is_refused() -> None:
+    """Samples would be dealt to two, and gradients be summed over one."""
+    trainer = make_trainer(num_nodes=2, **on_replicas())
+    with pytest.raises(dpx.ConfigurationError, match=r"is rank 0 of 1 .* rank 0 of 2 for LightningEnvironment"):
+        trainer.fit(seeded(), make_loader(), make_loader())

@@ -66,7 +66,7 @@ def weights_of_both(case: str, folder: Path) -> dict[str, torch.Tensor]:
     return first
 
 
-@pytest.mark.parametrize("case", ["even", "colocate", "uneven", "sum-accumulated", "dealt"])
+@pytest.mark.parametrize("case", ["even", "colocate", "uneven", "sum-accumulated", "dealt", "joined"])
 def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str, tmp_path: Path) -> None:
     weights = weights_of_both(case, tmp_path)
     if case == "sum-accumulated":
