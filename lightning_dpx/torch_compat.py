@@ -86,6 +86,14 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="no public name tells in which dtype parameters are gathered",
         without="plans of modules with a MixedPrecisionPolicy are for another step",
     ),
+    "torch.distributed.fsdp.FullyShardedDataParallel._flat_param": PrivateName(
+        why="the parameters of a unit, of which no public name tells the shapes",
+        without="modules that FSDPStrategy has wrapped cannot be planned",
+    ),
+    "torch.distributed.fsdp._flat_param.FlatParameter._init_metadata": PrivateName(
+        why="what it writes (_param_infos, _shapes, _shared_param_infos) tells names and shapes of parameters",
+        without="modules that FSDPStrategy has wrapped cannot be planned",
+    ),
     "torch.nn.Module._apply": PrivateName(
         why="that of a sharded module goes on to its sharded parameters",
         without="modules that fully_shard has spread cannot be planned",
@@ -444,6 +452,64 @@ def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
     policy = None if read_state is None else getattr(read_state(), "_mp_policy", None)
     # Without a policy parameters are gathered as they are kept.
     return None if policy is None else policy.param_dtype
+
+
+FLAT_PARAMETER = "_flat_param"  # its name in the unit, where use_orig_params is False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatParts:
+    """The parameters that ``FullyShardedDataParallel`` keeps in one.
+
+    Attributes:
+        unit: The module whose they are.
+        names: Modules in it, and the name of a parameter there; of a tied one all of them.
+        shapes: Of each, before it was sharded.
+        require_grad: Whether each does.
+        same: For each, the number of the one that it is tied to, or its own.
+        dtype: What they are kept in.
+        gathered: What they are gathered in, if that was said.
+    """
+
+    unit: torch.nn.Module
+    names: list[tuple[torch.nn.Module, str]]
+    shapes: list[torch.Size]
+    require_grad: list[bool]
+    same: list[int]
+    dtype: torch.dtype
+    gathered: torch.dtype | None
+
+
+def flat_parts_of(wrapper: Any) -> FlatParts:
+    """The parameters of one unit of ``FullyShardedDataParallel``, none where others have them all."""
+    flat = wrapper._flat_param
+    parts = FlatParts(
+        unit=wrapper.module,
+        names=[],
+        shapes=[],
+        require_grad=[],
+        same=[],
+        dtype=torch.float32 if flat is None else flat.dtype,
+        gathered=wrapper.mixed_precision.param_dtype,
+    )
+    if flat is None:
+        return parts
+    written = vars(flat)
+    for info, shape in zip(written["_param_infos"], written["_shapes"], strict=True):
+        # A parameter of its own, with use_orig_params, may be frozen while others are not.
+        own = info.module._parameters.get(info.param_name)
+        requires_grad = flat.requires_grad if own is None else own.requires_grad
+        parts.same.append(len(parts.names))
+        parts.names.append((info.module, info.param_name))
+        parts.shapes.append(shape)
+        parts.require_grad.append(requires_grad)
+    for info in written["_shared_param_infos"]:
+        first = parts.names.index((info.prim_module, info.prim_param_name))
+        parts.same.append(first)
+        parts.names.append((info.module, info.param_name))
+        parts.shapes.append(parts.shapes[first])
+        parts.require_grad.append(parts.require_grad[first])
+    return parts
 
 
 def default_store() -> Any:

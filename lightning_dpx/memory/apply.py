@@ -16,6 +16,7 @@ from torch import nn
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.memory.execute.flat_units import inside, unwrapped
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.sharded_units import sharded_units
@@ -66,11 +67,12 @@ def search_plan(
     with the plans that are near the fastest; parameters, gradients, buffers and random generators stay as they were.
     The time grows with the size of the step, not with that of the search.
 
-    A module that ``fully_shard`` has spread over processes is planned on fake tensors as what it was before, on the
-    device where it is; all processes of the default group call this, each with rows of the same shapes, and all get the
-    plan of the first. The budget is that of one process. Gathered parameters and gradients come on top. A module whose
-    step talks to other processes, as tensor-parallel layers do, is profiled by all of them at once, too; each process
-    gets a plan of its own, in which nothing is recomputed that would need the others.
+    A module that ``fully_shard`` or ``FullyShardedDataParallel`` has spread over processes is planned on fake tensors
+    as what it was before, on the device where it is; all processes of the default group call this, each with rows of
+    the same shapes, and all get the plan of the first. The budget is that of one process. Gathered parameters and
+    gradients come on top. A module whose step talks to other processes, as tensor-parallel layers do, is profiled by
+    all of them at once, too; each process gets a plan of its own, in which nothing is recomputed that would need the
+    others.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
@@ -113,6 +115,8 @@ def search_plan(
     bytes_of_budget(budget, 1)
     check_micro_batch_number(micro_batches)
     is_sharded = bool(sharded_units(module))
+    if is_sharded and device is None:
+        device = device_of(module, batch)  # asked before its parameters are whole, and nowhere
 
     def search() -> MemoryPlan:
         where = False if is_sharded else plan_cache
@@ -125,7 +129,7 @@ def search_plan(
                 # first.
                 others = (str(device), "accumulates") if accumulates else (str(device),)
                 key = key_of_step(module, inputs, device_of(module, inputs), *others)
-            return cache.profile(key, lambda: profile_module(module, *inputs, device=device, accumulates=accumulates))
+            return cache.profile(key, lambda: profile_module(whole, *inputs, device=device, accumulates=accumulates))
 
         def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:
             # Only a step that runs here as it is planned can be timed with several plans; else the
@@ -133,18 +137,18 @@ def search_plan(
             choose: Callable[[Sequence[MemoryPlan]], MemoryPlan] = itemgetter(0)
             if device is None and micro_batches == 1 and not is_sharded:
                 choose = partial(fastest_plan, profile=profile, module=module, run=loss_of(module, *batch))
-            plan, found = found_or_planned(cache, module, profile, allowed, chosen, choose=choose)
+            plan, found = found_or_planned(cache, whole, profile, allowed, chosen, choose=choose)
             if found:
                 _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
             return plan
 
-        whole = profile_of(batch, False)
-        allowed = bytes_of_budget(budget, whole.peak)
+        profile = profile_of(batch, False)
+        allowed = bytes_of_budget(budget, profile.peak)
         if micro_batches == 1:
-            return plan_of(whole, allowed)
-        return _planned_in_parts(batch, whole, allowed, micro_batches, profile_of, plan_of)
+            return plan_of(profile, allowed)
+        return _planned_in_parts(batch, profile, allowed, micro_batches, profile_of, plan_of)
 
-    with shown("planning memory", enabled=progress):
+    with shown("planning memory", enabled=progress), unwrapped(module) as whole:
         return plan_of_first_rank(search) if is_sharded else search()
 
 
@@ -202,7 +206,9 @@ def profile_module(
     # always profiled on fakes.
     if sharded_units(module):
         home = device or device_of(module, batch)
-        return profile_unsharded(module, batch, home, lambda inputs: loss_of(module, *inputs), accumulates=accumulates)
+        with unwrapped(module) as whole:
+            run = partial(_loss_of_all, whole)
+            return profile_unsharded(whole, batch, home, run, accumulates=accumulates)
     if device is not None:
         target = target_of(device)
         return profile_absent(
@@ -235,6 +241,10 @@ def loss_of(module: nn.Module, *batch: Any) -> Run:
         return sum_of(out)
 
     return run
+
+
+def _loss_of_all(module: nn.Module, inputs: Any) -> Run:
+    return loss_of(module, *inputs)
 
 
 def sum_of(outputs: Any) -> torch.Tensor:
@@ -297,8 +307,11 @@ def estimate_cost(
         >>> twice["peak"] > plan.peak
         True
     """
-    plan.check(module)
-    profile = profile_module(module, *batch, device=device)
+    if sharded_units(module) and device is None:
+        device = device_of(module, batch)
+    with unwrapped(module) as whole:
+        plan.check(whole)
+        profile = profile_module(whole, *batch, device=device)
     result = forecast_plan(profile, plan)
     return {"peak": result.peak, "saved": result.kept, "recompute_share": result.seconds / profile.step_seconds}
 
@@ -482,10 +495,12 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
         >>> applied = dpx.apply_plan(net, plan)
         >>> net(rows).sum().backward()  # the gradients of a step without a plan, in 0.7 of its memory
     """
-    if module in _APPLIED:
-        raise PlanError("A plan is applied already; call remove_plan(module) first.")
-    plan.check(module)
-    applied = _APPLIED[module] = AppliedPlan(module, plan, watches=watches)
+    # Names of the plan are those that modules have without wrappers of FSDP1; the hooks sit inside of these.
+    with unwrapped(module) as whole:
+        if whole in _APPLIED:
+            raise PlanError("A plan is applied already; call remove_plan(module) first.")
+        plan.check(whole)
+        applied = _APPLIED[whole] = AppliedPlan(whole, plan, watches=watches)
     return applied
 
 
@@ -500,7 +515,7 @@ def remove_plan(module: nn.Module) -> None:
         >>> applied = dpx.apply_plan(net, dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False))
         >>> dpx.remove_plan(net)
     """
-    applied = _APPLIED.pop(module, None)
+    applied = _APPLIED.pop(inside(module), None)
     if applied is None:
         raise PlanError("No plan is applied to the module.")
     applied.remove()
@@ -508,10 +523,10 @@ def remove_plan(module: nn.Module) -> None:
 
 def applied_plan(module: nn.Module) -> AppliedPlan | None:
     """The plan at work on ``module``."""
-    return _APPLIED.get(module)
+    return _APPLIED.get(inside(module))
 
 
 def planned(module: nn.Module) -> AbstractContextManager[None]:
     """What runs in here follows the plan of ``module``, if it has one."""
-    applied = _APPLIED.get(module)
+    applied = applied_plan(module)
     return nullcontext() if applied is None else applied.active()

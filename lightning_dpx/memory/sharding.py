@@ -8,7 +8,8 @@ from then until that begins they are gone:
 
 So what is recomputed uses parameters of the unit that saves it alone, or of the outermost one, which is whole all the
 time; and a call is replayed as a whole if it lies within a unit. Then no collective comes or goes, and all processes
-have theirs in the same order as without a plan.
+have theirs in the same order as without a plan. ``FullyShardedDataParallel`` (FSDP1) gathers and frees in the same
+moments; its wrappers are off while a step is planned, see :mod:`lightning_dpx.memory.execute.flat_units`.
 """
 
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.calls import is_sharding_hook
+from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_dpx as dpx
@@ -49,8 +51,20 @@ def sharded(**options: Any) -> Model:
     return model
 
 
+def wrapped(**options: Any) -> FullyShardedDataParallel:
+    """The same, by FSDP1."""
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(Model(), auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of it is here."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Steps:
-    def __init__(self, model: Model, x: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
         self.model = model
         self.x = x
 
@@ -60,7 +74,8 @@ class Steps:
 
     def gradients(self) -> list[torch.Tensor]:
         self.run()
-        return [parameter.grad.to_local().clone() for parameter in self.model.parameters()]
+        # Of FSDP1 some processes have nothing of a parameter, and no gradient.
+        return [own_part(one.grad).clone() for one in self.model.parameters() if one.grad is not None]
 
     def peak(self) -> int:
         self.run()
@@ -75,7 +90,10 @@ class Steps:
 
 def planned(steps: Steps, budget: float | None) -> dict[str, Any]:
     plan = dpx.search_plan(steps.model, steps.x, budget=budget)
-    predicted = dpx.estimate_cost(steps.model, plan, steps.x)["peak"]
+    return followed(steps, plan, dpx.estimate_cost(steps.model, plan, steps.x)["peak"])
+
+
+def followed(steps: Steps, plan: dpx.MemoryPlan, predicted: float) -> dict[str, Any]:
     before = steps.gradients()
     collectives = steps.collectives()
     dpx.apply_plan(steps.model, plan)
@@ -101,6 +119,11 @@ def main(rank: int, store: str) -> None:
     found["predicted"] = dpx.estimate_cost(steps.model, everything, steps.x)["peak"]
     for budget in (0.7, 0.5, None):
         found[str(budget)] = planned(steps, budget)
+    # FSDP1: the plan of one is that of the other, whatever their parameters look like.
+    kept = Steps(wrapped(use_orig_params=True), steps.x)
+    plan = dpx.search_plan(kept.model, steps.x, budget=0.5)
+    found["wrapped True"] = followed(kept, plan, plan.peak)
+    found["wrapped False"] = followed(Steps(wrapped(use_orig_params=False), steps.x), plan, plan.peak)
     try:
         dpx.search_plan(steps.model, steps.x, budget=1024)
     except dpx.PlanError as error:

@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("budget", ["0.7", "0.5", "None"])
+@pytest.mark.parametrize("budget", ["0.7", "0.5", "None", "wrapped True", "wrapped False"])
 def test_planned_steps_have_the_same_bits_and_collectives_on_all_processes(
     found: list[dict[str, Any]], budget: str
 ) -> None:
@@ -46,7 +46,7 @@ def test_planned_steps_have_the_same_bits_and_collectives_on_all_processes(
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("budget", ["0.7", "0.5"])
+@pytest.mark.parametrize("budget", ["0.7", "0.5", "wrapped True", "wrapped False"])
 def test_the_peak_falls_by_what_was_predicted_on_all_processes(found: list[dict[str, Any]], budget: str) -> None:
     for one in found:
         assert one["peak"] == pytest.approx(one["predicted"], rel=0.05)
@@ -89,7 +89,7 @@ def test_a_sharded_module_is_profiled_as_what_it_was_and_stays_sharded() -> None
 def test_what_another_unit_makes_is_kept() -> None:
     profile = profile_module(sharded(), torch.randn(64, WIDTH))
     refused = {value.name: value.refused for value in profile.values if value.name}
-    assert refused["blocks.2.norm:1"] == "it is made from parameters of another unit of fully_shard"
+    assert refused["blocks.2.norm:1"] == "it is made from parameters of another sharded unit"
     assert refused["blocks.2.up:1"] == "", "it is made from parameters of its own unit"
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
@@ -44,6 +45,7 @@ from lightning_dpx.memory import (
     profile_unsharded,
     remove_plan,
     sharded_units,
+    unwrapped,
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
@@ -59,9 +61,10 @@ class ActivationPlanner(Callback):
     one of them has shown it. Of several processes all plan when one must, each for its own batches. ``strategy="dpx"``
     plans by itself: give it ``memory_budget``.
 
-    Parts of the module that ``fully_shard`` has spread (in ``configure_model``, with ModelParallelStrategy) are planned
-    on fake tensors as what they were before; all processes follow the plan of the first. Their gathered parameters come
-    on top of the budget, which is that of one process. Tensor-parallel layers are planned as they are, in each process.
+    A module that FSDPStrategy shards, or of which ``fully_shard`` has spread parts (in ``configure_model``, with
+    ModelParallelStrategy), is planned on fake tensors as what it was before; all processes follow the plan of the
+    first. Gathered parameters come on top of the budget, which is that of one process. Tensor-parallel layers are
+    planned as they are, in each process.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
@@ -77,7 +80,7 @@ class ActivationPlanner(Callback):
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
         PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
-        UnsupportedError: the strategy shards the module, other than by ``fully_shard``.
+        UnsupportedError: the strategy is DeepSpeed's.
 
     Examples:
         >>> planner = dpx.ActivationPlanner(budget="200MiB")
@@ -116,18 +119,19 @@ class ActivationPlanner(Callback):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
             )
-        # These shard the module later on, and a shadow in one process would have
+        # It shards the module in an engine of its own, and a shadow in one process would have
         # a part of each parameter.
-        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise UnsupportedError(
                 f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its "
-                "own activation checkpointing, or ModelParallelStrategy with fully_shard in configure_model()."
+                "own activation checkpointing, FSDPStrategy, or ModelParallelStrategy with fully_shard in "
+                "configure_model()."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts a plan that was given on the module."""
         if self._given and self.plan is not None:
-            apply_plan(pl_module, self.plan)
+            apply_plan(_outermost(trainer, pl_module), self.plan)
             if self.plan.micro_batches > 1:
                 rank_zero_warn(
                     f"dpx: the given plan is for {describe_cut(self.plan)}, and {type(trainer.strategy).__name__} cuts "
@@ -139,7 +143,9 @@ class ActivationPlanner(Callback):
         # All plan if one must: a profiled step may hold collectives, in which
         # the others would be missed.
         if not self._given and trainer.strategy.reduce_boolean_decision(self._is_open(pl_module, batch), all=False):
-            with shown("planning memory", enabled=shows_progress(trainer)):
+            # FSDP1 is off while it is planned: the module is what it was, with names as they were.
+            as_before = unwrapped(_outermost(trainer, pl_module))
+            with shown("planning memory", enabled=shows_progress(trainer)), as_before:
                 try:
                     self._make_plan(trainer, pl_module, batch, batch_idx)
                 except NoLossError:  # it is asked again at the next batch
@@ -277,3 +283,9 @@ class ActivationPlanner(Callback):
         self.plan = plan
         self._profiles = profiles
         return plan
+
+
+def _outermost(trainer: Trainer, module: LightningModule) -> nn.Module:
+    """The wrapper of FSDP1 round ``module``, which has the user's own parameters; else the module itself."""
+    wrapper = trainer.strategy.model
+    return wrapper if isinstance(trainer.strategy, FSDPStrategy) and wrapper is not None else module

@@ -33,6 +33,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.call_draws import CallDraws, unseen
 from lightning_dpx.memory.execute.compiled_calls import code_of, uncompiled_of
+from lightning_dpx.memory.execute.flat_units import holds_views
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
@@ -571,7 +572,7 @@ class Anatomy:
 
     def __init__(self, module: nn.Module, *, looks: bool = True) -> None:
         self.parts = list(module.modules())
-        self.parameters = list(module.parameters())
+        self.parameters = list[torch.Tensor]()
         self.obstacle = _obstacle_in(self.parts) if looks else ""
         # The walk over objects is long, and what it finds is held: not for a call that is never
         # made.
@@ -581,7 +582,13 @@ class Anatomy:
         inside = list[dict[Any, Any]]()
         hooks = list[dict[Any, Any]]()
         for part in self.parts:
-            inside += (submodules_of(part), parameters_of(part))
+            inside.append(submodules_of(part))
+            # Views of a flat parameter are other tensors in forward, in backward and in between.
+            if not holds_views(part):
+                inside.append(parameters_of(part))
+                for parameter in parameters_of(part).values():
+                    if parameter is not None:
+                        self.parameters.append(parameter)
             hooks += (forward_pre_hooks_of(part), forward_hooks_of(part))
         self._inside = _Watched(inside)
         self._hooks = _Watched(hooks)

@@ -1,4 +1,4 @@
-"""The units of a module that ``fully_shard`` has spread: which parameters are there in whose backward."""
+"""The units of a module that ``fully_shard`` or FSDP1 has spread: which parameters are there in whose backward."""
 
 import sys
 import weakref
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.calls import Replay
+from lightning_dpx.memory.execute.flat_units import is_flat_unit
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.torch_compat import key_of, parameters_of
 
@@ -16,11 +17,18 @@ _ELSEWHERE = "a call that may be anywhere"
 
 
 def sharded_units(module: nn.Module) -> list[str]:
-    """Paths of the parts on which ``fully_shard`` was called; outer ones first, none for most modules."""
+    """Paths of the parts on which ``fully_shard`` was called, or that ``FullyShardedDataParallel`` wraps.
+
+    Outer ones come first; most modules have none.
+    """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who shards has imported it
     if fsdp is None:
         return []
-    return [path for path, child in module.named_modules() if isinstance(child, fsdp.FSDPModule)]
+    paths = []
+    for path, child in module.named_modules():
+        if isinstance(child, fsdp.FSDPModule) or is_flat_unit(child):
+            paths.append(path)
+    return paths
 
 
 def unit_of(path: str, units: Sequence[str]) -> str:

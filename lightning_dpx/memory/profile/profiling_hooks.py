@@ -122,7 +122,7 @@ class ProfilingHooks(Rematerialisation):
             units = self.calls.units
             if units.paths and value.make is not None and not units.allows(value, value.name.rpartition(":")[0]):
                 forget_recipe(value)
-                self.refused[value.name] = "it is made from parameters of another unit of fully_shard"
+                self.refused[value.name] = "it is made from parameters of another sharded unit"
         return False
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -90,6 +90,25 @@ class TensorParallel(Sharded):
             parallelize_module(block, self.device_mesh["tensor_parallel"], of_block)
 
 
+class Wrapped(Sharded):
+    """What FSDPStrategy wraps as a whole, and every block of it."""
+
+    def configure_model(self) -> None: ...
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+
+
+class WrapsOnHost(FSDPStrategy):
+    """Lightning has the strategy for GPUs only, asks for its very class, and names a GPU by its number."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(process_group_backend="gloo", auto_wrap_policy={Block}, **options)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
 class OptionsOfDDP(DDPStrategy):
     """Parameters may go unused where DDP was told to look for them."""
 
@@ -134,6 +153,13 @@ def main(rank: int, port: str) -> None:
         "dropped": sorted(planner.plan.dropped | planner.plan.replayed),
         "peaks": [planner.profile.peak, planner.plan.budget] if planner.profile is not None else [],
     }
+    found["wrapped"] = []
+    for keeps in (True, False):
+        planner = dpx.ActivationPlanner(budget=0.5)
+        without = trained([], Wrapped, WrapsOnHost(use_orig_params=keeps))
+        planned = trained([planner], Wrapped, WrapsOnHost(use_orig_params=keeps))
+        dropped = sorted(planner.plan.dropped | planner.plan.replayed)
+        found["wrapped"].append([all(map(torch.equal, without, planned)), dropped])
     found["copied"] = []
     for options in OPTIONS:
         planner = dpx.ActivationPlanner(budget=0.5)

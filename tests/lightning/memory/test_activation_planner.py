@@ -39,6 +39,16 @@ def test_all_processes_follow_the_plan_of_the_first(found: list[dict[str, Any]])
     assert budget == unplanned // 2
 
 
+def test_a_module_that_fsdp_wraps_trains_to_the_same_bits_with_a_plan(found: list[dict[str, Any]]) -> None:
+    """With parameters that stay the user's own, and with flat ones instead; names are those of before."""
+    first, second = (one["wrapped"] for one in found)
+    assert first == second
+    for same, dropped in first:
+        assert same
+        assert dropped
+        assert all(name.startswith("net.") and "wrapped" not in name for name in dropped)
+
+
 def test_copies_train_to_the_same_bits_with_a_plan_whatever_ddp_is_told(found: list[dict[str, Any]]) -> None:
     """As it is, with a static graph, with parameters that go unused, and with gradients in its buckets."""
     for one in found:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -270,9 +270,10 @@ def test_the_callback_plans_for_steps_that_differ_once_they_are_seen(budget: str
     assert {int(block) < 5 for block in dropped} == {True, False}
 
 
-def test_strategies_that_shard_the_module_are_refused_by_name() -> None:
-    trainer: Any = SimpleNamespace(strategy=FSDPStrategy())
-    with pytest.raises(dpx.UnsupportedError, match=r"FSDPStrategy shards it.*or ModelParallelStrategy"):
+def test_strategies_that_shard_the_module_in_an_engine_are_refused_by_name() -> None:
+    # Without DeepSpeed itself none of its strategies can be made in the usual way.
+    trainer: Any = SimpleNamespace(strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy))
+    with pytest.raises(dpx.UnsupportedError, match=r"DeepSpeedStrategy shards it.*FSDPStrategy, or ModelParallel"):
         dpx.ActivationPlanner(0.5).setup(trainer, tower(), "fit")
 
 

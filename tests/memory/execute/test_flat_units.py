@@ -1,0 +1,98 @@
+"""Modules that FSDP1 wraps, as what they were before."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import lightning_dpx as dpx
+from lightning_dpx.memory.apply import profile_module
+from lightning_dpx.memory.execute.flat_units import holds_views, inside, is_flat_unit, unwrapped
+from lightning_dpx.memory.execute.sharded_units import sharded_units
+from tests.memory.sharded_program import WIDTH, Block, Model, Steps, wrapped
+
+# One process has nothing to shard, and is told so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*switching to use `NO_SHARD`.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class Tied(nn.Module):
+    """Two layers have one weight, and one has nothing to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.fixed(self.block(self.first(x))))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_names_and_shapes_are_those_of_before_and_all_is_put_back(keeps: bool) -> None:
+    model = wrapped(use_orig_params=keeps)
+    x = torch.randn(8, WIDTH)
+    before = Steps(model, x).gradients()
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    with unwrapped(model) as whole:
+        assert whole is inside(model)
+        assert [name for name, _ in whole.named_modules()] == [name for name, _ in Model().named_modules()]
+        shapes = {name: one.shape for name, one in whole.named_parameters()}
+        assert shapes == {name: one.shape for name, one in Model().named_parameters()}
+        assert all(one.is_meta for one in whole.parameters())
+        assert sharded_units(whole) == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert holds_views(whole.head)
+    assert not is_flat_unit(whole)
+    assert dict(model.named_modules()) == modules
+    assert list(dict(model.named_parameters())) == list(parameters)
+    assert all(one is parameters[name] for name, one in model.named_parameters())
+    assert all(map(torch.equal, Steps(model, x).gradients(), before))
+
+
+def test_tied_parameters_stay_tied_and_fixed_ones_fixed() -> None:
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(
+        Tied(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    with unwrapped(model) as whole:
+        assert whole.first.weight is whole.last.weight
+        assert not whole.fixed.weight.requires_grad
+        assert whole.block.up.weight.requires_grad
+
+
+def test_a_module_without_wrappers_is_left_alone() -> None:
+    model = Model()
+    with unwrapped(model) as whole:
+        assert whole is model
+        assert not any(one.is_meta for one in whole.parameters())
+    assert inside(model) is model
+
+
+def test_what_another_unit_makes_is_kept() -> None:
+    profile = profile_module(wrapped(use_orig_params=True), torch.randn(64, WIDTH))
+    refused = {value.name: value.refused for value in profile.values if value.name}
+    assert refused["blocks.2.norm:1"] == "it is made from parameters of another sharded unit"
+    assert refused["blocks.2.up:1"] == "", "it is made from parameters of its own unit"
+
+
+def test_parameters_that_are_gathered_in_another_dtype_are_refused_with_what_to_do() -> None:
+    model = wrapped(use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises(dpx.PlanError, match=r"in torch\.bfloat16 .*'bf16-true'\), or use fully_shard"):
+        dpx.search_plan(model, torch.randn(64, WIDTH), budget=0.5)
+    Steps(model, torch.randn(64, WIDTH)).run()
