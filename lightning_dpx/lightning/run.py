@@ -161,6 +161,9 @@ class OneDevice(Run):
     def watch(self) -> None:
         """There is nothing to compare the times of."""
 
+    def watch_processes(self) -> None:
+        """There are no other processes to wait for."""
+
     def stop_watching(self) -> None:
         """Nothing was timed."""
 

@@ -32,6 +32,7 @@ from lightning_dpx.lightning.thread_choice import ThreadChoice
 from lightning_dpx.lightning.training_step import TrainingFlow
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
+from lightning_dpx.reducers import Waits
 from lightning_dpx.replicas import BatchSlice, ReplicaSet, StepTimes
 from lightning_dpx.step import TrainingStep
 
@@ -342,9 +343,16 @@ class Session(Run):
         self.replicas.times = StepTimes(self.replicas.devices)
         return self.replicas.times
 
+    def watch_processes(self) -> Waits | None:
+        """How long processes wait for each other in the next step, once it has run; ``None`` without others."""
+        processes = self.step.sums.processes
+        return None if processes is None else processes.watch()
+
     def stop_watching(self) -> None:
         """The following steps are not timed."""
         self.replicas.times = None
+        if self.step.sums.processes is not None:
+            self.step.sums.processes.stop_watching()
 
     def mark_changed(self) -> None:
         """Parameters may have been written without a trace: the replicas get them again."""

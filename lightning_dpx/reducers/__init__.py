@@ -10,7 +10,13 @@ from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.reducers.nccl import NCCLReducer
 from lightning_dpx.reducers.overlap import OverlappedReduction
 from lightning_dpx.reducers.placement import least_loaded_placement, small_aside_placement
-from lightning_dpx.reducers.processes import ProcessReducer, between_processes, describe_loss, is_loss_of_a_process
+from lightning_dpx.reducers.processes import (
+    ProcessReducer,
+    Waits,
+    between_processes,
+    describe_loss,
+    is_loss_of_a_process,
+)
 from lightning_dpx.reducers.roll_call import current_roll_call, declare_failed, start_roll_call, stop_roll_call
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "NCCLReducer",
     "NaiveReducer",
     "ProcessReducer",
+    "Waits",
     "between_processes",
     "describe_loss",
     "is_loss_of_a_process",

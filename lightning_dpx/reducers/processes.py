@@ -1,12 +1,14 @@
 """Between processes: the mean of the owners' gradients over torch.distributed, weighted by samples."""
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import distributed
 
-from lightning_dpx.devices import wire_device
+from lightning_dpx.devices import canonical_device, synchronize, wire_device
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_like
@@ -16,6 +18,19 @@ from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
 from lightning_dpx.torch_compat import flatten_dense
 
 Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Waits:
+    """How long processes waited for the others before their gradients were sent, while that was watched.
+
+    Attributes:
+        own: Seconds of this process.
+        everyone: Of every process, by rank; empty where not all of them watched, or none sent gradients.
+    """
+
+    own: float = 0.0
+    everyone: list[float] = field(default_factory=list)
 
 
 class ProcessReducer:
@@ -43,6 +58,16 @@ class ProcessReducer:
         self._notice = notice
         self._on_notice = on_notice
         self._calls = 0
+        self._waits: Waits | None = None
+
+    def watch(self) -> Waits:
+        """Measures from now on how long processes wait for each other; devices end what is queued before that."""
+        self._waits = Waits()
+        return self._waits
+
+    def stop_watching(self) -> None:
+        """The following reductions are not measured."""
+        self._waits = None
 
     @torch.no_grad()
     def mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
@@ -92,15 +117,32 @@ class ProcessReducer:
         # One message before the gradients, because its answer decides which collectives follow: processes that do not
         # make the same ones wait for each other until the timeout. What has been noticed (SIGTERM) travels with it.
         codes = [_code_of(gradient, world) for gradient in grads]
-        header = torch.tensor([max(rows, 0.0), *[0.0] * world, *codes], dtype=torch.float64)
-        header[1 + rank] = self._notice()
-        distributed.all_reduce(header)
+        watches = self._waits is not None
+        header = torch.tensor([max(rows, 0.0), watches, *[0.0] * world, *codes], dtype=torch.float64)
+        header[2 + rank] = self._notice()
+        if self._waits is None:
+            distributed.all_reduce(header)
+        else:
+            self._measure_wait(self._waits, header, grads)
         all_rows = float(header[0])
-        sums = header[1:].tolist()
+        # All or none: a callback may watch on one process alone.
+        if self._waits is not None and header[1] == world:
+            _share_waits(self._waits)
+        sums = header[2:].tolist()
         # On every process, as all have the same sums: what follows happens to all at one step.
         if noticed := [index for index, flag in enumerate(sums[:world]) if flag]:
             self._on_notice(noticed)
         return all_rows, [_kind_of(code, world) for code in sums[world:]]
+
+    def _measure_wait(self, waits: Waits, header: torch.Tensor, grads: Gradients) -> None:
+        """Sends the header, which is a few bytes: what that takes is the time until the last process has come."""
+        # What is queued on a device is work of this process, for which the others wait.
+        devices = {canonical_device(gradient.device) for gradient in grads if gradient is not None}
+        for device in devices:
+            synchronize(device)
+        started = time.perf_counter()
+        distributed.all_reduce(header)
+        waits.own += time.perf_counter() - started
 
     def _reduce_dense(
         self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
@@ -181,6 +223,14 @@ class ProcessReducer:
     def _on_wire(self, values: torch.Tensor, factor: float) -> torch.Tensor:
         shares = _scaled(_widened(values), factor)
         return shares.to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))
+
+
+def _share_waits(waits: Waits) -> None:
+    """Tells all processes how long each has waited so far."""
+    seconds = torch.zeros(distributed.get_world_size(), dtype=torch.float64)
+    seconds[distributed.get_rank()] = waits.own
+    distributed.all_reduce(seconds)
+    waits.everyone = seconds.tolist()
 
 
 def _unpack(bucket: torch.Tensor, indices: list[int], members: list[torch.Tensor], result: Gradients) -> None:

@@ -20,6 +20,7 @@ from lightning_dpx.lightning.monitors.base import (
 )
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
+from lightning_dpx.reducers import Waits
 from lightning_dpx.replicas import StepTimes
 
 
@@ -51,10 +52,12 @@ class _MeasuredStep:
     Attributes:
         times: Of its replicas.
         whole: From its start to the optimizer's step.
+        waits: For other processes; ``None`` without others.
     """
 
     times: StepTimes
     whole: Stopwatch
+    waits: Waits | None
 
     def seconds(self) -> float:
         """How long it took; it ends here."""
@@ -70,6 +73,10 @@ class DeviceThroughputMonitor(Callback):
     process. A replica that idles much more than the others has too few rows: see ``workload="auto"``. The first two
     steps of a fit are measured and then every ``every_n_steps``; on accelerators a measured step waits for its end.
 
+    Of several processes of ours, ``dpx/throughput/waiting_ms`` is how long this one waited for the last of them before
+    gradients were sent between them, and ``dpx/throughput/last_process`` the rank of the one that waited least: all
+    others wait for a slow node, step by step. What the sending takes is no part of it, nor are collectives in a step.
+
     Args:
         table: Print a table when fit ends.
         save_to: Also write every report to this file: one row per step and replica (``.csv``) or a list (``.json``).
@@ -78,6 +85,8 @@ class DeviceThroughputMonitor(Callback):
     Attributes:
         last: The replicas of the last measured step.
         samples_per_second: Of all replicas of this process, in the last measured step.
+        waiting_ms: How long this process waited for others in the last measured step; ``None`` without others.
+        last_process: The rank that waited least; ``None`` where not all processes measure, or none sent gradients.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
@@ -96,6 +105,8 @@ class DeviceThroughputMonitor(Callback):
         self._pace = Pace(every_n_steps)
         self.last: list[ReplicaWork] = []
         self.samples_per_second = 0.0
+        self.waiting_ms: float | None = None
+        self.last_process: int | None = None
         self._rows: list[dict[str, Any]] = []
         self._measured: _MeasuredStep | None = None
         self._watch: Stopwatch | None = None
@@ -107,6 +118,8 @@ class DeviceThroughputMonitor(Callback):
         self._rows = []
         self._measured = None
         self._watch = None
+        self.waiting_ms = None
+        self.last_process = None
         self._pace.restart()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -116,7 +129,11 @@ class DeviceThroughputMonitor(Callback):
             return
         # A run on one device has no replicas to watch, and is timed from
         # outside like other strategies.
-        times = trainer.strategy.watch_replicas() if isinstance(trainer.strategy, DPXStrategy) else None
+        times: StepTimes | None = None
+        waits: Waits | None = None
+        if isinstance(trainer.strategy, DPXStrategy):
+            times = trainer.strategy.watch_replicas()
+            waits = trainer.strategy.session.watch_processes()
         if times is None:
             times = StepTimes([canonical_device(trainer.strategy.root_device)])
             times.begin([rows_to_weigh_by(batch)])
@@ -126,7 +143,7 @@ class DeviceThroughputMonitor(Callback):
         # The first device has the loss and is where Lightning's part of the step runs.
         whole = Stopwatch(times.devices[0])
         whole.start()
-        self._measured = _MeasuredStep(times, whole)
+        self._measured = _MeasuredStep(times, whole, waits)
         self._begin("training_step")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -181,14 +198,30 @@ class DeviceThroughputMonitor(Callback):
             for device, samples, ahead, back in zip(times.devices, times.rows, forward, backward, strict=True)
         ]
         self.samples_per_second = rows / step
+        self._take_waits(measured.waits)
         self._report(trainer)
+
+    def _take_waits(self, waits: Waits | None) -> None:
+        self.waiting_ms = None
+        self.last_process = None
+        if waits is not None:
+            self.waiting_ms = 1e3 * waits.own
+            if waits.everyone:
+                self.last_process = waits.everyone.index(min(waits.everyone))
 
     def _report(self, trainer: Trainer) -> None:
         step = steps_taken(trainer)
         works = [asdict(work) for work in self.last]
+        # One process has nothing to wait for, and no column that says so.
+        waiting: dict[str, Any] = {}
+        if self.waiting_ms is not None:
+            waiting = {"waiting_ms": self.waiting_ms, "last_process": self.last_process}
         if self._path is not None:
-            self._rows += [{"step": step, "replica": index, **work} for index, work in enumerate(works)]
+            self._rows += [{"step": step, "replica": index, **work, **waiting} for index, work in enumerate(works)]
         figures: dict[tuple[str, ...], float] = {("throughput", "samples_per_second"): self.samples_per_second}
+        for key, value in waiting.items():
+            if value is not None:
+                figures[("throughput", key)] = value
         for index, work in enumerate(works):
             figures |= {("throughput", f"replica{index}", key): work[key] for key in work if key != "device"}
         log_figures(trainer, figures, step)
@@ -206,7 +239,14 @@ class DeviceThroughputMonitor(Callback):
                 ]
                 for index, work in enumerate(self.last)
             ]
-            show_rows(f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s", heads, rows)
+            title = f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s"
+            if self.waiting_ms is not None:
+                heads.append("waiting ms")
+                for row in rows:
+                    row.append(f"{self.waiting_ms:.2f}")  # replicas of a process wait together
+            if self.last_process is not None:
+                title += f", process {self.last_process} came last"
+            show_rows(title, heads, rows)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Reports what was measured until then."""

@@ -88,6 +88,8 @@ def test_files_logs_table_and_pace(tmp_path: Path, caplog: Any) -> None:
     assert [(row["step"], row["replica"]) for row in rows] == [
         (str(step), str(replica)) for step in (0, 1, 2, 5) for replica in range(2)
     ]
+    assert "waiting_ms" not in rows[0], "there is no other process"
+    assert monitor.waiting_ms is None
     with (tmp_path / "metrics.csv").open() as file:
         logged = [row for row in csv.DictReader(file) if row["dpx/throughput/samples_per_second"]]
     assert len(logged) == 4

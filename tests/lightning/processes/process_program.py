@@ -1,6 +1,7 @@
 """What every process of ``test_processes`` runs: ``process_program.py CASE FOLDER``."""
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -26,6 +27,25 @@ class Running(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 5:
             self.path.touch()
+
+
+class ComesLast(Callback):
+    """Rank 1 goes on to its backward when rank 0 has come to its own, and does more before.
+
+    Args:
+        path: Of a file by which they tell.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.store = torch.distributed.FileStore(str(path), 2)
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        here = f"step {trainer.global_step}"
+        if trainer.global_rank == 0:
+            self.store.set(here, "")
+        else:
+            self.store.wait([here])
+            time.sleep(0.3)  # longer than the small backward of rank 0
 
 
 class Checked(Classifier):
@@ -239,6 +259,11 @@ def main() -> None:
     elif case == "endless":
         options["max_epochs"] = 10_000
         arguments["timeout"] = 120.0
+    monitor = dpx.DeviceThroughputMonitor(save_to=folder / "waits.csv", every_n_steps=1)
+    if case.startswith("waits"):
+        options["callbacks"] = [ComesLast(folder / "store"), monitor]
+        if case == "waits-alone" and os.environ["NODE_RANK"] == "1":
+            options["callbacks"].pop()
     trainer = make_trainer(strategy=dpx.DPXStrategy(**arguments), devices=2, **options)
     rank = trainer.global_rank
     if not dealt:
@@ -262,6 +287,9 @@ def main() -> None:
     if dealt:
         sampler = trainer.train_dataloader.sampler
         assert (sampler.num_replicas, sampler.rank, len(sampler)) == (2, rank, 24)
+    if case.startswith("waits"):
+        found = {"waiting_ms": monitor.waiting_ms, "last_process": monitor.last_process}
+        (folder / f"waits_{rank}.json").write_text(json.dumps(found))
     if case == "checkpoint":
         trainer.save_checkpoint(folder / "half.ckpt")
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / f"{case}_{rank}.pt")

@@ -1,5 +1,7 @@
 """Several processes, each with its own replicas: equal to one device, and clear about what goes wrong."""
 
+import csv
+import json
 import signal
 import socket
 import time
@@ -74,6 +76,32 @@ def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str,
         assert_equal(weights, one_device(Summed(optimizer="sgd"), **options))
     elif case != "dealt":  # by a sampler that shuffles
         assert_equal(weights, one_device(precision="64-true"))
+
+
+def test_the_throughput_monitor_tells_who_waits_and_for_whom(tmp_path: Path) -> None:
+    first, second = finish(start("waits", tmp_path))
+    assert "ended well" in first, first
+    assert "ended well" in second, second
+    waits = [json.loads((tmp_path / f"waits_{rank}.json").read_text()) for rank in range(2)]
+    assert waits[0]["waiting_ms"] > waits[1]["waiting_ms"] > 0
+    assert [one["last_process"] for one in waits] == [1, 1]
+    with (tmp_path / "waits.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12  # two replicas in six steps
+    assert float(rows[-1]["waiting_ms"]) == waits[0]["waiting_ms"]
+    assert {row["last_process"] for row in rows} == {"1"}
+    table = first[first.index("dpx: work of the last step") :].splitlines()
+    assert table[0].endswith(", process 1 came last")
+    assert table[1].endswith("waiting ms")
+
+
+def test_one_process_alone_may_measure_how_long_it_waits(tmp_path: Path) -> None:
+    """The other has no monitor, and takes part in nothing that tells who was last."""
+    for printed in finish(start("waits-alone", tmp_path)):
+        assert "ended well" in printed, printed
+    found = json.loads((tmp_path / "waits_0.json").read_text())
+    assert found["waiting_ms"] > 0
+    assert found["last_process"] is None
 
 
 class MeanAtFirst(Summed):
