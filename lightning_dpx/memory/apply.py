@@ -16,10 +16,10 @@ from torch import nn
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
-from lightning_dpx.memory.execute.flat_units import inside, unwrapped
+from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
-from lightning_dpx.memory.execute.sharded_units import sharded_units
+from lightning_dpx.memory.execute.sharded_units import inner_units, sharded_units
 from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.micro_batches import (
     MicroBatchNumber,
@@ -486,7 +486,8 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
             steps take a little longer then.
 
     Raises:
-        PlanError: the plan does not belong to the module, or one is applied already.
+        PlanError: the plan does not belong to the module, or one is applied already; or it was made for other units of
+            FullyShardedDataParallel than the module has, or for none.
 
     Examples:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
@@ -500,8 +501,25 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
         if whole in _APPLIED:
             raise PlanError("A plan is applied already; call remove_plan(module) first.")
         plan.check(whole)
+        if any(map(is_flat_unit, whole.modules())):
+            _check_units(whole, plan)
         applied = _APPLIED[whole] = AppliedPlan(whole, plan, watches=watches)
     return applied
+
+
+def _check_units(module: nn.Module, plan: MemoryPlan) -> None:
+    """Refuses a plan that may need parameters of a unit of FSDP1 in the backward of another one.
+
+    On a GPU they may be on their way by then: the numbers would be wrong without a word. With ``fully_shard`` nothing
+    is made again beyond the inputs of a unit, which have an operator there that no recipe knows.
+    """
+    units = inner_units(module)
+    if plan.units != units:
+        raise PlanError(
+            f"The plan was made for a module that is sharded in units {plan.units or '(none)'}, and this one is in "
+            f"{units or '(none)'}: parameters of FullyShardedDataParallel are there within their unit only. Make a new "
+            "plan for the wrapped module."
+        )
 
 
 def remove_plan(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ moments; its wrappers are off while a step is planned, see :mod:`lightning_dpx.m
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +25,9 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.calls import is_sharding_hook
+from lightning_dpx.memory.execute.flat_units import is_flat_unit
 from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
+from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile
@@ -110,7 +113,7 @@ def profile_unsharded(
     target = target_of(device)
     try:
         with unsharded(module):
-            return profile_absent(
+            profile = profile_absent(
                 module,
                 batch,
                 target,
@@ -119,11 +122,12 @@ def profile_unsharded(
                 few=lambda: first_rows(batch),
                 accumulates=accumulates,
             )
+            return replace(profile, units=inner_units(module))
     except PlanError as error:
-        raise PlanError(
-            f"{error} A sharded module is planned on fake tensors; a plan that was made before fully_shard can be "
-            "applied afterwards."
-        ) from error
+        way_out = "a plan that was made before fully_shard can be applied afterwards"
+        if any(is_flat_unit(child) for child in module.modules()):
+            way_out = "with fully_shard, one that was made before could be applied afterwards"
+        raise PlanError(f"{error} A sharded module is planned on fake tensors; {way_out}.") from error
 
 
 def plan_of_first_rank(make: Callable[[], _T]) -> _T:

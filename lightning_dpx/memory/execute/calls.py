@@ -33,7 +33,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.call_draws import CallDraws, unseen
 from lightning_dpx.memory.execute.compiled_calls import code_of, uncompiled_of
-from lightning_dpx.memory.execute.flat_units import holds_views
+from lightning_dpx.memory.execute.flat_units import holds_views, is_flat_unit
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
@@ -482,6 +482,8 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
     for number, part in enumerate(parts):
         if isinstance(part, nn.SyncBatchNorm):
             return "a SyncBatchNorm in it meets the other replicas"
+        if number and is_flat_unit(part):
+            return "a unit of FullyShardedDataParallel in it meets the other processes"
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if number == 0 and is_sharding_hook(hook):
                 continue  # its own parameters are there in its backward, and it is called without hooks

@@ -31,6 +31,11 @@ def sharded_units(module: nn.Module) -> list[str]:
     return paths
 
 
+def inner_units(module: nn.Module) -> str:
+    """Paths of the units whose parameters come and go, with spaces between: all but the outermost."""
+    return " ".join(filter(None, sharded_units(module)))
+
+
 def unit_of(path: str, units: Sequence[str]) -> str:
     """The innermost of ``units`` that the module at ``path`` is in, ``""`` if that is the model itself or none."""
     innermost = ""

@@ -162,6 +162,7 @@ def _plan_of(
         decisions=decisions,
         prefetch_depth=found.problem.profile.prefetch_depth if is_offloading else 0,
         basis=profile.basis,
+        units=profile.units,
     )
 
 

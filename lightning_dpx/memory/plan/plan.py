@@ -82,6 +82,7 @@ class MemoryPlan:
         micro_batches: Into how many micro-batches a step is cut, each of which follows the decisions. Extra times are
             those of all of them together over a step in one piece.
         micro_batch_rows: Rows of the largest of them; 0 where the step is not cut.
+        units: Paths of the sharded parts within which values are made again, with spaces between; see sharding.py.
 
     Examples:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
@@ -105,6 +106,7 @@ class MemoryPlan:
     basis: str = ""
     micro_batches: int = 1
     micro_batch_rows: int = 0
+    units: str = ""
 
     def names(self, *actions: Action) -> frozenset[str]:
         """The values with one of these actions."""
@@ -272,13 +274,13 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
 _VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
 _NUMBER = (int, float)
 _OF_BEFORE: dict[str, Any] = {  # what older files lack
-    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0,
+    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0, "units": "",
 }  # fmt: skip
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
     "least_share": (*_NUMBER, type(None)), "prefetch_depth": int, "basis": str,
-    "micro_batches": int, "micro_batch_rows": int,
+    "micro_batches": int, "micro_batch_rows": int, "units": str,
 }  # fmt: skip
 
 

@@ -163,6 +163,7 @@ class Profile:
         place_seconds: Of bookkeeping at each place at which something is dropped; see places.py.
         usual_places: Places for each value that is made again, as the values' seconds count them already.
         communicates: Whether the step talks to other processes.
+        units: Paths of the sharded parts within which values are made again, with spaces between.
     """
 
     values: tuple[SavedValue, ...]
@@ -184,6 +185,7 @@ class Profile:
     place_seconds: float = 0.0
     usual_places: float = 0.0
     communicates: bool = False
+    units: str = ""
 
     @property
     def peak(self) -> int:

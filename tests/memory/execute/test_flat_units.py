@@ -1,6 +1,7 @@
 """Modules that FSDP1 wraps, as what they were before."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.apply import profile_module
+from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.flat_units import holds_views, inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.sharded_units import sharded_units
 from tests.memory.sharded_program import WIDTH, Block, Model, Steps, wrapped
@@ -89,6 +91,32 @@ def test_what_another_unit_makes_is_kept() -> None:
     refused = {value.name: value.refused for value in profile.values if value.name}
     assert refused["blocks.2.norm:1"] == "it is made from parameters of another sharded unit"
     assert refused["blocks.2.up:1"] == "", "it is made from parameters of its own unit"
+
+
+def test_a_plan_that_was_made_before_is_refused_as_it_may_need_two_units_at_once() -> None:
+    plan = dpx.search_plan(Model(), torch.randn(64, WIDTH), budget=0.7)
+    model = wrapped(use_orig_params=True)
+    with pytest.raises(dpx.PlanError, match=r"sharded in units \(none\), and this one is in blocks\.0 blocks\.1 bl"):
+        dpx.apply_plan(model, plan)
+    Steps(model, torch.randn(64, WIDTH)).run()
+
+
+def test_a_plan_goes_through_a_file_to_a_module_with_the_same_units(tmp_path: Path) -> None:
+    x = torch.randn(64, WIDTH)
+    plan = dpx.search_plan(wrapped(use_orig_params=True), x, budget=0.7)
+    plan.save(str(tmp_path / "plan.yaml"))
+    model = wrapped(use_orig_params=False)
+    before = Steps(model, x).gradients()
+    applied = dpx.apply_plan(model, dpx.MemoryPlan.load(str(tmp_path / "plan.yaml")))
+    assert all(map(torch.equal, Steps(model, x).gradients(), before))
+    assert applied.plan.dropped | applied.plan.replayed
+    assert not applied.not_found
+
+
+def test_a_call_that_holds_a_unit_is_not_made_again() -> None:
+    model = wrapped(use_orig_params=True)
+    call = Call(model.module, "", (torch.randn(2, WIDTH),), {}, 0)
+    assert call.obstacle == "a unit of FullyShardedDataParallel in it meets the other processes"
 
 
 def test_parameters_that_are_gathered_in_another_dtype_are_refused_with_what_to_do() -> None:
