@@ -2,7 +2,7 @@
 
 from lightning_dpx.pictures.batch_sizes import BatchSizePoint, draw_batch_sizes
 from lightning_dpx.pictures.devices import DeviceStep, draw_devices
-from lightning_dpx.pictures.figure import new_figure, save_figure, svg_of
+from lightning_dpx.pictures.figure import new_figure, pixels_of, save_figure, svg_of
 from lightning_dpx.pictures.page import Section, write_page
 from lightning_dpx.pictures.plan import draw_plan, draw_prices
 
@@ -15,6 +15,7 @@ __all__ = [
     "draw_plan",
     "draw_prices",
     "new_figure",
+    "pixels_of",
     "save_figure",
     "svg_of",
     "write_page",

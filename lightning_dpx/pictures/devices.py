@@ -39,7 +39,9 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     """
     columns = min(4, len(devices))
     rows = -(-len(devices) // columns)
-    figure = new_figure(1.2 + 2.6 * columns, 0.9 + 3.2 * rows)
+    # The legend stands below; a narrow picture has it in fewer columns, which take more height.
+    legend_columns = {1: 1, 2: 2}.get(columns, 4)
+    figure = new_figure(1.2 + 2.6 * columns, 0.5 + 3.2 * rows + 1.6 / legend_columns)
     # On one scale, so that devices compare at a glance.
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     # The last row of panels may have room left.
@@ -55,7 +57,9 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             # Devices share one legend, in which every label stands once.
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=legend_columns, frameon=False, fontsize=9
+    )
     return figure
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_dpx.errors import UnsupportedError
 
 KIND_COLOURS = {
@@ -64,6 +66,17 @@ _HOVERS: "weakref.WeakKeyDictionary[Any, Hover]" = weakref.WeakKeyDictionary()  
 def name_places(axes: Any, texts: Sequence[tuple[float, str]]) -> None:
     """From each of these places of the horizontal axis on, a page says that text under the pointer."""
     _HOVERS[axes.figure] = Hover(axes, texts)
+
+
+def pixels_of(figure: Any) -> Any:
+    """The figure as an array of rows x columns x 4 bytes: red, green, blue and how opaque."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    # A figure made without pyplot has a canvas that cannot draw.
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    # The canvas draws the next time into the same memory.
+    return np.array(canvas.buffer_rgba())
 
 
 def svg_of(figure: Any) -> str:

@@ -1,6 +1,8 @@
 """Bars of devices stack up to the peaks."""
 
-from lightning_dpx.pictures import draw_devices
+import pytest
+
+from lightning_dpx.pictures import draw_devices, pixels_of
 from tests.pictures.made_up import DEVICES
 
 
@@ -15,3 +17,13 @@ def test_bars_stack_up_to_the_peaks_and_the_lines_are_where_they_belong() -> Non
     assert tops == [50, 57, 41]
     lines = {line.get_label(): line.get_ydata()[0] for line in panels[0].lines}
     assert lines == {"planned peak": 61, "budget": 64, "capacity": 80}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_the_legend_lies_within_the_picture_however_few_devices_there_are(number: int) -> None:
+    figure = draw_devices(DEVICES[:number])
+    rows, columns, _ = pixels_of(figure).shape
+    box = figure.legends[0].get_window_extent()
+    assert (box.x0 >= 0, box.x1 <= columns, box.y0 >= 0, box.y1 <= rows) == (True, True, True, True)
+    for text in figure.legends[0].get_texts():
+        assert text.get_window_extent().x1 <= columns

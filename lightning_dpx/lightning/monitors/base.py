@@ -3,7 +3,9 @@
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,70 @@ def check_writable(name: str, path: Path | None) -> None:
     else:
         return
     raise ConfigurationError(f"{name}={str(path)!r} cannot be written: {reason}. Name another file.")
+
+
+class RowsFile:
+    """What a fit has measured so far, the file that it is for, and whether there is anything in it that was not told.
+
+    Args:
+        save_to: A ``.csv`` or a ``.json`` file, or ``None``: then rows are counted and not kept.
+
+    Attributes:
+        has_news: Whether something was measured since the last report.
+
+    Raises:
+        ConfigurationError: the file is neither CSV nor JSON.
+    """
+
+    def __init__(self, save_to: str | Path | None) -> None:
+        self._path = check_file(save_to)
+        self._rows: list[Mapping[str, Any]] = []
+        self.has_news = False
+
+    def restart(self) -> None:
+        """Forgets the fit before; looks whether the file can be written.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        # Before the check: a fit that ends with its error has nothing to report.
+        self._rows = []
+        self.has_news = False
+        check_writable("save_to", self._path)
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds what one step has shown."""
+        self.has_news = True
+        # A long fit has many, which only a file is for.
+        if self._path is not None:
+            self._rows += rows
+
+    def write(self, trainer: Trainer) -> None:
+        """Writes all rows on rank 0; warns where that fails, as the fit itself went on until here."""
+        path = self._path
+        if path is None or not trainer.is_global_zero:
+            return
+        # A fit that was continued after its last step must not empty the report of the one before.
+        if not self._rows and path.exists():
+            return
+        with warn_unless_written(path):
+            write_rows(path, self._rows)
+
+
+@contextmanager
+def warn_unless_written(path: Path) -> Iterator[None]:
+    """Makes a warning of an error of the file system.
+
+    A disk that is full by the end of a fit must not cost the trained weights, and after another error it must
+    not take that error's place.
+    """
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"The report {path} is not written: {error.strerror or error}. The fit itself is not concerned.",
+            stacklevel=3,
+        )
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
-from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.lightning.lightning_api import Callback, LightningModule, TensorBoardLogger, Trainer
+from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_dpx.lightning.memory.device_memory import DeviceMemory, Phase, bytes_by_device, flat, table_of
 from lightning_dpx.lightning.monitors.base import (
     Pace,
-    check_file,
+    RowsFile,
     check_writable,
     format_rows,
     log_figures,
     short_name,
     show_rows,
     steps_taken,
-    write_rows,
 )
+from lightning_dpx.lightning.monitors.pictures import takes_pictures
 from lightning_dpx.lightning.monitors.report import (
     MemoryPlans,
     draw_report,
@@ -48,8 +48,8 @@ class DeviceMemoryMonitor(Callback):
         save_to: Also write every report to this file: one row per step and device (``.csv``) or a list (``.json``).
         warn_at: Warn once per device when the peak passes this share of its capacity; 1 never warns.
         every_n_steps: How often; the trainer's ``log_every_n_steps`` unless given.
-        report: Write a page with tables and pictures to this ``.html`` file when fit ends. A TensorBoard logger gets
-            the pictures anyway, where matplotlib is installed.
+        report: Write a page with tables and pictures to this ``.html`` file when fit ends. Loggers that take pictures
+            (TensorBoard, Weights & Biases, MLflow) get them anyway, where matplotlib is installed.
 
     Attributes:
         devices: The devices of the last measured step.
@@ -58,6 +58,7 @@ class DeviceMemoryMonitor(Callback):
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
+        UnsupportedError: ``report`` is given, and matplotlib is missing.
 
     Examples:
         >>> monitor = dpx.DeviceMemoryMonitor(table=False)
@@ -78,9 +79,14 @@ class DeviceMemoryMonitor(Callback):
     ) -> None:
         if report is not None and Path(report).suffix != ".html":
             raise ConfigurationError(f"report={str(report)!r} is not allowed; name an .html file.")
+        # Now, not at the end of a run of many hours.
+        if report is not None and find_spec("matplotlib") is None:
+            raise UnsupportedError(
+                f"report={str(report)!r} has pictures, which need matplotlib; pip install 'lightning-dpx[plots]'."
+            )
         if isinstance(warn_at, bool) or not isinstance(warn_at, int | float) or not 0 < warn_at <= 1:
             raise ConfigurationError(f"warn_at={warn_at!r} is not allowed; give a share of the capacity in (0, 1].")
-        self._path = check_file(save_to)
+        self._rows = RowsFile(save_to)
         self._pace = Pace(every_n_steps)
         self._prog_bar = prog_bar
         self._table = table
@@ -89,7 +95,6 @@ class DeviceMemoryMonitor(Callback):
         self.last: dict[torch.device, DeviceMemory] = {}
         self.highest: dict[torch.device, int] = {}
         self._idle: dict[torch.device, int] = {}
-        self._rows: list[dict[str, Any]] = []
         self._warned: set[torch.device] = set()
         self._measuring = False
         self._plans: MemoryPlans = {}  # when fit ends, the strategy has forgotten them
@@ -98,10 +103,9 @@ class DeviceMemoryMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before; looks whether its files can be written."""
         # A run of many hours must not end with a file that cannot be written.
-        check_writable("save_to", self._path)
+        self._rows.restart()
         check_writable("report", self._page)
         self.last = {}
-        self._rows = []
         self._warned = set()
         self._measuring = False
         self.highest.clear()
@@ -189,26 +193,25 @@ class DeviceMemoryMonitor(Callback):
             memory.planned = static + planned if planned else 0
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the file and prints the table."""
+        """Prints the table, writes the files and gives pictures to loggers."""
         self._note_peaks()
+        self._rows.has_news = False
         # One file for all processes, which rank zero writes for its own devices.
-        if self._path is not None and trainer.is_global_zero:
-            write_rows(self._path, self._rows)
+        self._rows.write(trainer)
         if not self.last or not trainer.is_global_zero:
             return
+        table = table_of(self.last, self.highest)
         if self._table:
-            show_rows(*table_of(self.last, self.highest))
-        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        # The page was asked for, and an error says what is missing; pictures
-        # for TensorBoard are a bonus.
-        if self._page is not None or (boards and find_spec("matplotlib")):
-            draw_report(
-                steps_taken(trainer), self.last, table_of(self.last, self.highest), self._plans, boards, self._page
-            )
+            show_rows(*table)
+        takers = [logger for logger in trainer.loggers if takes_pictures(logger)]
+        # The page was asked for, and has what it needs; pictures for loggers are a bonus.
+        if self._page is not None or (takers and find_spec("matplotlib")):
+            draw_report(steps_taken(trainer), self.last, table, self._plans, takers, self._page)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Reports what was measured until then, which tells most after running out of memory."""
-        if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
+        # An error before the first step, or in a validation after the fit, adds nothing to the report that is there.
+        if self._rows.has_news:
             self.on_fit_end(trainer, pl_module)
 
     def format_table(self) -> str:
@@ -246,11 +249,10 @@ class DeviceMemoryMonitor(Callback):
 
     def _report(self, trainer: Trainer, module: LightningModule) -> None:
         step = steps_taken(trainer)
-        if self._path is not None:
-            for device, memory in self.last.items():
-                self._rows.append(
-                    {"step": step, "device": str(device), **flat(memory), "micro_batches": memory.micro_batches}
-                )
+        rows: list[dict[str, Any]] = []
+        for device, memory in self.last.items():
+            rows.append({"step": step, "device": str(device), **flat(memory), "micro_batches": memory.micro_batches})
+        self._rows.add(rows)
         if self._prog_bar:
             for device, memory in self.last.items():
                 name = f"{short_name(device)} GiB"

@@ -1,4 +1,4 @@
-"""Pictures of a measured step and of the plans that it followed, for a page and for TensorBoard."""
+"""Pictures of a measured step and of the plans that it followed, for a page and for loggers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from lightning_dpx.devices import canonical_device
-from lightning_dpx.lightning.lightning_api import TensorBoardLogger, Trainer
+from lightning_dpx.lightning.lightning_api import Logger, Trainer
 from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
 from lightning_dpx.lightning.memory.device_memory import KINDS, PHASES, DeviceMemory
-from lightning_dpx.lightning.monitors.base import short_name
+from lightning_dpx.lightning.monitors.base import short_name, warn_unless_written
+from lightning_dpx.lightning.monitors.pictures import log_picture
 from lightning_dpx.lightning.session import Session
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import MemoryPlan, Profile, format_plan
@@ -29,10 +30,10 @@ def draw_report(
     last: Mapping[torch.device, DeviceMemory],
     table: tuple[str, Sequence[str], Sequence[Sequence[str]]],
     plans: MemoryPlans,
-    boards: Sequence[TensorBoardLogger],
+    loggers: Sequence[Logger],
     page: Path | None,
 ) -> None:
-    """Draws the devices in ``step`` and the plans that it followed, for ``boards`` and into ``page``.
+    """Draws the devices in ``step`` and the plans that it followed, for ``loggers`` and into ``page``.
 
     Raises:
         UnsupportedError: matplotlib is missing.
@@ -40,11 +41,10 @@ def draw_report(
     devices = draw_devices([_as_picture(device, memory) for device, memory in last.items()])
     # A plan that was given has no profile, so there is nothing to draw it over.
     drawn = {device: draw_plan(profile, plan) for device, (plan, profile) in plans.items() if profile is not None}
-    for board in boards:
-        # TensorBoard groups by slashes, whatever the separator of other loggers.
-        board.experiment.add_figure("dpx/memory", devices, step)
+    for logger in loggers:
+        log_picture(logger, ("memory",), devices, step)
         for device, figure in drawn.items():
-            board.experiment.add_figure(f"dpx/plan/{short_name(device)}", figure, step)
+            log_picture(logger, ("plan", short_name(device)), figure, step)
     if page is None:
         return
     title, heads, rows = table
@@ -52,7 +52,8 @@ def draw_report(
     for device, (plan, _) in plans.items():
         figures = [drawn[device]] if device in drawn else []
         sections.append(Section(f"Plan of {device}", figures=figures, printed=format_plan(plan, most_rows=1000)))
-    write_page(page, "dpx: memory of a training step", sections)
+    with warn_unless_written(page):
+        write_page(page, "dpx: memory of a training step", sections)
 
 
 def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, int]:

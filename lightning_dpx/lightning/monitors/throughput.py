@@ -7,16 +7,13 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import Stopwatch, canonical_device, synchronize
-from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_dpx.lightning.monitors.base import (
     Pace,
-    check_file,
-    check_writable,
+    RowsFile,
     log_figures,
     show_rows,
     steps_taken,
-    write_rows,
 )
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
@@ -101,21 +98,19 @@ class DeviceThroughputMonitor(Callback):
 
     def __init__(self, table: bool = True, save_to: str | Path | None = None, every_n_steps: int | None = None) -> None:
         self._table = table
-        self._path = check_file(save_to)
+        self._rows = RowsFile(save_to)
         self._pace = Pace(every_n_steps)
         self.last: list[ReplicaWork] = []
         self.samples_per_second = 0.0
         self.waiting_ms: float | None = None
         self.last_process: int | None = None
-        self._rows: list[dict[str, Any]] = []
         self._measured: _MeasuredStep | None = None
         self._watch: Stopwatch | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before; looks whether its files can be written."""
-        check_writable("save_to", self._path)
+        self._rows.restart()
         self.last = []
-        self._rows = []
         self._measured = None
         self._watch = None
         self.waiting_ms = None
@@ -216,8 +211,7 @@ class DeviceThroughputMonitor(Callback):
         waiting: dict[str, Any] = {}
         if self.waiting_ms is not None:
             waiting = {"waiting_ms": self.waiting_ms, "last_process": self.last_process}
-        if self._path is not None:
-            self._rows += [{"step": step, "replica": index, **work, **waiting} for index, work in enumerate(works)]
+        self._rows.add([{"step": step, "replica": index, **work, **waiting} for index, work in enumerate(works)])
         figures: dict[tuple[str, ...], float] = {("throughput", "samples_per_second"): self.samples_per_second}
         for key, value in waiting.items():
             if value is not None:
@@ -228,8 +222,8 @@ class DeviceThroughputMonitor(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file and prints the table."""
-        if self._path is not None and trainer.is_global_zero:
-            write_rows(self._path, self._rows)
+        self._rows.has_news = False
+        self._rows.write(trainer)
         if self._table and self.last:
             heads = ["replica", "device", "samples", "share %", "forward ms", "backward ms", "idle %"]
             rows = [
@@ -250,5 +244,6 @@ class DeviceThroughputMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Reports what was measured until then."""
-        if not isinstance(exception, ConfigurationError):  # nothing was measured, perhaps because of the file itself
+        # An error before the first step, or in a validation after the fit, adds nothing to the report that is there.
+        if self._rows.has_news:
             self.on_fit_end(trainer, pl_module)

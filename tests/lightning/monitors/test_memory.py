@@ -3,6 +3,7 @@
 import csv
 import gc
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,9 @@ def test_bad_arguments_are_refused() -> None:
         dpx.DeviceMemoryMonitor(save_to="memory.txt")
     with pytest.raises(dpx.ConfigurationError, match="warn_at=0 is not allowed"):
         dpx.DeviceMemoryMonitor(warn_at=0)
+
+
+def test_a_page_without_matplotlib_is_refused_before_training(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(dpx.UnsupportedError, match=r"report='page\.html' .* pip install 'lightning-dpx\[plots\]'"):
+        dpx.DeviceMemoryMonitor(report="page.html")
