@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,16 +70,21 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
     plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
-    plan.add_argument(
+    add_plan_cache(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=run, takes_more=True)
+
+
+def add_plan_cache(command: argparse.ArgumentParser) -> None:
+    """Adds the options that say where plans are kept."""
+    command.add_argument(
         "--plan-cache", default=True, metavar="FOLDER",
         help="where profiles and plans of earlier calls are found again, for the same model, code, shapes, budget and "
         "versions (default: lightning_dpx/plans in the user's folder for caches)",
     )  # fmt: skip
-    plan.add_argument(
+    command.add_argument(
         "--no-plan-cache", dest="plan_cache", action="store_false", help="profile and plan anew, and keep nothing"
     )
-    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    plan.set_defaults(run=run, takes_more=True)
 
 
 def run(args: argparse.Namespace, others: Sequence[str]) -> int:
@@ -88,6 +95,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         PlanError: there is nothing to save.
     """
     # Before a model is made, which may take minutes.
+    check_config(args, others)
     check_files(args)
     check_settings(args)
     configs: list[str] = []
@@ -120,9 +128,11 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         elif tightest is None or tightest.plan is None:
             raise PlanError(f"No device has activations to plan, so there is no plan to save in {args.save}.")
         else:
-            tightest.plan.save(args.save)
+            with written("save", args.save):
+                tightest.plan.save(args.save)
     if args.report is not None:
-        write_report(found, args.report)
+        with written("report", args.report):
+            write_report(found, args.report)
         # Standard output holds the result alone, so that it can be read by other programs.
         done()
     return 0 if found.fits else 2
@@ -147,6 +157,35 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+@contextmanager
+def written(option: str, path: Path) -> Iterator[None]:
+    """Tells an error of the file system by the option that named the file.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"--{option} {path} cannot be written: {error.strerror or error}. Name another file."
+        ) from error
+
+
+def check_config(args: argparse.Namespace, others: Sequence[str]) -> None:
+    """Whether anything says what is trained.
+
+    Raises:
+        ConfigurationError: nothing does.
+    """
+    # As `dpx fit` takes them; its own message is of a key of its parser.
+    said = any(option.partition("=")[0] in ("--model", "-c") for option in others)
+    if not args.config and not said:
+        raise ConfigurationError(
+            "Nothing says what is trained: give --config FILE, or --model and --data, as to `dpx fit`."
+        )
+
+
 def check_files(args: argparse.Namespace) -> None:
     """Whether files can be read and written that the arguments name, before a model is made.
 
@@ -163,6 +202,9 @@ def check_files(args: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{option} {path} is not allowed: there is no folder {path.parent}.")
         if path is not None and path.is_dir():
             raise ConfigurationError(f"--{option} {path} is not allowed: it is a folder; name a file.")
+        # Without opening it, which would empty what is there.
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigurationError(f"--{option} {path} is not allowed: it may not be written; name another file.")
     if args.report is not None and find_spec("matplotlib") is None:
         raise UnsupportedError("Pictures need matplotlib; pip install 'lightning-dpx[plots]', or leave out --report.")
     for config in args.config:
@@ -241,11 +283,17 @@ def _bytes(budget: int | float | str) -> int | float:
 
 
 def parse_devices(devices: Any) -> tuple[torch.device, ...]:
-    """``4`` and ``"4"``: ``cuda:0`` to ``cuda:3``; ``[0, 2]`` and ``"cuda:0,cuda:2"``: those.
+    """``4`` and ``"4"``: ``cuda:0`` to ``cuda:3``; ``[0, 2]`` and ``"cuda:0,cuda:2"``: those; ``"cuda"``: the first.
 
     Raises:
         ConfigurationError: none of these.
     """
+    # What a Trainer does without a word of devices, and the usual config has none.
+    if devices in ("auto", -1, "-1"):
+        raise ConfigurationError(
+            f"devices={devices!r} means all that a machine has, and the devices need not be here; give --devices a "
+            "number, or names: cuda:0,cuda:1."
+        )
     try:
         if isinstance(devices, list):
             parts = devices
@@ -254,13 +302,19 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
         else:
             # As a Trainer takes it: a number is how many, a list names which.
             parts = list(range(int(devices)))
-        found = tuple(torch.device(f"cuda:{part}" if str(part).isdigit() else part) for part in parts)
+        found = tuple(_device(str(part)) for part in parts)
     # torch.device raises a RuntimeError for a type that it does not know.
     except (TypeError, ValueError, RuntimeError):
         found = ()
     if not found:
         raise ConfigurationError(f"--devices {devices!r} is not allowed; give a number, or names: cuda:0,cuda:1.")
     return found
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(f"cuda:{name}" if name.isdigit() else name)
+    # "The current one" has no meaning where no device need be there; of the CPU there is one.
+    return torch.device(device.type, 0) if device.index is None and device.type != "cpu" else device
 
 
 def parse_number(text: str) -> int | Literal["auto"]:

@@ -1,7 +1,6 @@
 """``dpx tune``: which batch size, with or without recomputation and micro-batches, is fastest and fits."""
 
 import argparse
-import copy
 import json
 import statistics
 import sys
@@ -17,19 +16,22 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_dpx.commands.plan import (
     NOT_NEEDED,
+    add_plan_cache,
+    check_config,
     check_files,
     check_settings,
     on_one_cpu,
     parse_number,
     settings_of,
     tell,
+    written,
 )
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.commands.train import make_cli
+from lightning_dpx.commands.tuned_config import KEYS, check_devices, config_of, key_of, tell_other_devices, tuned_config
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.lightning import DPXStrategy
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.monitors.base import format_rows
@@ -44,9 +46,6 @@ HEADS = (
     "batch size", "precision", "rows", "micro-batches", "recomputed", "extra time", "peak", "budget", "samples/s",
     "measured", "",
 )  # fmt: skip
-# Where configs of a LightningCLI usually have it: in a data module or in the model, with or without
-# a class path.
-KEYS = ("data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", "model.batch_size")
 _MEASURED = 3  # of the fastest
 _STEPS = 16  # of a measured run
 _WARM_UP = 6  # of them: the first ones plan, rehearse and fill caches
@@ -89,6 +88,7 @@ def add_to(commands: Any) -> None:
         "--save", type=Path, metavar="FILE", help="write the best as a config, for `dpx fit --config FILE`"
     )
     tune.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
+    add_plan_cache(tune)
     tune.add_argument("--json", action="store_true", help="print JSON instead of a table")
     tune.set_defaults(run=run, takes_more=True)
 
@@ -113,10 +113,11 @@ class _Candidate:
 
 
 class _Predicted(NamedTuple):
-    """What is predicted in one precision."""
+    """What is predicted in one precision, and how many rows the data set has, where it tells."""
 
     tuning: Tuning
     candidates: list[_Candidate]
+    rows: int | None
 
 
 def run(args: argparse.Namespace, others: Sequence[str]) -> int:
@@ -126,8 +127,11 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         ConfigurationError: an argument, or the config, has a value that is not allowed.
         PlanError: the rows of a batch are not known.
     """
+    check_config(args, others)
     check_files(args)
     check_settings(args)
+    if args.save is not None or args.measure:
+        check_devices(args)
     # Before a model is made, as all that can be refused by its text.
     if args.budget is not None and "%" in args.budget:
         raise ConfigurationError(
@@ -135,15 +139,15 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
             "bytes or a text such as '8GiB'."
         )
     sizes = _numbers(args.batch_sizes)
+    precisions = _precisions(args.precisions)
     with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
-        # An empty precision stands for that of the config.
-        found = [_predicted(args, others, precision, sizes) for precision in (args.precisions or "").split(",")]
+        found = [_predicted(args, others, precision, sizes) for precision in precisions]
         candidates = [candidate for one in found for candidate in one.candidates]
         best = _best(found)
         if args.measure and best is not None:
-            best = _measured_best(args, candidates, best)
+            best = _measured_best(candidates, best, found[0].rows)
     done()
     if best is not None:
         best.is_best = True
@@ -153,11 +157,13 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     if best is None:
         print("dpx: No batch size meets the budget of every device.", file=sys.stderr)
     elif args.save is not None:
-        args.save.write_text(yaml.safe_dump(best.config, sort_keys=False), encoding="utf-8")
+        with written("save", args.save):
+            args.save.write_text(yaml.safe_dump(best.config, sort_keys=False), encoding="utf-8")
         tell(f"dpx: batch_size={best.forecast.batch_size} is written to {args.save}; a batch of another size may want "
              "another learning rate.")  # fmt: skip
     if args.report is not None:
-        _write_report(candidates, basis, args.report)
+        with written("report", args.report):
+            _write_report(candidates, basis, args.report)
     return 0 if best is not None else 2
 
 
@@ -173,6 +179,21 @@ def _numbers(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _precisions(text: str | None) -> list[str]:
+    """The precisions of the command line; an empty one stands for that of the config.
+
+    Raises:
+        ConfigurationError: one of them is empty.
+    """
+    if text is None:
+        return [""]
+    parts = [part.strip() for part in text.split(",")]
+    # A comma too many would be a second run in the precision of the config.
+    if not all(parts):
+        raise ConfigurationError(f"--precisions {text} is not allowed; give names: 32-true,bf16-mixed.")
+    return parts
+
+
 def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, sizes: Sequence[int]) -> _Predicted:
     """What the batch sizes would take in a precision; in that of the config where it is empty."""
     configs: list[str] = []
@@ -181,21 +202,26 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     chosen = ["--trainer.precision", precision] if precision else []
     # A precision changes how a Trainer is made, so each has one of its own.
     cli = make_cli(["fit", *configs, *others, *chosen], execute=False, **on_one_cpu())
-    whole_config = _config_of(cli)
-    key = _key_of(args, whole_config) if args.save is not None or args.measure else ""
+    whole_config = config_of(cli)
+    key = key_of(args, whole_config) if args.save is not None or args.measure else ""
     strategy = look_up(cli, cli.config_init, "trainer.strategy")
     devices = args.devices or look_up(cli, cli.config, "trainer.devices")
     settings = settings_of(strategy, args.budget, devices, args.planner)
-    settings = replace(settings, cache=PlanCache(True, tell), micro_batches=parse_number(args.micro_batches))
+    settings = replace(settings, cache=PlanCache(args.plan_cache, tell), micro_batches=parse_number(args.micro_batches))
     cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
     options = TuneOptions(tuple(sizes)) if sizes else None
     with shown("tuning the batch size"):
         tuning = tune_batch_size(cli.trainer, cli.model, cli.datamodule, settings, options, progress)
+    rows = rows_of_data(cli.trainer)
+    if key:
+        tell_other_devices(args, whole_config, settings.devices)
+    if rows is not None and any(size > rows for size in sizes):
+        tell(f"dpx: the data set has {rows} rows, so larger batches are predicted and would never be full.")
     candidates = []
     for forecast in tuning.batch_sizes:
-        config = _tuned_config(args, whole_config, key, forecast.batch_size) if key else {}
+        config = tuned_config(args, whole_config, key, forecast.batch_size) if key else {}
         candidates.append(_Candidate(precision, forecast, config))
-    return _Predicted(tuning, candidates)
+    return _Predicted(tuning, candidates, rows)
 
 
 def _best(found: Sequence[_Predicted]) -> _Candidate | None:
@@ -205,83 +231,31 @@ def _best(found: Sequence[_Predicted]) -> _Candidate | None:
     return max(bests, key=lambda one: one.forecast.samples_per_second, default=None)
 
 
-def _measured_best(args: argparse.Namespace, candidates: Sequence[_Candidate], best: _Candidate) -> _Candidate:
-    """The fastest of those that are predicted to be, in short runs."""
+def _measured_best(candidates: Sequence[_Candidate], best: _Candidate, rows: int | None) -> _Candidate:
+    """The fastest of those that are predicted to be, in short runs; the predicted one where none can run."""
     # The predicted best takes part in any case, so that it is not lost to three that come close.
     others = [one for one in candidates if one is not best and one.forecast.fits]
     others.sort(key=lambda one: one.forecast.samples_per_second, reverse=True)
-    tried = [best, *others][:_MEASURED]
-    for candidate in tried:
-        progress(f"training with batches of {candidate.forecast.batch_size}")
-        candidate.measured = _samples_per_second(candidate.config, candidate.forecast.batch_size)
+    tried = []
+    for candidate in [best, *others]:
+        # A loader gives no batch that is larger than the data set.
+        if rows is None or candidate.forecast.batch_size <= rows:
+            tried.append(candidate)
+    for candidate in tried[:_MEASURED]:
+        size = candidate.forecast.batch_size
+        progress(f"training with batches of {size}")
+        seconds = _seconds_of_steps(candidate.config, size)
+        if seconds:
+            # A median, as a step that happens to wait for the loader or for the machine is no rule.
+            candidate.measured = size / statistics.median(seconds)
+        else:
+            tell(f"dpx: batches of {size} rows are not measured: fewer than {_WARM_UP + 2} came that were full.")
+    measured = [one for one in tried if one.measured]
+    if not measured:
+        tell("dpx: no batch size was measured; the best one is that of the prediction.")
+        return best
     # What was measured decides over what was predicted.
-    return max(tried, key=lambda one: one.measured)
-
-
-def _config_of(cli: Any) -> dict[str, Any]:
-    """The whole config of a fit, as it would be written to a file."""
-    # By way of text, so that it is what a file would hold, and classes are named by their paths.
-    config: dict[str, Any] = yaml.safe_load(cli.parser.dump(cli.config))["fit"]
-    return config
-
-
-def _key_of(args: argparse.Namespace, config: dict[str, Any]) -> str:
-    """Where the config says the batch size.
-
-    Raises:
-        ConfigurationError: nowhere, or in several places.
-    """
-    if args.batch_size_key is not None:
-        if _value_at(config, args.batch_size_key) is None:
-            raise ConfigurationError(
-                f"--batch-size-key {args.batch_size_key} is not allowed: the config has no such key."
-            )
-        return str(args.batch_size_key)
-    found = [key for key in KEYS if _value_at(config, key) is not None]
-    if len(found) != 1:
-        said = "says the batch size in " + " and ".join(found) if found else f"says it in none of {', '.join(KEYS)}"
-        raise ConfigurationError(
-            f"--save and --measure set the batch size in the config, which {said}; name the place with "
-            "--batch-size-key KEY."
-        )
-    return found[0]
-
-
-def _value_at(config: dict[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        # A key may end in the middle of the config, or go past a value of another kind.
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _tuned_config(args: argparse.Namespace, whole: dict[str, Any], key: str, batch_size: int) -> dict[str, Any]:
-    """The config with the batch size, and with what else it was predicted with."""
-    # Every candidate has a config of its own.
-    config = copy.deepcopy(whole)
-    *folders, name = key.split(".")
-    # A key may lead through several levels, as those of class paths do.
-    place = config
-    for folder in folders:
-        place = place[folder]
-    place[name] = batch_size
-    trainer = config["trainer"]
-    if args.devices is not None and args.devices.isdigit():
-        trainer["devices"] = int(args.devices)
-    changed = {"memory_budget": args.budget, "planner": args.planner}
-    # "auto" is what the strategy does by itself where nothing else is said.
-    if args.budget is not None or args.micro_batches != "auto":
-        changed["micro_batches"] = parse_number(args.micro_batches)
-    # What the command line does not say stays as the config has it.
-    changed = {option: value for option, value in changed.items() if value is not None}
-    if changed:
-        strategy = trainer.get("strategy")
-        is_ours = isinstance(strategy, dict) and strategy["class_path"].endswith(DPXStrategy.__name__)
-        kept = strategy.get("init_args", {}) if is_ours else {}
-        # Other strategies know neither budgets nor planners.
-        class_path = f"lightning_dpx.{DPXStrategy.__name__}"
-        trainer["strategy"] = {"class_path": class_path, "init_args": {**kept, **changed}}
-    return config
+    return max(measured, key=lambda one: one.measured)
 
 
 class _StepClock(Callback):
@@ -330,8 +304,8 @@ class _StepClock(Callback):
         return time.perf_counter()
 
 
-def _samples_per_second(config: dict[str, Any], batch_size: int) -> float:
-    """Samples per second of a short run."""
+def _seconds_of_steps(config: dict[str, Any], batch_size: int) -> list[float]:
+    """How long the steps on whole batches took in a short run; none, where there were none after the first ones."""
     clock = _StepClock(batch_size)
     # From a file, as a later `dpx fit --config` reads it.
     with tempfile.TemporaryDirectory() as folder:
@@ -343,14 +317,14 @@ def _samples_per_second(config: dict[str, Any], batch_size: int) -> float:
             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             # However many epochs the steps take, the clock ends them; a minimum of the config would
             # let the fit go on in spite of `should_stop`.
-            num_sanity_val_steps=0, limit_val_batches=0, max_epochs=-1, min_epochs=None, min_steps=None, profiler=None,
+            num_sanity_val_steps=0, limit_val_batches=0, max_epochs=-1, max_steps=-1, min_epochs=None, min_steps=None,
+            fast_dev_run=False, profiler=None,
         )  # fmt: skip
         # Of other callbacks none takes part, so that the time is that of steps alone.
         kept = [callback for callback in cli.trainer.callbacks if type(callback).__module__.startswith("lightning_dpx")]
         cli.trainer.callbacks[:] = [one for one in kept if not isinstance(one, NOT_NEEDED)] + [clock]
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    # A median, as a step that happens to wait for the loader or for the machine is no rule.
-    return batch_size / statistics.median(clock.seconds)
+    return clock.seconds
 
 
 def _as_json(candidates: Sequence[_Candidate], basis: str) -> str:

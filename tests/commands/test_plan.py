@@ -271,6 +271,7 @@ def test_devices_as_lightning_takes_them() -> None:
     assert [str(device) for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
     assert [str(device) for device in parse_devices("2")] == ["cuda:0", "cuda:1"]
     assert [str(device) for device in parse_devices("cuda:1, 3")] == ["cuda:1", "cuda:3"]
+    assert [str(device) for device in parse_devices("cuda,cpu")] == ["cuda:0", "cpu"]
 
 
 def test_a_budget_is_a_share_of_what_a_device_would_take(tmp_path: Path, capsys: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from lightning_dpx.cli import main
+from tests.commands.test_plan import Shallow
 
 # Lightning calls what jsonargparse has deprecated.
 pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -45,11 +46,12 @@ def test_a_table_of_batch_sizes_for_devices_that_are_not_there(tmp_path: Path, c
 
 def test_the_best_is_written_as_a_config_that_fits_follows(tmp_path: Path, capsys: Any) -> None:
     saved, page = tmp_path / "tuned.yaml", tmp_path / "tuned.html"
-    arguments = ["--config", config(tmp_path), "--devices", "cuda:0", "--batch-sizes", "128,512", "--budget", "1MiB"]
+    arguments = ["--config", config(tmp_path), "--devices", "1", "--batch-sizes", "128,512", "--budget", "1MiB"]
     assert main(["tune", "--json", *arguments, "--save", str(saved), "--report", str(page)]) == 0
     captured = capsys.readouterr()
     (best,) = [row for row in json.loads(captured.out)["batch_sizes"] if row["best"]]
     assert f"batch_size={best['batch_size']} is written to {saved}" in captured.err
+    assert "predicted is for cuda:0, and the config trains with accelerator='cpu'; name the devices" in captured.err
     written = yaml.safe_load(saved.read_text())
     assert written["data"]["init_args"]["batch_size"] == best["batch_size"]
     assert written["trainer"]["strategy"]["class_path"] == "lightning_dpx.DPXStrategy"
@@ -79,6 +81,64 @@ def test_the_strategy_of_the_config_keeps_its_other_options(tmp_path: Path) -> N
     assert written["strategy"]["init_args"]["micro_batches"] == 2
 
 
+def test_devices_that_are_named_are_those_of_the_saved_config(tmp_path: Path, capsys: Any) -> None:
+    saved = tmp_path / "tuned.yaml"
+    arguments = ["--config", config(tmp_path), "--devices", "cuda:0,cuda:2", "--batch-sizes", "64"]
+    assert main(["tune", *arguments, "--save", str(saved)]) == 0
+    assert "the config trains with" not in capsys.readouterr().err
+    # They are not here, so it is only read.
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(saved), "--print_config"])
+    assert end.value.code == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (trainer["accelerator"], trainer["devices"]) == ("cuda", [0, 2])
+
+
+def test_batches_that_the_data_set_cannot_fill_are_not_measured(tmp_path: Path, capsys: Any) -> None:
+    """Of 2,048 rows."""
+    own = config(tmp_path)
+    arguments = ["tune", "--json", "--config", own, "--devices", "cpu", "--measure", "--batch-sizes"]
+    assert main([*arguments, "256,8192"]) == 0
+    captured = capsys.readouterr()
+    assert "the data set has 2048 rows, so larger batches are predicted and would never be full" in captured.err
+    small, large = json.loads(captured.out)["batch_sizes"]
+    assert small["best"]
+    assert small["measured_samples_per_second"] > 0
+    assert large["measured_samples_per_second"] is None
+    assert main([*arguments, "8192"]) == 0
+    captured = capsys.readouterr()
+    assert "no batch size was measured; the best one is that of the prediction" in captured.err
+    assert [row["best"] for row in json.loads(captured.out)["batch_sizes"]] == [True]
+
+
+class StopsEarly(Shallow):
+    """Ends every fit after two steps, of which the first ones never count."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = self.trainer.global_step >= 2
+
+
+def test_a_run_that_ends_too_early_measures_nothing(tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--config", config(tmp_path), "--devices", "cpu", "--measure", "--batch-sizes", "64"]
+    assert main(["tune", *arguments, "--model", "tests.commands.test_tune.StopsEarly"]) == 0
+    captured = capsys.readouterr()
+    assert "batches of 64 rows are not measured: fewer than 8 came that were full" in captured.err
+
+
+def test_limits_of_the_config_do_not_end_a_measured_run(tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--config", config(tmp_path), "--devices", "cpu", "--measure", "--batch-sizes", "64"]
+    status, found = tuned(capsys, *arguments, "--trainer.max_steps", "2")
+    assert status == 0
+    assert found["batch_sizes"][0]["measured_samples_per_second"] > 0
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_told_by_its_option(tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--config", config(tmp_path), "--devices", "cuda:0", "--batch-sizes", "64"]
+    # Of all folders, this one takes no file from anybody.
+    assert main(["tune", *arguments, "--save", "/proc/tuned.yaml"]) == 1
+    assert "--save /proc/tuned.yaml " in capsys.readouterr().err
+
+
 def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: Any) -> None:
     saved = tmp_path / "tuned.yaml"
     arguments = ["--config", config(tmp_path), "--devices", "cuda:0", "--batch-sizes", "64", "--budget", "2KiB"]
@@ -103,6 +163,13 @@ def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: Any) -> N
             ["--save", "x.yaml", "--batch-size-key", "data.rows"],
             "--batch-size-key data.rows is not allowed: the config",
         ),
+        (
+            ["--save", "x.yaml", "--batch-size-key", "data.init_args"],
+            "it is a section of the config; name a key within",
+        ),
+        (["--precisions", "32-true,"], "--precisions 32-true, is not allowed; give names: 32-true,bf16-mixed"),
+        (["--devices", "-1"], "devices='-1' means all that a machine has, and the devices need not be here"),
+        (["--trainer.devices", "auto"], "devices='auto' means all that a machine has"),
         (["--trainer.nobody", "1"], "nobody"),
     ],
 )
